@@ -35,27 +35,22 @@ class Exchange:
 
     def __init__(self, body: bytes, client: socket.socket | None = None) -> None:
         asked, self._client = json.loads(body), client
-        listed = isinstance(asked, dict) and isinstance(asked.get("messages"), list) and asked["messages"]
-        if not listed:
+        if not (isinstance(asked, dict) and isinstance(asked.get("messages"), list) and asked["messages"]):
             raise ValueError("expected an object with a list of messages")
-        if not _are(dict, asked["messages"]):
-            raise ValueError("messages must be objects")
-        for key, values in _REFUSED.items():
-            if asked.get(key) not in values:
-                raise ValueError(f"{key} is not supported")
-        tools = [] if asked.get("tools") is None else asked["tools"]
-        if not _are(dict, tools):
-            raise ValueError("tools must be a list of objects")
+        tools, stop = [] if asked.get("tools") is None else asked["tools"], asked.get("stop") or []
         limits = (asked.get(key) for key in ("max_completion_tokens", "max_tokens"))
         most = next((limit for limit in limits if limit is not None), None)
-        positive = most is None or (type(most) is int and most >= 1)
-        if not positive:
-            raise ValueError(f"max_tokens must be a positive integer, found {most!r}")
-        stop = asked.get("stop") or []
+        positive = type(most) is int and most >= 1
         self._stop = [stop] if isinstance(stop, str) else stop
-        texts = _are(str, self._stop) and all(self._stop)
-        if not texts:
-            raise ValueError(f"stop must be a text or a list of texts, found {stop!r}")
+        problems = {
+            "messages must be objects": not _are(dict, asked["messages"]),
+            **{f"{key} is not supported": asked.get(key) not in values for key, values in _REFUSED.items()},
+            "tools must be a list of objects": not _are(dict, tools),
+            f"max_tokens must be a positive integer, found {most!r}": most is not None and not positive,
+            f"stop must be a text or a list of texts, found {stop!r}": not (_are(str, self._stop) and all(self._stop)),
+        }
+        for problem in (problem for problem, holds in problems.items() if holds):
+            raise ValueError(problem)
         self.ask = Ask(asked["messages"], [] if asked.get("tool_choice") == "none" else tools, most)
         self.streams, options = bool(asked.get("stream")), asked.get("stream_options")
         self.sizes = isinstance(options, dict) and bool(options.get("include_usage"))

@@ -78,8 +78,7 @@ def shortened(text: str, most: int) -> str:
 def schema_of(function: Callable[..., Any]) -> Json:
     """Describe a function as a JSON schema in OpenAI's form; raises UserError as :class:`Tools`."""
     later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    plain = inspect.isroutine(function) and not any(kind(function) for kind in later)
-    if not plain:
+    if not (inspect.isroutine(function) and not any(kind(function) for kind in later)):
         raise UserError(f"tools: found {function!r}; expected a function that is neither asynchronous nor a generator")
     name, doc = function.__name__, inspect.getdoc(function) or ""
     if not doc:
@@ -91,8 +90,7 @@ def schema_of(function: Callable[..., Any]) -> Json:
         raise UserError(f"tools: {name}'s parameters cannot be read: {one_line(error)}; write type hints") from error
     properties, required = {}, []
     for parameter in signature.parameters.values():
-        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if not is_named:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise UserError(f"tools: {name} takes *{parameter.name}; a tool has only named parameters")
         if parameter.name not in hints:
             raise UserError(f"tools: {name}'s parameter {parameter.name} has no type hint")
@@ -120,8 +118,6 @@ def _kind(hint: Any) -> Json:
         return {"enum": list(parts)}
     if origin in (Union, types.UnionType):
         return {"anyOf": [_kind(part) if part is not type(None) else {"type": "null"} for part in parts]}
-    if (origin or hint) not in _TYPES:
-        raise KeyError(hint)
     kind: Json = {"type": _TYPES[origin or hint]}
     if kind["type"] == "array" and parts:
         kind["items"] = _kind(parts[0])

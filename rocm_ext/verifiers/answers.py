@@ -8,7 +8,7 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.types import Json, Row
-from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, timeout, unparsed, wrong
+from rocm_ext.verifiers.base import Result, Verifier, check_time, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.extract import answer_text, fenced_code
 from rocm_ext.verifiers.workers import worker
 from rocm_ext.verifiers.workers.forked import Elsewhere, forked
@@ -97,8 +97,7 @@ class JsonSchema(Verifier):
     def __init__(self, schema: Json | None = None, field: str | None = None, timeout: float = 5.0) -> None:
         if (schema is None) == (field is None):
             raise UserError("JsonSchema takes either schema or field")
-        if timeout <= 0:
-            raise UserError(f"JsonSchema: timeout must be positive, found {timeout}")
+        check_time("JsonSchema", timeout)
         self.field, self.needs, self.timeout = field, (field,) if field else (), timeout
         self._fixed = None if schema is None else _read(_validator, schema, "JsonSchema", UserError)
         self._elsewhere = Elsewhere("JsonSchema", timeout, schema=schema, field=field)
@@ -115,36 +114,31 @@ class JsonSchema(Verifier):
 
     def _judge(self, completion: str, row: Row) -> Result:
         try:
-            value = _json_in(completion)
+            value, missing = _json_in(completion)
+            if missing:
+                return unparsed(missing)
             validator = self._fixed if self._fixed is not None else _validator(row[self.needs[0]])
             problem = next(validator.iter_errors(value), None)
-        except _NoJson as problem:
-            return unparsed(problem)
         except (RecursionError, ArithmeticError) as problem:  # nested too deeply, or a number beyond all floats
             return wrong(one_line(problem))
         except Exception as problem:  # the schema's fault: a bad pattern, an unresolved reference
             return error(f"the schema cannot be applied: {one_line(problem)}")
         if problem is None:
             return correct()
-        where = "/".join(map(str, problem.absolute_path))
-        return wrong(f"at /{where}: {problem.message}")
+        return wrong(f"at /{'/'.join(map(str, problem.absolute_path))}: {problem.message}")
 
 
-class _NoJson(Exception):
-    pass
-
-
-def _json_in(text: str) -> Any:
-    """The JSON value in a completion; raises _NoJson, with the reason, if it holds none."""
+def _json_in(text: str) -> tuple[Any, str]:
+    """The JSON value in a completion; None and the reason if it holds none."""
     groups, fenced = fenced_code(text, "json")
     source = answer_text(text) if not fenced else groups[0][-1] if groups else ""
     if not source.strip():
-        raise _NoJson("no JSON")
+        return None, "no JSON"
     if len(source) > MAX_JSON:
-        raise _NoJson(f"more than {MAX_JSON} characters of JSON")
+        return None, f"more than {MAX_JSON} characters of JSON"
     decoder = json.JSONDecoder(parse_constant=_no_constant)
     try:
-        return decoder.decode(source)
+        return decoder.decode(source), ""
     except (ValueError, RecursionError) as problem:
         malformed = f"malformed JSON: {problem}"
     value, start, failures = None, 0, 0  # the last outermost object or array
@@ -153,9 +147,7 @@ def _json_in(text: str) -> Any:
             value, start = decoder.raw_decode(source, bracket.start())
         except (ValueError, RecursionError):
             start, failures = bracket.end(), failures + 1
-    if value is None:
-        raise _NoJson(malformed)
-    return value
+    return value, malformed if value is None else ""
 
 
 def _read(reader: Callable[[Any], Any], value: Any, where: str, kind: type[Exception]) -> Any:

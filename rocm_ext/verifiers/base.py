@@ -7,6 +7,7 @@ from dataclasses import field as dataclass_field
 from enum import Enum
 from typing import Any
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.base.types import Row
 
 DETAIL = 300  # characters
@@ -49,16 +50,14 @@ class Result:
         object.__setattr__(self, "verdict", Verdict(self.verdict))
         object.__setattr__(self, "detail", short(self.detail))
         values = self.parts.values() if isinstance(self.parts, Mapping) else [None]
-        finite = all(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
-        if not finite:
+        if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
             raise ValueError(f"the parts of a reward must be numbers by their names, found {self.parts!r}")
         reward: Any = self.reward
         if self.verdict is Verdict.ERROR:
             if reward is not None:
                 raise ValueError(f"an ERROR has no reward, found {reward!r}")
             return
-        fits = isinstance(reward, (int, float)) and not isinstance(reward, bool) and 0 <= reward <= 1
-        if not fits:
+        if not (isinstance(reward, (int, float)) and not isinstance(reward, bool) and 0 <= reward <= 1):
             raise ValueError(f"the reward must be in [0, 1], found {reward!r}")
         object.__setattr__(self, "reward", float(reward))
 
@@ -133,8 +132,7 @@ def group_results(verifier: Verifier, completions: Sequence[str], row: Row) -> l
 
 def all_checked(verifier: Verifier, method: str, results: Any, count: int) -> list[Result]:
     """The results of a verifier's method; raises ValueError unless they are a list of ``count``."""
-    listed = isinstance(results, list) and len(results) == count
-    if not listed:
+    if not (isinstance(results, list) and len(results) == count):
         raise ValueError(f"{name_of(verifier)}.{method} must return a list of {count} results")
     return [checked(verifier, result) for result in results]
 
@@ -171,6 +169,12 @@ def field(row: Row, name: str, kind: type | tuple[type, ...] = object) -> Any:
         names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
         raise ValueError(f"field {name!r} must be {names}, found {type(value).__name__}")
     return value
+
+
+def check_time(who: str, timeout: float) -> None:
+    """Raise UserError unless a verifier's time limit is positive."""
+    if timeout <= 0:
+        raise UserError(f"{who}: timeout must be positive, found {timeout}")
 
 
 def correct(detail: object = "") -> Result:

@@ -11,7 +11,7 @@ from typing import Any
 from rocm_ext.base import openai_http as http
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.types import Json, Row
-from rocm_ext.verifiers.base import Result, Verifier, error, field, short
+from rocm_ext.verifiers.base import Result, Verifier, check_time, error, field, short
 from rocm_ext.verifiers.reward_function import checked_scale, scaled
 
 SCORE = re.compile(r"[*_]{0,2}score[*_]{0,2}\s*:\s*[*_]{0,2}(-?\d{1,15}(?:\.\d{1,15})?)[*_]{0,2}\.?", re.I)
@@ -64,11 +64,9 @@ class LLMJudge(Verifier):
             "max_tokens": (max_tokens, 1, 10**6),
         }
         for name, (value, least, most) in numbers.items():
-            fits = type(value) is int and least <= value <= most
-            if not fits:
+            if not (type(value) is int and least <= value <= most):
                 raise UserError(f"LLMJudge: {name} must be a whole number from {least} to {most}, found {value!r}")
-        if timeout <= 0:
-            raise UserError(f"LLMJudge: timeout must be positive, found {timeout}")
+        check_time("LLMJudge", timeout)
         self.parts = parsed_template(template)
         self.needs = tuple(dict.fromkeys(name for _, name in self.parts if name not in (None, "completion")))
         self.api_key_env, self.timeout, self.retries, self.batch_size = api_key_env, timeout, retries, concurrency
@@ -123,8 +121,7 @@ def parsed_template(template: str) -> list[tuple[str, str | None]]:
     except (ValueError, TypeError) as problem:
         raise UserError(f"LLMJudge: template is no template: {problem}") from problem
     for _, name, spec, conversion in parts:
-        alone = name is None or (re.fullmatch(r"\w+", name) and not spec and not conversion)
-        if not alone:
+        if not (name is None or (re.fullmatch(r"\w+", name) and not spec and not conversion)):
             raise UserError(f"LLMJudge: template has {{{name}}}; expected the name of a field alone, like {{answer}}")
     if "completion" not in (name for _, name, _, _ in parts):
         raise UserError("LLMJudge: template lacks {completion}")

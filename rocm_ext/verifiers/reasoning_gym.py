@@ -11,7 +11,7 @@ from typing import TypedDict
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.base.types import Json, Row
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, timeout, unparsed, wrong
-from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
+from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, check_limits, interpreter
 from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT
 
 INSTALL = "`pip install 'torchtune-rocm[reasoning-gym]'`"
@@ -48,9 +48,7 @@ class ReasoningGym(Verifier):
     batch_size = 16  # the package takes a second to import
 
     def __init__(self, timeout: float = 10.0, memory_mb: int = 2048, sandbox: str = "bubblewrap") -> None:
-        fits = timeout > 0 and memory_mb >= 256
-        if not fits:
-            raise UserError(f"ReasoningGym needs timeout > 0 and memory_mb >= 256, found {timeout} and {memory_mb}")
+        check_limits("ReasoningGym", timeout, memory_mb, 256)
         self.timeout, self.memory_mb, self.kind = timeout, memory_mb, sandbox
 
     @cached_property
@@ -99,8 +97,7 @@ class ReasoningGym(Verifier):
         argv, stdin = _command({"rows": rows, "answers": answers, "seconds": self.timeout}, f"{BOX}/judge.py")
         outcome = self._sandbox.run(argv, {"judge.py": SCRIPT.read_text()}, stdin, limits)
         why = outcome.killed or outcome.stderr.decode("utf-8", "replace") or f"took over {limits.seconds:g} s"
-        ended = outcome.started and not outcome.timed_out and not outcome.killed
-        if not ended:
+        if not (outcome.started and not outcome.timed_out and not outcome.killed):
             raise ValueError(f"the sandbox of reasoning-gym: {short(why, 200)}")
         return _read(outcome.stdout, outcome.stderr)
 

@@ -22,7 +22,7 @@ from rocm_ext.verifiers.cases import OutputRule, calls_of, cases_of, run_cases
 from rocm_ext.verifiers.extract import answer_text, extract_code, fenced_code, parse_python
 from rocm_ext.verifiers.python._source import Broken, Tests, names_in
 from rocm_ext.verifiers.python.start import JudgeEnded, Judges, JudgeTask, ProgramTask, WarmJudge, start
-from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
+from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, check_limits, interpreter
 from rocm_ext.verifiers.sandbox.children import supervise
 
 log = logging.getLogger("rocm_ext")
@@ -94,9 +94,7 @@ class PythonTests(Verifier):
         tolerance: float | None = None,
         checker: str | None = None,
     ) -> None:
-        fits = timeout > 0 and memory_mb >= 128
-        if not fits:
-            raise UserError(f"PythonTests needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
+        check_limits("PythonTests", timeout, memory_mb)
         require_known("isolation", isolation, ("two_processes", "same_process"))
         require_known("unjudged", unjudged, ("wrong", "error"))
         self.isolation, self.unjudged = isolation, unjudged

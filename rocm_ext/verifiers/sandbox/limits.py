@@ -70,6 +70,12 @@ class Limits:
             resource.prlimit(pid, number, (min(soft, most), most))
 
 
+def check_limits(who: str, timeout: float, memory_mb: int, least: int = 128) -> None:
+    """Raise UserError unless a user's limit of time is positive, and that of memory at least ``least`` MB."""
+    if not (timeout > 0 and memory_mb >= least):
+        raise UserError(f"{who} needs timeout > 0 and memory_mb >= {least}, found {timeout} and {memory_mb}")
+
+
 def program(name: str) -> str | None:
     """The path of a system program; None: it is not installed."""
     return shutil.which(name, path="/usr/bin:/bin:/usr/local/bin:" + os.environ.get("PATH", ""))
