@@ -158,13 +158,10 @@ def checked_reply(environment: Environment, value: Any) -> Reply:
         return Result(Verdict.CORRECT if value == 1 else Verdict.WRONG, float(value))
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
-    listed = isinstance(value, (list, tuple)) and all(isinstance(message, Mapping) for message in value)
-    expected = "messages, a text, a Result or a reward"
-    if not listed:
+    if not (isinstance(value, (list, tuple)) and all(isinstance(message, Mapping) for message in value)):
+        expected = "messages, a text, a Result or a reward"
         raise ValueError(f"{name} returned {type(value).__name__}; expected {expected}")
     roles = {message.get("role") for message in value} - {"user", "tool", "system"}
-    fits = not roles and all(isinstance(message.get("content"), str) for message in value)
-    expected = "role user or tool, and content"
-    if not fits:
-        raise ValueError(f"{name} returned a message of {roles or 'no text'}; expected {expected}")
+    if roles or not all(isinstance(message.get("content"), str) for message in value):
+        raise ValueError(f"{name} returned a message of {roles or 'no text'}; expected role user or tool, and content")
     return [dict(message) for message in value]

@@ -86,14 +86,12 @@ Reader = Callable[[str, Schemas], Iterator[Call]]
 
 
 def _of_json(value: Any) -> Call:
-    named = isinstance(value, Mapping) and isinstance(value.get("name"), str)
-    if not named:
+    if not (isinstance(value, dict) and isinstance(value.get("name"), str)):
         raise ValueError('a call is {"name": ..., "arguments": {...}}')
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
-    mapped = isinstance(arguments, Mapping)
-    if not mapped:
+    if not isinstance(arguments, dict):
         raise ValueError(f"arguments are an object, found {type(arguments).__name__}")
     return Call(value["name"], arguments)
 

@@ -31,6 +31,7 @@ from rocm_ext.verifiers.base import Result, error
 from rocm_ext.verifiers.sandbox.children import descendants, kill
 from rocm_ext.verifiers.sandbox.sandbox import FOLDER, folder_of_runs
 from rocm_ext.verifiers.workers import worker
+from rocm_ext.verifiers.workers.pool import done
 
 _START = 60.0  # seconds that the environment's module may take to import
 _CHUNK = 1 << 16
@@ -116,7 +117,7 @@ class Environments:
                 socket.send_fds(self._link, [b"+"], [theirs.fileno()])
             except OSError:
                 ours.close()
-                return _done(error("the environment's process died"))
+                return done(error("the environment's process died"))
         ours.settimeout(self._timeout)
         with self._lock:
             self._open[key] = _Talk(ours)
@@ -140,13 +141,13 @@ class Environments:
     def _ask(self, key: Key, content: Json) -> "Future[Reply]":
         talk = self._open.get(key)
         if talk is None:
-            return _done(error("the conversation has ended"))
+            return done(error("the conversation has ended"))
         future: Future[Reply] = Future()
         talk.future, talk.deadline = future, time.monotonic() + self._timeout
         try:
             text = _line(content)
         except (TypeError, ValueError, RecursionError) as problem:
-            return _done(error(f"the row cannot be sent to the environment: {problem}"))
+            return done(error(f"the row cannot be sent to the environment: {problem}"))
         with self._lock:
             if not talk.registered:
                 self._selector.register(talk.socket, selectors.EVENT_READ, key)
@@ -226,12 +227,6 @@ _REPLIES: dict[str, Callable[[Any], Reply]] = {
 }
 
 
-def _done(result: Result) -> "Future[Reply]":
-    future: Future[Reply] = Future()
-    future.set_result(result)
-    return future
-
-
 def _line(content: Json) -> bytes:
     return json.dumps(content, default=str).encode() + b"\n"
 
@@ -254,16 +249,12 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     link = socket.socket(fileno=fd)
     start = _read_line(link)
-    worker.die_with(start["parent"])
-    worker.adopt()
-    with contextlib.suppress(OSError):
-        os.nice(5)
+    worker.serve(start["parent"])
     arguments = {name: value for name, value in start["environment"].items() if name != COMPONENT}
     try:
         made = import_component(start["environment"][COMPONENT])
-        derived = inspect.isclass(made) and issubclass(made, Environment)
-        name = getattr(made, "__name__", made)
-        if not derived:
+        if not (inspect.isclass(made) and issubclass(made, Environment)):
+            name = getattr(made, "__name__", made)
             raise UserError(f"environment {name} is not derived from rocm_ext.environments.Environment")
         worker.RUNNING = True  # in the children, too
         example = made({}, **arguments)

@@ -82,11 +82,9 @@ class Program(JudgedEnvironment):
         python: str | None = None,
     ) -> None:
         super().__init__(row)
-        words = isinstance(command, (list, tuple)) and command and all(isinstance(word, str) for word in command)
-        if not words:
+        if not (isinstance(command, (list, tuple)) and command and all(isinstance(word, str) for word in command)):
             raise UserError(f"command: found {command!r}; expected a list such as [python, my_agent.py]")
-        fits = memory_mb >= 128 and (at_once is None or at_once >= 1)
-        if not fits:
+        if not (memory_mb >= 128 and (at_once is None or at_once >= 1)):
             raise UserError(f"Program needs memory_mb >= 128 and at_once >= 1, found {memory_mb} and {at_once}")
         self.at_once = at_once or min(MOST_AT_ONCE, 4 * len(os.sched_getaffinity(0)))
         self._limits = Limits(_FOREVER, 0, memory_mb, processes=128, open_files=512)
@@ -122,8 +120,7 @@ class Program(JudgedEnvironment):
         if self._folder is not None and file.resolve().is_relative_to(self._folder):
             return str(file.resolve())
         content = file.read_bytes()
-        same = self._files.setdefault(file.name, content) == content
-        if not same:
+        if self._files.setdefault(file.name, content) != content:
             raise UserError(f"command: two files are named {file.name}; rename one, or show both as a folder")
         return f"{BOX}/{file.name}"
 

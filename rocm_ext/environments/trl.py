@@ -47,8 +47,7 @@ class Trl(Environment):
         named = f"environment: {factory}"
         if "reset" not in methods:
             raise UserError(f"{named} makes a {type(made).__name__} without a method reset")
-        rewarded = ("get_reward" in methods) != (reward is not None)
-        if not rewarded:
+        if ("get_reward" in methods) == (reward is not None):
             raise UserError(f"{named} needs either a method get_reward or the argument reward")
         self.tools = [_at_once(getattr(made, name)) for name in methods if name not in _OWN]
         function: Callable[..., Any] = lambda **_: [now(made.get_reward())]  # noqa: E731
@@ -63,8 +62,7 @@ class Trl(Environment):
     def begin(self) -> Any:
         prompt = [dict(message) for message in self._reward.prompt(self.row)]
         text = now(self.environment.reset(**{**self.row, "prompt": prompt}))
-        fits = isinstance(text, (str, type(None)))
-        if not fits:
+        if not isinstance(text, (str, type(None))):
             raise ValueError(f"reset returned {type(text).__name__}; expected a text or None")
         opening = [{"role": "user", "content": text}] if text else []
         self.row = {**self.row, "messages": prompt + opening}
@@ -92,9 +90,4 @@ def _at_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that waits for an asynchronous one; a synchronous one unchanged."""
     if not inspect.iscoroutinefunction(function):
         return function
-
-    @functools.wraps(function)
-    def waited(*args: Any, **kwargs: Any) -> Any:
-        return now(function(*args, **kwargs))
-
-    return waited
+    return functools.wraps(function)(lambda *args, **kwargs: now(function(*args, **kwargs)))

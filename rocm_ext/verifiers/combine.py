@@ -20,8 +20,7 @@ class _Several(Verifier):
     """
 
     def __init__(self, verifiers: Sequence[Any]) -> None:
-        listed = verifiers and not isinstance(verifiers, (str, Mapping))
-        if not listed:
+        if not (verifiers and not isinstance(verifiers, (str, Mapping))):
             raise UserError(f"{type(self).__name__}: verifiers must be a list of verifiers, found {verifiers!r}")
         self.verifiers = [build(node) for node in verifiers]
         names = [name_of(verifier) for verifier in self.verifiers]
@@ -103,8 +102,7 @@ class Weighted(_Several):
         super().__init__(verifiers)
         count = len(self.verifiers)
         listed = isinstance(weights, (list, tuple)) and len(weights) == count
-        fit = listed and all(type(w) in (int, float) and 0 <= w < math.inf for w in weights) and sum(weights) > 0
-        if not fit:
+        if not (listed and all(type(w) in (int, float) and 0 <= w < math.inf for w in weights) and sum(weights) > 0):
             raise UserError(f"Weighted needs {count} weights >= 0, not all 0; found {weights!r}")
         if not (0 < threshold <= 1):
             raise UserError(f"Weighted: threshold must be in (0, 1], found {threshold}")

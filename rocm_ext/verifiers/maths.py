@@ -48,8 +48,7 @@ class MathAnswer(Verifier):
     """
 
     def __init__(self, field: str = "answer", tolerance: float = 0.0, timeout: float = 5.0) -> None:
-        fits = 0 <= tolerance < 1 and timeout > 0
-        if not fits:
+        if not (0 <= tolerance < 1 and timeout > 0):
             raise UserError(f"{type(self).__name__} needs 0 <= tolerance < 1, timeout > 0: {tolerance}, {timeout}")
         self.field, self.tolerance, self.timeout = field, tolerance, timeout
         self.needs: tuple[str, ...] = (field,)
@@ -67,10 +66,8 @@ class MathAnswer(Verifier):
             return
         gold = final_answer(field(row, self.field, str), gold=True)
         worded = WORD.search(gold) and not re.search(r"\d", gold)
-        parses = number(gold) is not None or worded or _parse(gold)
-        problem = f"field {self.field!r} holds no answer that math-verify can parse: {short(value, 80)!r}"
-        if not parses:
-            raise ValueError(problem)
+        if not (number(gold) is not None or worded or _parse(gold)):
+            raise ValueError(f"field {self.field!r} holds no answer that math-verify can parse: {short(value, 80)!r}")
 
     def at_once(self, completion: str, row: Row) -> Result | None:
         mine, gold = plain(answer_text(completion)), plain(str(row[self.field]), gold=True)
@@ -279,10 +276,8 @@ def _strict(tolerance: float) -> Any:
                     return True
         return numeric(a, b, *digits)
 
-    def solutions_equal(a: Any, b: Any, *digits: int) -> bool:
-        return bool(solve(a, a.free_symbols)) and solved(a, b, *digits)
-
-    grader.sympy_numeric_eq, grader.sympy_solve_and_compare = numeric_equal, solutions_equal
+    grader.sympy_numeric_eq = numeric_equal
+    grader.sympy_solve_and_compare = lambda a, b, *digits: bool(solve(a, a.free_symbols)) and solved(a, b, *digits)
     return math_verify
 
 

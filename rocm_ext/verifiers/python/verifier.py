@@ -125,8 +125,7 @@ class PythonTests(Verifier):
             if calls_of(row) is None:
                 cases_of(row)
                 return
-            no_checker = row.get("checker") is None
-            if not no_checker:
+            if row.get("checker") is not None:
                 raise ValueError("field 'checker' judges what a program prints; these cases are calls")
         for name in ("entry_point", "test_setup", "code_prefix"):
             if row.get(name) is not None:
@@ -167,7 +166,9 @@ class PythonTests(Verifier):
             argv = [path, "-s", "-S", "-c", boot]
             results = run_cases(self._sandbox, argv, {"solution.py": code}, row, self.limits, self.partial_credit,
                                 self.comparison)  # fmt: skip
-            return results.result(self.partial_credit)
+            if isinstance(results, Result):
+                return results
+            return results.result(results.right / results.total if self.partial_credit else 0.0)
         definition = rf"^[ \t]*(async[ \t]+)?(def|class)[ \t]+{re.escape(entry)}\b"
         if prefix and entry and not re.search(definition, code, re.M):
             code = prefix + ("" if prefix.endswith("\n") else "\n") + code

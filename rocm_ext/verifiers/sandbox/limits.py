@@ -48,13 +48,9 @@ class Limits:
     def resources(self, processes: bool) -> dict[str, tuple[int, int]]:
         """(soft, hard) by the name of the constant ``RLIMIT_...``, with or without the number of processes."""
         cpu = math.ceil(self.seconds) + 1 if self.cpu_seconds is None else self.cpu_seconds
-        limits = {name: (value, value) for name, value in (
-            ("AS", self.memory_mb << 20), ("FSIZE", self.file_mb << 20), ("NOFILE", self.open_files), ("CORE", 0),
-            ("NPROC", self.processes),
-        )}  # fmt: skip
-        if not processes:
-            del limits["NPROC"]
-        return limits | ({"CPU": (cpu, cpu + 1)} if cpu else {})
+        most = {"AS": self.memory_mb << 20, "FSIZE": self.file_mb << 20, "NOFILE": self.open_files, "CORE": 0}
+        most |= {"NPROC": self.processes} if processes else {}
+        return {name: (value, value) for name, value in most.items()} | ({"CPU": (cpu, cpu + 1)} if cpu else {})
 
     def prlimit(self) -> list[str]:
         """The command prefix that sets all limits but the number of processes."""

@@ -29,10 +29,13 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def adopt() -> None:
-    """Become the parent of orphaned descendants; see :func:`reap`."""
+def serve(parent: int) -> None:
+    """Become a helper of the run: die with it, adopt orphaned descendants (see :func:`reap`), and let it go first."""
+    die_with(parent)
     with contextlib.suppress(OSError, AttributeError):
         adopt_orphans()
+    with contextlib.suppress(OSError):
+        os.nice(5)
 
 
 def reap() -> None:
@@ -79,10 +82,7 @@ def main() -> None:
         writer.flush()
 
     start = json.loads(reader.readline())
-    die_with(start["parent"])
-    adopt()
-    with contextlib.suppress(OSError):
-        os.nice(5)
+    serve(start["parent"])
     RUNNING = True
 
     from rocm_ext.verifiers.build import build
