@@ -49,8 +49,9 @@ class Exchange:
             f"max_tokens must be a positive integer, found {most!r}": most is not None and not positive,
             f"stop must be a text or a list of texts, found {stop!r}": not (_are(str, self._stop) and all(self._stop)),
         }
-        for problem in (problem for problem, holds in problems.items() if holds):
-            raise ValueError(problem)
+        for problem, holds in problems.items():
+            if holds:
+                raise ValueError(problem)
         self.ask = Ask(asked["messages"], [] if asked.get("tool_choice") == "none" else tools, most)
         self.streams, options = bool(asked.get("stream")), asked.get("stream_options")
         self.sizes = isinstance(options, dict) and bool(options.get("include_usage"))

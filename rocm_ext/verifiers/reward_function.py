@@ -64,8 +64,8 @@ class RewardFunction(Verifier):
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         required = [p.name for p in named if p.default is p.empty]
-        unknown = (name for name in required if name in TRAINERS)
-        refuse(f"RewardFunction: the function needs {name}, which only a trainer has" for name in unknown)
+        absent = (name for name in required if name in TRAINERS)
+        refuse(f"RewardFunction: the function needs {name}, which only a trainer has" for name in absent)
         # parameter -> whether it is required
         self._named = {p.name: p.name in required for p in named if p.name not in TRAINERS}
         self.needs = tuple(name for name in required if name not in ("prompts", "completions", *LOGGERS))

@@ -211,14 +211,12 @@ class _Worker:
         # not -m: it puts the current directory first on sys.path, where a user's `json.py` may lie
         boot = "import json,sys;sys.path[:]=json.loads(sys.argv[1]);"
         boot += "from rocm_ext.verifiers.workers.worker import main;main()"
-        command, pipe = [sys.executable, "-c", boot, json.dumps(sys.path)], subprocess.PIPE
+        argv, pipe = [sys.executable, "-c", boot, json.dumps(sys.path)], subprocess.PIPE
         env = os.environ | {"OMP_NUM_THREADS": "1", FOLDER: self._folder}
         with self._lock:
             if self._closed:
                 raise UserError("verification was ended")
-            self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, start_new_session=True, bufsize=0, env=env
-            )
+            self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, start_new_session=True, bufsize=0, env=env)
             self._buffer = b""
         start = {"verifier": self._verifier_config, "parent": os.getpid()}
         with contextlib.suppress(BrokenPipeError):

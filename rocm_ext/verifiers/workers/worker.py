@@ -30,7 +30,7 @@ def die_with(parent: int) -> None:
 
 
 def serve(parent: int) -> None:
-    """Become a helper of the run: die with it, adopt orphaned descendants (see :func:`reap`), and let it go first."""
+    """Become a helper of the run: die with it, adopt orphaned descendants (see :func:`reap`), at low priority."""
     die_with(parent)
     with contextlib.suppress(OSError, AttributeError):
         adopt_orphans()
