@@ -3,13 +3,14 @@
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.machinery import PathFinder
 from typing import Any
 
 from rocm_ext.base.errors import UserError, nearest, one_line
 
 COMPONENT = "_component_"
+Component = Mapping[str, Any]  # a component's configuration: its dotted name under COMPONENT, and its arguments
 
 
 def import_component(path: Any) -> Callable:

@@ -50,10 +50,10 @@ def _value(node: ast.expr, source: str) -> Number:
     raise ValueError(f"{ast.get_source_segment(source, node)!r} is not known here{hint}")
 
 
-def _decimal(text: Any) -> Fraction:
+def _decimal(text: Any) -> Number:
     number = Decimal(text) if len(text.lower().partition("e")[2]) < 8 else Decimal("inf")
     if not number.is_finite() or abs(number.adjusted()) > _BITS:
-        raise ValueError(_TOO_LARGE)
+        return math.inf  # which is too large
     return Fraction(number)  # exact, where a float would round
 
 
@@ -77,7 +77,7 @@ def _power(base: Number, exponent: Number) -> Number:
         return float(base) ** float(exponent)
     bits = _bits(base) * abs(exponent.numerator)  # checked before a computation that takes forever
     if bits > 2 * _BITS and base not in (-1, 0, 1):
-        raise ValueError(_TOO_LARGE)
+        return math.inf  # which is too large
     return base**exponent.numerator
 
 
@@ -91,8 +91,7 @@ def _root(value: Number) -> Number:
 
 
 def _round(value: Any, places: Any = 0) -> Number:
-    fits = places == int(places) and abs(places) <= _PLACES
-    if not fits:
+    if not (places == int(places) and abs(places) <= _PLACES):
         raise ValueError(f"round takes from {-_PLACES} to {_PLACES} decimals")
     return round(value, int(places))  # a half goes to the even neighbour, as in Python
 

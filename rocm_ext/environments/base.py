@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.types import Json, Message
+from rocm_ext.base.types import Json, Message, Row
 from rocm_ext.environments.calls import Call
 from rocm_ext.environments.tools import Tools
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, checked, field, name_of
@@ -56,13 +56,13 @@ class Environment:
     needs: tuple[str, ...] = ()
     at_once: int = 512
 
-    def __init__(self, row: Mapping[str, Any]) -> None:
+    def __init__(self, row: Row) -> None:
         self.row = row
 
     def check(self) -> None:
         """Raise UserError if this machine cannot run the environment."""
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         """Raise UserError or ValueError, naming the field, if a row allows no conversation."""
         for name in self.needs:
             field(row, name)
@@ -71,7 +71,7 @@ class Environment:
         """Return messages that follow the prompt's, such as the first state of a game, or a :class:`Ask`."""
         return ()
 
-    def reply(self, message: Mapping[str, Any]) -> Any:
+    def reply(self, message: Message) -> Any:
         """Answer the model's message.
 
         Args:
@@ -87,7 +87,7 @@ class Environment:
             replies.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": text})
         return replies or self.judge(message["content"])
 
-    def cut(self, message: Mapping[str, Any]) -> Any:
+    def cut(self, message: Message) -> Any:
         """Judge a conversation that ends at a limit of tokens or turns; by default as :meth:`judge` does.
 
         Args:
@@ -124,7 +124,7 @@ class JudgedEnvironment(Environment):
         if self.verifier is not None:
             self.verifier.check()
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         """Raise UserError or ValueError, naming the field, if the verifier cannot judge the row."""
         if self.verifier is not None:
             self.verifier.check_row(row)
@@ -158,13 +158,10 @@ def checked_reply(environment: Environment, value: Any) -> Reply:
         return Result(Verdict.CORRECT if value == 1 else Verdict.WRONG, float(value))
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
-    listed = isinstance(value, (list, tuple)) and all(isinstance(message, Mapping) for message in value)
-    expected = "messages, a text, a Result or a reward"
-    if not listed:
+    if not (isinstance(value, (list, tuple)) and all(isinstance(message, Mapping) for message in value)):
+        expected = "messages, a text, a Result or a reward"
         raise ValueError(f"{name} returned {type(value).__name__}; expected {expected}")
     roles = {message.get("role") for message in value} - {"user", "tool", "system"}
-    fits = not roles and all(isinstance(message.get("content"), str) for message in value)
-    expected = "role user or tool, and content"
-    if not fits:
-        raise ValueError(f"{name} returned a message of {roles or 'no text'}; expected {expected}")
+    if roles or not all(isinstance(message.get("content"), str) for message in value):
+        raise ValueError(f"{name} returned a message of {roles or 'no text'}; expected role user or tool, and content")
     return [dict(message) for message in value]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rocm_ext.base.errors import one_line
+from rocm_ext.base.types import Json
 
 _MOST = 32  # calls in a message; models repeat themselves, and a call costs a process's time
 # JSON schemas: the types of Python's values, and whether any or all of several schemas must hold
@@ -21,6 +22,9 @@ _KINDS = {bool: ["boolean"], int: ["integer", "number"], float: ["number"], list
           type(None): ["null"]}  # fmt: skip
 _UNREADABLE = (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError, MemoryError)
 _PARTS: dict[str, Callable[[Any], bool]] = {"anyOf": any, "oneOf": any, "allOf": all}
+
+
+Schemas = Sequence[Mapping[str, Any]]  # JSON schemas of tools
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,10 @@ class Call:
     """
 
     name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Json = field(default_factory=dict)
     problem: str = ""
 
-    def message(self, number: int) -> dict[str, Any]:
+    def message(self, number: int) -> Json:
         """Return the call in OpenAI's form, for an assistant's message; ``number`` makes its id."""
         function = {"name": self.name, "arguments": dict(self.arguments)}
         return {"id": call_id(number), "type": "function", "function": function}
@@ -48,7 +52,7 @@ def call_id(number: int) -> str:
     return f"call{number:05d}"
 
 
-def calls_in(text: str, schemas: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[Call]]:
+def calls_in(text: str, schemas: Schemas = ()) -> tuple[str, list[Call]]:
     """Read the calls in an answer, after its reasoning.
 
     Args:
@@ -78,23 +82,21 @@ def calls_in(text: str, schemas: Sequence[Mapping[str, Any]] = ()) -> tuple[str,
     return text, []
 
 
-Reader = Callable[[str, Sequence[Mapping[str, Any]]], Iterator[Call]]
+Reader = Callable[[str, Schemas], Iterator[Call]]
 
 
 def _of_json(value: Any) -> Call:
-    named = isinstance(value, Mapping) and isinstance(value.get("name"), str)
-    if not named:
+    if not (isinstance(value, dict) and isinstance(value.get("name"), str)):
         raise ValueError('a call is {"name": ..., "arguments": {...}}')
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
-    mapped = isinstance(arguments, Mapping)
-    if not mapped:
+    if not isinstance(arguments, dict):
         raise ValueError(f"arguments are an object, found {type(arguments).__name__}")
     return Call(value["name"], arguments)
 
 
-def _tagged(body: str, schemas: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+def _tagged(body: str, schemas: Schemas) -> Iterator[Call]:
     if function := re.match(r"\s*<function=([^>\s]+)>(.*)", body, re.S):
         pairs = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", function[2], re.S)
         yield _typed(function[1], pairs, schemas)
@@ -106,11 +108,11 @@ def _tagged(body: str, schemas: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
         yield from map(_of_json, value if isinstance(value, list) else [value])
 
 
-def _typed(name: str, pairs: Sequence[tuple[str, str]], schemas: Sequence[Mapping[str, Any]]) -> Call:
+def _typed(name: str, pairs: Sequence[tuple[str, str]], schemas: Schemas) -> Call:
     """Read arguments that are texts: as JSON if the tool takes its type, else as the text."""
     functions = (schema.get("function", schema) for schema in schemas)
-    wanted: Mapping[str, Any] = next((f.get("parameters", {}) for f in functions if f.get("name") == name), {})
-    arguments: dict[str, Any] = {}
+    wanted: Json = next((f.get("parameters", {}) for f in functions if f.get("name") == name), {})
+    arguments: Json = {}
     for key, text in pairs:
         arguments[key] = text
         with suppress(Exception):  # a program sends the schema, which may be anything
@@ -148,7 +150,7 @@ def _takes(schema: Any, value: Any, root: Any, known: dict[str, bool]) -> bool:
     return all(enough(_takes(part, value, root, known) for part in several) for enough, several in parts)
 
 
-def _listed(body: str, _: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+def _listed(body: str, _: Schemas) -> Iterator[Call]:
     """Read Mistral's calls: a list, or ``name[ARGS]{...}``."""
     if named := re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\])?\s*(\{.*)", body, re.S):
         yield _of_json({"name": named[1], "arguments": json.loads(named[2])})
@@ -156,12 +158,12 @@ def _listed(body: str, _: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
         yield from map(_of_json, json.loads(body))
 
 
-def _channel(body: str, _: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+def _channel(body: str, _: Schemas) -> Iterator[Call]:
     header, arguments = body.split("<|message|>", 1)
     yield _of_json({"name": re.split(r"[\s<]", header)[0], "arguments": json.loads(arguments)})
 
 
-def _python(body: str, _: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+def _python(body: str, _: Schemas) -> Iterator[Call]:
     calls = ast.parse(body.strip(), mode="eval").body
     for call in calls.elts if isinstance(calls, ast.List) else [calls]:
         if not isinstance(call, ast.Call) or call.args:
@@ -170,7 +172,7 @@ def _python(body: str, _: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
         yield Call(ast.unparse(call.func), json.loads(json.dumps(arguments)))  # sets and bytes are not JSON
 
 
-def _json_behind(body: str, _: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+def _json_behind(body: str, _: Schemas) -> Iterator[Call]:
     yield from (_of_json(json.loads(part)) for part in re.split(r";\s*(?=\{)", body))
 
 

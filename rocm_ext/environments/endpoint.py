@@ -5,12 +5,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
 from typing import Any
 
 from rocm_ext.base.errors import one_line
+from rocm_ext.base.types import Json, Message
 from rocm_ext.environments.base import Ask
 
 _BYTES = 4 << 20  # the largest request
@@ -35,31 +35,27 @@ class Exchange:
 
     def __init__(self, body: bytes, client: socket.socket | None = None) -> None:
         asked, self._client = json.loads(body), client
-        listed = isinstance(asked, dict) and isinstance(asked.get("messages"), list) and asked["messages"]
-        if not listed:
+        if not (isinstance(asked, dict) and isinstance(asked.get("messages"), list) and asked["messages"]):
             raise ValueError("expected an object with a list of messages")
-        if not _are(dict, asked["messages"]):
-            raise ValueError("messages must be objects")
-        for key, values in _REFUSED.items():
-            if asked.get(key) not in values:
-                raise ValueError(f"{key} is not supported")
-        tools = [] if asked.get("tools") is None else asked["tools"]
-        if not _are(dict, tools):
-            raise ValueError("tools must be a list of objects")
+        tools, stop = [] if asked.get("tools") is None else asked["tools"], asked.get("stop") or []
         limits = (asked.get(key) for key in ("max_completion_tokens", "max_tokens"))
         most = next((limit for limit in limits if limit is not None), None)
-        positive = most is None or (type(most) is int and most >= 1)
-        if not positive:
-            raise ValueError(f"max_tokens must be a positive integer, found {most!r}")
-        stop = asked.get("stop") or []
+        positive = type(most) is int and most >= 1
         self._stop = [stop] if isinstance(stop, str) else stop
-        texts = _are(str, self._stop) and all(self._stop)
-        if not texts:
-            raise ValueError(f"stop must be a text or a list of texts, found {stop!r}")
+        problems = {
+            "messages must be objects": not _are(dict, asked["messages"]),
+            **{f"{key} is not supported": asked.get(key) not in values for key, values in _REFUSED.items()},
+            "tools must be a list of objects": not _are(dict, tools),
+            f"max_tokens must be a positive integer, found {most!r}": most is not None and not positive,
+            f"stop must be a text or a list of texts, found {stop!r}": not (_are(str, self._stop) and all(self._stop)),
+        }
+        for problem, holds in problems.items():
+            if holds:
+                raise ValueError(problem)
         self.ask = Ask(asked["messages"], [] if asked.get("tool_choice") == "none" else tools, most)
         self.streams, options = bool(asked.get("stream")), asked.get("stream_options")
         self.sizes = isinstance(options, dict) and bool(options.get("include_usage"))
-        self._response: SimpleQueue[Mapping[str, Any] | str] = SimpleQueue()
+        self._response: SimpleQueue[Message | str] = SimpleQueue()
 
     def gone(self) -> bool:
         """Whether the client has hung up."""
@@ -68,14 +64,14 @@ class Exchange:
         except OSError as problem:
             return not isinstance(problem, BlockingIOError)
 
-    def answer(self, message: Mapping[str, Any] | str) -> None:
+    def answer(self, message: Message | str) -> None:
         """Respond with the model's message; a text refuses the request.
 
         A refusal says that the context is full, after which clients do not retry, and some return a partial result.
         """
         self._response.put(message)
 
-    def completion(self) -> dict[str, Any]:
+    def completion(self) -> Json:
         """Wait for the response, and return it in OpenAI's form; raises AtLimit if the request was refused."""
         said = self._response.get()
         if isinstance(said, str):
@@ -84,7 +80,7 @@ class Exchange:
         for stop in self._stop:
             text, cut, _ = text.partition(stop)
             ends = "stop" if cut else ends
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+        message: Message = {"role": "assistant", "content": text}
         if calls := said.get("tool_calls"):
             message |= {"content": text or None, "tool_calls": []}
             for call in calls:
@@ -106,7 +102,7 @@ def _are(kind: type, values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(value, kind) for value in values)
 
 
-def _events(completion: dict[str, Any], sizes: bool) -> bytes:
+def _events(completion: Json, sizes: bool) -> bytes:
     """Return a completion as a stream of events: its message, its end and, if ``sizes``, its size."""
     (choice,) = completion["choices"]
     delta = dict(choice["message"])

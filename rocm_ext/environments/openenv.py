@@ -2,11 +2,12 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.importing import import_component
+from rocm_ext.base.types import Message, Row
 from rocm_ext.environments.base import Environment
 from rocm_ext.verifiers.base import Result
 from rocm_ext.verifiers.reward_function import checked_scale, scaled
@@ -40,7 +41,7 @@ class OpenEnv(Environment):
 
     def __init__(
         self,
-        row: Mapping[str, Any],
+        row: Row,
         url: str,
         action: str | None = None,
         observation: str | None = None,
@@ -69,7 +70,7 @@ class OpenEnv(Environment):
         self._client.connect()
         return self._seen(self._client.reset(**{name: self.row[name] for name in self.needs}))
 
-    def reply(self, message: Mapping[str, Any]) -> Any:
+    def reply(self, message: Message) -> Any:
         text = message["content"]
         try:
             if callable(self._action):
@@ -87,7 +88,7 @@ class OpenEnv(Environment):
                 return f"error: {one_line(problem)}"
             raise
 
-    def cut(self, message: Mapping[str, Any]) -> Result:
+    def cut(self, message: Message) -> Result:
         return self._result()
 
     def _seen(self, step: Any) -> Any:

@@ -24,12 +24,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.importing import COMPONENT, Component, import_component
+from rocm_ext.base.types import Json, Message, Row
 from rocm_ext.environments.base import Ask, Environment, Reply, checked_reply, now, tools_of
 from rocm_ext.verifiers.base import Result, error
 from rocm_ext.verifiers.sandbox.children import descendants, kill
 from rocm_ext.verifiers.sandbox.sandbox import FOLDER, folder_of_runs
 from rocm_ext.verifiers.workers import worker
+from rocm_ext.verifiers.workers.pool import done
 
 _START = 60.0  # seconds that the environment's module may take to import
 _CHUNK = 1 << 16
@@ -54,7 +56,7 @@ class Environments:
         UserError: on entering, if the environment cannot be imported.
     """
 
-    def __init__(self, environment: Mapping[str, Any], timeout: float) -> None:
+    def __init__(self, environment: Component, timeout: float) -> None:
         self._environment, self._timeout = dict(environment), timeout
         self._open: dict[Key, _Talk] = {}
         self._ending: deque[tuple[_Talk, str]] = deque()
@@ -63,7 +65,7 @@ class Environments:
         self._woken, self._wake = os.pipe()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._closed, self._folder = False, folder_of_runs()
-        self.tools: list[dict[str, Any]] = []
+        self.tools: list[Json] = []
 
     def __enter__(self) -> "Environments":
         boot = "import json,sys;sys.path[:]=json.loads(sys.argv[2]);"
@@ -107,7 +109,7 @@ class Environments:
             os.close(fd)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def begin(self, key: Key, row: Mapping[str, Any]) -> "Future[Reply]":
+    def begin(self, key: Key, row: Row) -> "Future[Reply]":
         """Begin a conversation: a future for the messages that follow the prompt's."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -115,17 +117,17 @@ class Environments:
                 socket.send_fds(self._link, [b"+"], [theirs.fileno()])
             except OSError:
                 ours.close()
-                return _done(error("the environment's process died"))
+                return done(error("the environment's process died"))
         ours.settimeout(self._timeout)
         with self._lock:
             self._open[key] = _Talk(ours)
         return self._ask(key, {"row": dict(row)})
 
-    def say(self, key: Key, message: Mapping[str, Any]) -> "Future[Reply]":
+    def say(self, key: Key, message: Message) -> "Future[Reply]":
         """Send the model's message: a future for the messages that follow, or for the result."""
         return self._ask(key, {"message": dict(message)})
 
-    def cut(self, key: Key, message: Mapping[str, Any]) -> "Future[Reply]":
+    def cut(self, key: Key, message: Message) -> "Future[Reply]":
         """Judge a conversation that a limit ends: a future for the result."""
         return self._ask(key, {"cut": dict(message)})
 
@@ -136,16 +138,16 @@ class Environments:
         if talk is not None:
             self._ending.append((talk, why))  # for the thread: ending takes as long as an answer
 
-    def _ask(self, key: Key, content: dict[str, Any]) -> "Future[Reply]":
+    def _ask(self, key: Key, content: Json) -> "Future[Reply]":
         talk = self._open.get(key)
         if talk is None:
-            return _done(error("the conversation has ended"))
+            return done(error("the conversation has ended"))
         future: Future[Reply] = Future()
         talk.future, talk.deadline = future, time.monotonic() + self._timeout
         try:
             text = _line(content)
         except (TypeError, ValueError, RecursionError) as problem:
-            return _done(error(f"the row cannot be sent to the environment: {problem}"))
+            return done(error(f"the row cannot be sent to the environment: {problem}"))
         with self._lock:
             if not talk.registered:
                 self._selector.register(talk.socket, selectors.EVENT_READ, key)
@@ -225,17 +227,11 @@ _REPLIES: dict[str, Callable[[Any], Reply]] = {
 }
 
 
-def _done(result: Result) -> "Future[Reply]":
-    future: Future[Reply] = Future()
-    future.set_result(result)
-    return future
-
-
-def _line(content: Mapping[str, Any]) -> bytes:
+def _line(content: Json) -> bytes:
     return json.dumps(content, default=str).encode() + b"\n"
 
 
-def _read_line(link: socket.socket) -> dict[str, Any]:
+def _read_line(link: socket.socket) -> Json:
     """Read a line from a socket; {} at its end."""
     said = b""
     while not said.endswith(b"\n"):
@@ -253,16 +249,12 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     link = socket.socket(fileno=fd)
     start = _read_line(link)
-    worker.die_with(start["parent"])
-    worker.adopt()
-    with contextlib.suppress(OSError):
-        os.nice(5)
+    worker.serve(start["parent"])
     arguments = {name: value for name, value in start["environment"].items() if name != COMPONENT}
     try:
         made = import_component(start["environment"][COMPONENT])
-        derived = inspect.isclass(made) and issubclass(made, Environment)
-        name = getattr(made, "__name__", made)
-        if not derived:
+        if not (inspect.isclass(made) and issubclass(made, Environment)):
+            name = getattr(made, "__name__", made)
             raise UserError(f"environment {name} is not derived from rocm_ext.environments.Environment")
         worker.RUNNING = True  # in the children, too
         example = made({}, **arguments)
@@ -306,7 +298,7 @@ def _converse(ours: socket.socket, made: Any, arguments: Mapping[str, Any]) -> N
         except BaseException as problem:  # SystemExit, too
             reply = error(worker.blame(problem))
         if isinstance(reply, Result):
-            answer: dict[str, Any] = {"result": reply.values()}
+            answer: Json = {"result": reply.values()}
         else:
             answer = {"ask": asdict(reply)} if isinstance(reply, Ask) else {"messages": reply}
         ours.sendall(_line(answer))

@@ -8,12 +8,13 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.types import Message, Row
 from rocm_ext.environments.base import Ask, JudgedEnvironment
 from rocm_ext.environments.endpoint import Endpoint, Exchange
 from rocm_ext.verifiers.base import Result, Verdict, error, short
@@ -71,7 +72,7 @@ class Program(JudgedEnvironment):
 
     def __init__(
         self,
-        row: Mapping[str, Any],
+        row: Row,
         command: Sequence[str],
         folder: str | None = None,
         verifier: Any = None,
@@ -81,11 +82,9 @@ class Program(JudgedEnvironment):
         python: str | None = None,
     ) -> None:
         super().__init__(row)
-        words = isinstance(command, (list, tuple)) and command and all(isinstance(word, str) for word in command)
-        if not words:
+        if not (isinstance(command, (list, tuple)) and command and all(isinstance(word, str) for word in command)):
             raise UserError(f"command: found {command!r}; expected a list such as [python, my_agent.py]")
-        fits = memory_mb >= 128 and (at_once is None or at_once >= 1)
-        if not fits:
+        if not (memory_mb >= 128 and (at_once is None or at_once >= 1)):
             raise UserError(f"Program needs memory_mb >= 128 and at_once >= 1, found {memory_mb} and {at_once}")
         self.at_once = at_once or min(MOST_AT_ONCE, 4 * len(os.sched_getaffinity(0)))
         self._limits = Limits(_FOREVER, 0, memory_mb, processes=128, open_files=512)
@@ -108,7 +107,7 @@ class Program(JudgedEnvironment):
         self._sandbox = Sandbox(sandbox, [*self._shown.folders, *more, *filter(None, [self._folder])])
         self._asked: SimpleQueue[Exchange | None] = SimpleQueue()
         self._exchange: Exchange | None = None
-        self._said: Mapping[str, Any] = {}
+        self._said: Message = {}
         self._cut = self._heard = False
 
     def _argument(self, word: str) -> str:
@@ -121,8 +120,7 @@ class Program(JudgedEnvironment):
         if self._folder is not None and file.resolve().is_relative_to(self._folder):
             return str(file.resolve())
         content = file.read_bytes()
-        same = self._files.setdefault(file.name, content) == content
-        if not same:
+        if self._files.setdefault(file.name, content) != content:
             raise UserError(f"command: two files are named {file.name}; rename one, or show both as a folder")
         return f"{BOX}/{file.name}"
 
@@ -142,13 +140,13 @@ class Program(JudgedEnvironment):
         threading.Thread(target=self._watch, daemon=True).start()
         return self._next()
 
-    def reply(self, message: Mapping[str, Any]) -> Ask | Result:
+    def reply(self, message: Message) -> Ask | Result:
         assert self._exchange is not None
         self._said = message
         self._exchange.answer(message)
         return self._next()
 
-    def cut(self, message: Mapping[str, Any]) -> Result:
+    def cut(self, message: Message) -> Result:
         """Answer with the model's last message, refuse all further requests, and wait for the result."""
         assert self._exchange is not None
         self._cut = True

@@ -10,11 +10,10 @@ import sys
 import weakref
 from collections.abc import Sequence
 
-from rocm_ext.base.errors import UserError
 from rocm_ext.environments.tools import Fault
 from rocm_ext.verifiers.base import short
 from rocm_ext.verifiers.python.start import compiled, start
-from rocm_ext.verifiers.sandbox import Limits, Sandbox, interpreter
+from rocm_ext.verifiers.sandbox import Limits, Sandbox, check_limits, interpreter
 from rocm_ext.verifiers.sandbox.children import descendants, kill, readable, supervise
 
 _START = 60.0  # seconds that the interpreter may take to start
@@ -43,9 +42,7 @@ class Python:
     def __init__(
         self, timeout: float = 10.0, memory_mb: int = 512, sandbox: str = "bubblewrap", python: str | None = None
     ) -> None:
-        fits = timeout > 0 and memory_mb >= 128
-        if not fits:
-            raise UserError(f"Python needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
+        check_limits("Python", timeout, memory_mb)
         # the wall time limits a call; a limit on CPU time would add up over the calls
         self._limits = Limits(seconds=timeout, cpu_seconds=0, memory_mb=memory_mb)
         self._where = sandbox, python or sys.executable

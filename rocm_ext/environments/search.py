@@ -32,8 +32,7 @@ class Search:
     """
 
     def __init__(self, folder: str, passages: int = 3, words: int = 150) -> None:
-        fits = passages >= 1 and words >= 1
-        if not fits:
+        if not (passages >= 1 and words >= 1):
             raise UserError(f"Search needs passages and words of at least 1, found {passages} and {words}")
         self._index, self._passages = _index(str(Path(folder).resolve()), words), passages
 

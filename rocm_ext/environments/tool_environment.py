@@ -4,8 +4,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, explain_errors, refuse
 from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.types import Row
 from rocm_ext.environments.base import JudgedEnvironment
 from rocm_ext.verifiers.build import build
 
@@ -20,10 +21,9 @@ class ToolEnvironment(JudgedEnvironment):
         verifier: the verifier's component.
     """
 
-    def __init__(self, row: Mapping[str, Any], tools: Sequence[Any], verifier: Any) -> None:
+    def __init__(self, row: Row, tools: Sequence[Any], verifier: Any) -> None:
         super().__init__(row)
-        listed = isinstance(tools, (list, tuple)) and tools
-        if not listed:
+        if not (isinstance(tools, (list, tuple)) and tools):
             raise UserError(f"tools: found {tools!r}; expected a list of names and components")
         self.tools = [function for tool in tools for function in functions_of(tool)]
         self.judge_by(build(verifier))
@@ -32,8 +32,7 @@ class ToolEnvironment(JudgedEnvironment):
 def functions_of(tool: Any) -> list[Callable[..., Any]]:
     """Return the functions of an item of ``tools``; UserError if it cannot be built, or has no public method."""
     config = {COMPONENT: tool} if isinstance(tool, str) else tool
-    mapped = isinstance(config, Mapping) and COMPONENT in config
-    if not mapped:
+    if not (isinstance(config, Mapping) and COMPONENT in config):
         raise UserError(f"tools: found {tool!r}; expected a name, or a mapping with {COMPONENT}")
     path, arguments = config[COMPONENT], {str(name): value for name, value in config.items() if name != COMPONENT}
     try:
@@ -41,16 +40,10 @@ def functions_of(tool: Any) -> list[Callable[..., Any]]:
     except UserError as error:
         raise UserError(f"tools: {error}") from error
     if not inspect.isclass(made):
-        first = next(iter(arguments), None)
-        if arguments:
-            raise UserError(f"tools: {path} is a function, which takes no argument {first!r} here")
+        refuse(f"tools: {path} is a function, which takes no argument {name!r} here" for name in arguments)
         return [made]
-    try:
+    with explain_errors(f"tools: {path} cannot be built"):
         built = made(**arguments)
-    except UserError:
-        raise
-    except Exception as error:  # whatever a class raises
-        raise UserError(f"tools: {path} cannot be built: {one_line(error)}") from error
     methods = [name for name, _ in inspect.getmembers(made, inspect.isroutine) if not name.startswith("_")]
     if not methods:
         raise UserError(f"tools: {path} has no public method; its public methods are the tools")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.types import Json
 from rocm_ext.environments.calls import Call
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
@@ -37,7 +38,7 @@ class Tools:
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
         self.schemas = [schema_of(function) for function in functions]
-        self._functions: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}
+        self._functions: dict[str, tuple[Callable[..., Any], Json]] = {}
         for function, schema in zip(functions, self.schemas, strict=True):
             name = schema["function"]["name"]
             if name in self._functions:
@@ -74,11 +75,10 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}\n… the middle is left out …\n{text[-most // 2 :]}"
 
 
-def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+def schema_of(function: Callable[..., Any]) -> Json:
     """Describe a function as a JSON schema in OpenAI's form; raises UserError as :class:`Tools`."""
     later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    plain = inspect.isroutine(function) and not any(kind(function) for kind in later)
-    if not plain:
+    if not (inspect.isroutine(function) and not any(kind(function) for kind in later)):
         raise UserError(f"tools: found {function!r}; expected a function that is neither asynchronous nor a generator")
     name, doc = function.__name__, inspect.getdoc(function) or ""
     if not doc:
@@ -90,8 +90,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
         raise UserError(f"tools: {name}'s parameters cannot be read: {one_line(error)}; write type hints") from error
     properties, required = {}, []
     for parameter in signature.parameters.values():
-        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if not is_named:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise UserError(f"tools: {name} takes *{parameter.name}; a tool has only named parameters")
         if parameter.name not in hints:
             raise UserError(f"tools: {name}'s parameter {parameter.name} has no type hint")
@@ -110,7 +109,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": summary, "parameters": parameters}}
 
 
-def _kind(hint: Any) -> dict[str, Any]:
+def _kind(hint: Any) -> Json:
     """Return the JSON schema of a type; raises KeyError if JSON has no such type."""
     if hint is Any:
         return {}
@@ -119,9 +118,7 @@ def _kind(hint: Any) -> dict[str, Any]:
         return {"enum": list(parts)}
     if origin in (Union, types.UnionType):
         return {"anyOf": [_kind(part) if part is not type(None) else {"type": "null"} for part in parts]}
-    if (origin or hint) not in _TYPES:
-        raise KeyError(hint)
-    kind: dict[str, Any] = {"type": _TYPES[origin or hint]}
+    kind: Json = {"type": _TYPES[origin or hint]}
     if kind["type"] == "array" and parts:
         kind["items"] = _kind(parts[0])
     elif kind["type"] == "object" and len(parts) == 2:

@@ -2,12 +2,13 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import import_component
-from rocm_ext.environments.base import Environment, Message, now
+from rocm_ext.base.types import Message, Row
+from rocm_ext.environments.base import Environment, now
 from rocm_ext.verifiers.base import Result
 from rocm_ext.verifiers.reward_function import RewardFunction
 
@@ -34,7 +35,7 @@ class Trl(Environment):
 
     def __init__(
         self,
-        row: Mapping[str, Any],
+        row: Row,
         factory: str,
         reward: str | None = None,
         threshold: float = 1.0,
@@ -46,8 +47,7 @@ class Trl(Environment):
         named = f"environment: {factory}"
         if "reset" not in methods:
             raise UserError(f"{named} makes a {type(made).__name__} without a method reset")
-        rewarded = ("get_reward" in methods) != (reward is not None)
-        if not rewarded:
+        if ("get_reward" in methods) == (reward is not None):
             raise UserError(f"{named} needs either a method get_reward or the argument reward")
         self.tools = [_at_once(getattr(made, name)) for name in methods if name not in _OWN]
         function: Callable[..., Any] = lambda **_: [now(made.get_reward())]  # noqa: E731
@@ -62,14 +62,13 @@ class Trl(Environment):
     def begin(self) -> Any:
         prompt = [dict(message) for message in self._reward.prompt(self.row)]
         text = now(self.environment.reset(**{**self.row, "prompt": prompt}))
-        fits = isinstance(text, (str, type(None)))
-        if not fits:
+        if not isinstance(text, (str, type(None))):
             raise ValueError(f"reset returned {type(text).__name__}; expected a text or None")
         opening = [{"role": "user", "content": text}] if text else []
         self.row = {**self.row, "messages": prompt + opening}
         return opening
 
-    def reply(self, message: Mapping[str, Any]) -> Any:
+    def reply(self, message: Message) -> Any:
         self._said.append(dict(message))
         if not message.get("tool_calls"):
             return self._judged()
@@ -77,7 +76,7 @@ class Trl(Environment):
         self._said += results
         return results
 
-    def cut(self, message: Mapping[str, Any]) -> Result:
+    def cut(self, message: Message) -> Result:
         answers = [said for said in self._said if said["role"] == "assistant"]
         if not answers or answers[-1] != message:  # else the tools' results after it reached the limit
             self._said.append(dict(message))
@@ -91,9 +90,4 @@ def _at_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that waits for an asynchronous one; a synchronous one unchanged."""
     if not inspect.iscoroutinefunction(function):
         return function
-
-    @functools.wraps(function)
-    def waited(*args: Any, **kwargs: Any) -> Any:
-        return now(function(*args, **kwargs))
-
-    return waited
+    return functools.wraps(function)(lambda *args, **kwargs: now(function(*args, **kwargs)))

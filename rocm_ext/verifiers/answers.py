@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, timeout, unparsed, wrong
+from rocm_ext.base.types import Json, Row
+from rocm_ext.verifiers.base import Result, Verifier, check_time, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.extract import answer_text, fenced_code
 from rocm_ext.verifiers.workers import worker
 from rocm_ext.verifiers.workers.forked import Elsewhere, forked
@@ -30,10 +31,10 @@ class ExactMatch(Verifier):
         self.field, self.ignore_case, self.strip = field, ignore_case, strip
         self.needs = (field,)
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         field(row, self.field, str)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         answer, expected = self._form(completion), self._form(row[self.field])
         if not answer and expected:
             return unparsed("the completion is empty")
@@ -66,11 +67,11 @@ class Regex(Verifier):
         if pattern is not None:
             _read(_pattern, pattern, "Regex", UserError)
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         if self.field:
             _read(_pattern, field(row, self.field, str), f"field {self.field!r}", ValueError)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         pattern = _pattern(row[self.field] if self.field else self.pattern)
         try:
             search = pattern.fullmatch if self.full else pattern.search
@@ -93,57 +94,51 @@ class JsonSchema(Verifier):
         timeout: seconds for parsing and validation, which run in a child process; longer gives TIMEOUT.
     """
 
-    def __init__(self, schema: Mapping[str, Any] | None = None, field: str | None = None, timeout: float = 5.0) -> None:
+    def __init__(self, schema: Json | None = None, field: str | None = None, timeout: float = 5.0) -> None:
         if (schema is None) == (field is None):
             raise UserError("JsonSchema takes either schema or field")
-        if timeout <= 0:
-            raise UserError(f"JsonSchema: timeout must be positive, found {timeout}")
+        check_time("JsonSchema", timeout)
         self.field, self.needs, self.timeout = field, (field,) if field else (), timeout
         self._fixed = None if schema is None else _read(_validator, schema, "JsonSchema", UserError)
         self._elsewhere = Elsewhere("JsonSchema", timeout, schema=schema, field=field)
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         if self.field:
             _read(_validator, field(row, self.field, (str, Mapping)), f"field {self.field!r}", ValueError)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         if not worker.RUNNING:
             return self._elsewhere(completion, row)
         judge = functools.partial(self._judge, completion, row)
         return forked(judge, self.timeout, "the validation") or wrong("the validation ran out of memory")
 
-    def _judge(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def _judge(self, completion: str, row: Row) -> Result:
         try:
-            value = _json_in(completion)
+            value, missing = _json_in(completion)
+            if missing:
+                return unparsed(missing)
             validator = self._fixed if self._fixed is not None else _validator(row[self.needs[0]])
             problem = next(validator.iter_errors(value), None)
-        except _NoJson as problem:
-            return unparsed(problem)
         except (RecursionError, ArithmeticError) as problem:  # nested too deeply, or a number beyond all floats
             return wrong(one_line(problem))
         except Exception as problem:  # the schema's fault: a bad pattern, an unresolved reference
             return error(f"the schema cannot be applied: {one_line(problem)}")
         if problem is None:
             return correct()
-        where = "/".join(map(str, problem.absolute_path))
-        return wrong(f"at /{where}: {problem.message}")
+        return wrong(f"at /{'/'.join(map(str, problem.absolute_path))}: {problem.message}")
 
 
-class _NoJson(Exception):
-    pass
-
-
-def _json_in(text: str) -> Any:
-    """The JSON value in a completion; raises _NoJson, with the reason, if it holds none."""
+def _json_in(text: str) -> tuple[Any, str]:
+    """The JSON value in a completion; None and the reason if it holds none."""
     groups, fenced = fenced_code(text, "json")
     source = answer_text(text) if not fenced else groups[0][-1] if groups else ""
     if not source.strip():
-        raise _NoJson("no JSON")
+        return None, "no JSON"
     if len(source) > MAX_JSON:
-        raise _NoJson(f"more than {MAX_JSON} characters of JSON")
+        return None, f"more than {MAX_JSON} characters of JSON"
     decoder = json.JSONDecoder(parse_constant=_no_constant)
     try:
-        return decoder.decode(source)
+        return decoder.decode(source), ""
     except (ValueError, RecursionError) as problem:
         malformed = f"malformed JSON: {problem}"
     value, start, failures = None, 0, 0  # the last outermost object or array
@@ -152,9 +147,7 @@ def _json_in(text: str) -> Any:
             value, start = decoder.raw_decode(source, bracket.start())
         except (ValueError, RecursionError):
             start, failures = bracket.end(), failures + 1
-    if value is None:
-        raise _NoJson(malformed)
-    return value
+    return value, malformed if value is None else ""
 
 
 def _read(reader: Callable[[Any], Any], value: Any, where: str, kind: type[Exception]) -> Any:

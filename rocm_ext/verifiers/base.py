@@ -7,6 +7,9 @@ from dataclasses import field as dataclass_field
 from enum import Enum
 from typing import Any
 
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.types import Row
+
 DETAIL = 300  # characters
 
 
@@ -47,16 +50,14 @@ class Result:
         object.__setattr__(self, "verdict", Verdict(self.verdict))
         object.__setattr__(self, "detail", short(self.detail))
         values = self.parts.values() if isinstance(self.parts, Mapping) else [None]
-        finite = all(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
-        if not finite:
+        if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
             raise ValueError(f"the parts of a reward must be numbers by their names, found {self.parts!r}")
         reward: Any = self.reward
         if self.verdict is Verdict.ERROR:
             if reward is not None:
                 raise ValueError(f"an ERROR has no reward, found {reward!r}")
             return
-        fits = isinstance(reward, (int, float)) and not isinstance(reward, bool) and 0 <= reward <= 1
-        if not fits:
+        if not (isinstance(reward, (int, float)) and not isinstance(reward, bool) and 0 <= reward <= 1):
             raise ValueError(f"the reward must be in [0, 1], found {reward!r}")
         object.__setattr__(self, "reward", float(reward))
 
@@ -88,12 +89,12 @@ class Verifier:
     def check(self) -> None:
         """Raise UserError if this machine cannot run the verifier."""
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         """Raise UserError or ValueError, naming the field, if the row cannot be verified."""
         for name in self.needs:
             field(row, name)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         """Judge one completion, given its prompt's row; by default as a batch or a group of one."""
         if self.groups:
             return group_results(self, [completion], row)[0]
@@ -101,14 +102,14 @@ class Verifier:
             raise NotImplementedError
         return self.judge_batch([completion], [row])[0]
 
-    def at_once(self, completion: str, row: Mapping[str, Any]) -> Result | None:
+    def at_once(self, completion: str, row: Row) -> Result | None:
         """Judge if no completion can make it slow, else return None.
 
         For verifiers of this library, the pool calls this in the run's process.
         """
         return None
 
-    def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
+    def judge_batch(self, completions: Sequence[str], rows: Sequence[Row]) -> list[Result]:
         """Judge several completions with their prompts' rows; for reward models and judges.
 
         A batch holds whatever answers are waiting, so a result must not depend on the other answers. If the call fails
@@ -116,7 +117,7 @@ class Verifier:
         """
         return [self(completion, row) for completion, row in zip(completions, rows, strict=True)]
 
-    def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+    def judge_group(self, completions: Sequence[str], row: Row) -> list[Result]:
         """Judge all answers to one prompt, in order; called only if ``groups`` is True.
 
         A result may depend on the other answers. If the call fails or takes too long, all results are ERROR.
@@ -124,15 +125,14 @@ class Verifier:
         raise NotImplementedError
 
 
-def group_results(verifier: Verifier, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+def group_results(verifier: Verifier, completions: Sequence[str], row: Row) -> list[Result]:
     """A verifier's results on a group; raises ValueError unless there is one per answer."""
     return all_checked(verifier, "judge_group", verifier.judge_group(completions, row), len(completions))
 
 
 def all_checked(verifier: Verifier, method: str, results: Any, count: int) -> list[Result]:
     """The results of a verifier's method; raises ValueError unless they are a list of ``count``."""
-    listed = isinstance(results, list) and len(results) == count
-    if not listed:
+    if not (isinstance(results, list) and len(results) == count):
         raise ValueError(f"{name_of(verifier)}.{method} must return a list of {count} results")
     return [checked(verifier, result) for result in results]
 
@@ -160,7 +160,7 @@ def short(text: object, length: int = DETAIL) -> str:
     return line if len(line) <= length else f"{line[:half]}...{line[-half:]}"
 
 
-def field(row: Mapping[str, Any], name: str, kind: type | tuple[type, ...] = object) -> Any:
+def field(row: Row, name: str, kind: type | tuple[type, ...] = object) -> Any:
     """The value of a row's field; raises ValueError if the field is missing, None or not of type ``kind``."""
     value = row.get(name)
     if value is None:
@@ -169,6 +169,12 @@ def field(row: Mapping[str, Any], name: str, kind: type | tuple[type, ...] = obj
         names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
         raise ValueError(f"field {name!r} must be {names}, found {type(value).__name__}")
     return value
+
+
+def check_time(who: str, timeout: float) -> None:
+    """Raise UserError unless a verifier's time limit is positive."""
+    if timeout <= 0:
+        raise UserError(f"{who}: timeout must be positive, found {timeout}")
 
 
 def correct(detail: object = "") -> Result:

@@ -4,8 +4,9 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rocm_ext.base.errors import UserError, nearest, one_line
-from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.errors import UserError, explain_errors, nearest, refuse
+from rocm_ext.base.importing import COMPONENT, Component, import_component
+from rocm_ext.base.types import Row
 from rocm_ext.verifiers.base import Result, Verifier, group_results, short
 
 
@@ -21,20 +22,20 @@ class Wrapped(Verifier):
     def check(self) -> None:
         getattr(self.inner, "check", super().check)()
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         getattr(self.inner, "check_row", super().check_row)(row)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         return group_results(self, [completion], row)[0] if self.groups else self.inner(completion, row)
 
-    def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
+    def judge_batch(self, completions: Sequence[str], rows: Sequence[Row]) -> list[Result]:
         return self.inner.judge_batch(completions, rows)
 
-    def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+    def judge_group(self, completions: Sequence[str], row: Row) -> list[Result]:
         return self.inner.judge_group(completions, row)
 
 
-def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
+def build(node: Component | Verifier) -> Verifier:
     """Build a verifier from its configuration: ``{_component_: rocm_ext.verifiers.MathAnswer, ...}``.
 
     Components inside the arguments are built first. Modules may lie in the current directory.
@@ -44,8 +45,7 @@ def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
     """
     if isinstance(node, Verifier):
         return node
-    mapped = isinstance(node, Mapping) and isinstance(node.get(COMPONENT), str)
-    if not mapped:
+    if not (isinstance(node, Mapping) and isinstance(node.get(COMPONENT), str)):
         raise UserError(f"a verifier must be a mapping with {COMPONENT}: module.Class, found {short(node, 100)}")
     path = node[COMPONENT]
     try:
@@ -60,23 +60,18 @@ def build(node: "Mapping[str, Any] | Verifier") -> Verifier:
     if signature is not None:
         parameters = signature.parameters.values()
         known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        unknown = [name for name in args if name not in known]
-        if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            raise UserError(f"{path} has no argument {unknown[0]!r}{nearest(unknown[0], known) if known else ''}")
+        unknown = (name for name in args if name not in known)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            refuse(f"{path} has no argument {name!r}{nearest(name, known) if known else ''}" for name in unknown)
         try:
             signature.bind(**args)
         except TypeError as error:
             raise UserError(f"{path}: {error}") from error
-    try:
+    with explain_errors(f"{path} cannot be built"):
         verifier = made(**args)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{path} cannot be built: {one_line(error)}") from error
     if isinstance(verifier, Verifier):
         return verifier
-    judges = callable(verifier) or hasattr(verifier, "judge_group")
-    if not judges:
+    if not (callable(verifier) or hasattr(verifier, "judge_group")):
         raise UserError(f"{path} builds a {type(verifier).__name__}, which is not callable as (completion, row)")
     return Wrapped(verifier)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.types import Row
 from rocm_ext.verifiers.base import Result, correct, error, field, short, timeout, wrong
 from rocm_ext.verifiers.extract import parse_python
 from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
@@ -32,27 +33,18 @@ class CaseResults:
         ran: number of cases in which the program ended with status 0.
         right: number of cases with the right output; a checker may give fractions.
         detail: the first failure.
-        timed_out: the program exceeded the time limit.
-        broken: why sandbox or checker failed; empty: they worked.
     """
 
     total: int
     ran: int = 0
     right: float = 0.0
     detail: str = ""
-    timed_out: bool = False
-    broken: str = ""
 
-    def result(self, partial_credit: bool) -> Result:
-        """The result; the reward is the share of right cases with ``partial_credit``, else 1 or 0."""
-        if self.broken:
-            return error(self.broken)
-        if self.timed_out:
-            return timeout(self.detail)
+    def result(self, reward: float) -> Result:
+        """CORRECT if all cases are right; else WRONG with this reward."""
         if self.right == self.total:
             return correct(f"passed {self.total} of {self.total}")
-        return wrong(f"{self.right:.4g} of {self.total} right; {self.detail}",
-                     self.right / self.total if partial_credit else 0.0)  # fmt: skip
+        return wrong(f"{self.right:.4g} of {self.total} right; {self.detail}", reward)
 
 
 class OutputRule:
@@ -84,18 +76,18 @@ class OutputRule:
         except (OSError, ValueError) as problem:
             raise UserError(str(problem)) from problem
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         """Raise ValueError, naming the field, if the row's tolerance or checker is malformed."""
         if row.get("tolerance") is not None:
             _tolerance(row["tolerance"])
         if row.get("checker") is not None:
             _checker(field(row, "checker", str))
 
-    def within(self, row: Mapping[str, Any]) -> float | None:
+    def within(self, row: Row) -> float | None:
         tolerance = row.get("tolerance")
         return self.tolerance if tolerance is None else tolerance
 
-    def checked(self, row: Mapping[str, Any], cases: Sequence[tuple[str, str, str]], limits: Limits) -> list[float]:
+    def checked(self, row: Row, cases: Sequence[tuple[str, str, str]], limits: Limits) -> list[float]:
         """The checker's scores, from 0 to 1, of (input, output, expected output); ValueError if the checker failed."""
         python = interpreter(self.python)
         source = row.get("checker") or self.source
@@ -115,8 +107,7 @@ class OutputRule:
 
 def _tolerance(value: Any) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    fits = number and 0 <= value < math.inf
-    if not fits:
+    if not (number and 0 <= value < math.inf):
         raise ValueError(f"tolerance must be a number of at least 0, found {value!r}")
 
 
@@ -125,13 +116,12 @@ def _checker(source: str) -> str:
         tree = parse_python(source)
     except (SyntaxError, ValueError) as problem:
         raise ValueError(f"the checker is not Python: {problem}") from problem
-    defined = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body)
-    if not defined:
+    if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
         raise ValueError("the checker defines no function check(input, output, expected)")
     return source
 
 
-def cases_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+def cases_of(row: Row) -> list[tuple[str, str]]:
     """The (input, expected output) pairs of a row; raises ValueError, naming the case, if they are not texts."""
     cases = _checked_cases(row, "{input: str, output: str}", str, str)
     if not cases:
@@ -139,7 +129,7 @@ def cases_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(case["input"], case["output"]) for case in cases]
 
 
-def _checked_cases(row: Mapping[str, Any], form: str, given: Any, expected: type) -> Sequence[Any]:
+def _checked_cases(row: Row, form: str, given: Any, expected: type) -> Sequence[Any]:
     cases: Sequence[Any] = field(row, "cases", (list, tuple))
     for index, case in enumerate(cases):
         right = isinstance(case, Mapping) and isinstance(case.get("input"), given) and "output" in case
@@ -148,7 +138,7 @@ def _checked_cases(row: Mapping[str, Any], form: str, given: Any, expected: type
     return cases
 
 
-def calls_of(row: Mapping[str, Any]) -> list[tuple[list[Any], Any, bool]] | None:
+def calls_of(row: Row) -> list[tuple[list[Any], Any, bool]] | None:
     """The (arguments, expected value, unwrap) of a row whose cases are calls; None if they are for a program.
 
     ``unwrap``: an expected list of one also stands for its element.
@@ -166,14 +156,15 @@ def run_cases(
     sandbox: Sandbox,
     argv: Sequence[str],
     files: Mapping[str, bytes | str],
-    row: Mapping[str, Any],
+    row: Row,
     limits: Limits,
     go_on: bool,
     comparison: OutputRule,
-) -> CaseResults:
+) -> CaseResults | Result:
     """Run the program once per case; a checker runs once, at the end.
 
     ``limits.seconds`` are for all cases together. ``go_on`` continues after a case that fails, but not after a timeout.
+    A timeout, and a fault of the sandbox or the checker, is a :class:`Result`.
     """
     cases, left = cases_of(row), limits.seconds
     batch = bool(row.get("checker") or comparison.source)
@@ -185,12 +176,9 @@ def run_cases(
         left -= outcome.seconds
         text = outcome.stdout.decode("utf-8", "replace")
         if not outcome.started:
-            results.broken = f"the sandbox did not start: {outcome.stderr.decode('utf-8', 'replace')}"
-            return results
+            return error(f"the sandbox did not start: {outcome.stderr.decode('utf-8', 'replace')}")
         if outcome.timed_out:
-            results.timed_out = True
-            results.detail = f"case {index}: still running after {limits.seconds:g} s in all"
-            return results
+            return timeout(f"case {index}: still running after {limits.seconds:g} s in all")
         problem = outcome.killed
         if outcome.returncode != 0 and not problem:
             last = outcome.stderr.decode("utf-8", "replace").strip().rsplit("\n", 1)[-1]
@@ -211,8 +199,7 @@ def run_cases(
         try:
             scores = comparison.checked(row, [case for _, case in printed], limits)
         except ValueError as failed:
-            results.broken = str(failed)
-            return results
+            return error(failed)
         results.right = sum(scores)
         for (index, (_, text, _)), score in zip(printed, scores, strict=True):
             if score < 1:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.types import Row
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, checked, error, group_results, name_of
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers.worker import blame
@@ -19,8 +20,7 @@ class _Several(Verifier):
     """
 
     def __init__(self, verifiers: Sequence[Any]) -> None:
-        listed = verifiers and not isinstance(verifiers, (str, Mapping))
-        if not listed:
+        if not (verifiers and not isinstance(verifiers, (str, Mapping))):
             raise UserError(f"{type(self).__name__}: verifiers must be a list of verifiers, found {verifiers!r}")
         self.verifiers = [build(node) for node in verifiers]
         names = [name_of(verifier) for verifier in self.verifiers]
@@ -32,14 +32,14 @@ class _Several(Verifier):
         for verifier in self.verifiers:
             verifier.check()
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         for verifier in self.verifiers:
             verifier.check_row(row)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         return self.judge_group([completion], row)[0]
 
-    def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+    def judge_group(self, completions: Sequence[str], row: Row) -> list[Result]:
         earlier: list[list[Result]] = [[] for _ in completions]  # the results so far, by answer
         for verifier in self.verifiers:
             left = [i for i, results in enumerate(earlier) if not (results and self._ends(results[-1]))]
@@ -102,8 +102,7 @@ class Weighted(_Several):
         super().__init__(verifiers)
         count = len(self.verifiers)
         listed = isinstance(weights, (list, tuple)) and len(weights) == count
-        fit = listed and all(type(w) in (int, float) and 0 <= w < math.inf for w in weights) and sum(weights) > 0
-        if not fit:
+        if not (listed and all(type(w) in (int, float) and 0 <= w < math.inf for w in weights) and sum(weights) > 0):
             raise UserError(f"Weighted needs {count} weights >= 0, not all 0; found {weights!r}")
         if not (0 < threshold <= 1):
             raise UserError(f"Weighted: threshold must be in (0, 1], found {threshold}")
@@ -122,7 +121,7 @@ class Weighted(_Several):
         return Result(Verdict.CORRECT if correct else verdict, min(1.0, mean), "; ".join(details))
 
 
-def _one_by_one(verifier: Verifier, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+def _one_by_one(verifier: Verifier, completions: Sequence[str], row: Row) -> list[Result]:
     """Judge answers independently, in batches if the verifier takes them."""
     results: list[Result] = []
     size = max(1, verifier.batch_size)

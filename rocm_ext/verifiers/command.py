@@ -12,11 +12,12 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, short
+from rocm_ext.base.types import Json, Row
+from rocm_ext.verifiers.base import Result, Verdict, Verifier, check_time, error, short
 from rocm_ext.verifiers.sandbox.children import CHUNK, MARK, Child, supervise
 from rocm_ext.verifiers.workers import worker
 
@@ -44,11 +45,9 @@ class Command(Verifier):
     """
 
     def __init__(self, command: Sequence[str], timeout: float = 30.0, persistent: bool = False) -> None:
-        listed = command and not isinstance(command, str) and all(isinstance(part, str) for part in command)
-        if not listed:
+        if not (command and not isinstance(command, str) and all(isinstance(part, str) for part in command)):
             raise UserError(f"Command: command must be a list of strings, [program, argument, ...], found {command!r}")
-        if timeout <= 0:
-            raise UserError(f"Command: timeout must be positive, found {timeout}")
+        check_time("Command", timeout)
         self.command, self.timeout, self.persistent = list(command), timeout, persistent
         self._program: _Program | None = None
         self._asked = 0
@@ -59,7 +58,7 @@ class Command(Verifier):
         if not path:
             raise UserError(f"Command: there is no program {self.command[0]!r} here or in PATH (in {os.getcwd()})")
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         request = {"completion": completion, "row": dict(row)}
         try:
             if self.persistent:
@@ -74,16 +73,14 @@ class Command(Verifier):
     def _run(self, request: bytes) -> Result:
         """The answer of a new process."""
         child = _started(self.command, request)
-        in_time = supervise([child], self.timeout)
-        if not in_time:
+        if not supervise([child], self.timeout):
             raise _Fault(f"was still running after {self.timeout:g} s")
-        said = bytes(child.stderr).decode("utf-8", "replace")
-        why = child.killed or f"ended with {child.returncode}: {short(said, 200)}"
-        if child.returncode != 0 or child.killed:
-            raise _Fault(why)
+        if child.killed or child.returncode != 0:
+            said = bytes(child.stderr).decode("utf-8", "replace")
+            raise _Fault(child.killed or f"ended with {child.returncode}: {short(said, 200)}")
         return _result(bytes(child.stdout))
 
-    def _ask(self, request: dict[str, Any]) -> Result:
+    def _ask(self, request: Json) -> Result:
         """The answer of the persistent process."""
         self._asked += 1
         if self._program is None:
@@ -114,8 +111,7 @@ def _result(said: bytes, number: int | None = None) -> Result:
     text = said.decode("utf-8", "replace")
     try:
         answer = json.loads(text)
-        same = number is None or answer["id"] == number
-        if not same:
+        if number is not None and answer["id"] != number:
             raise ValueError(f"the id is {answer.get('id')!r}")
         detail, parts = str(answer.get("detail", "")), answer.get("parts", {})
         return Result(Verdict(answer["verdict"]), answer["reward"], detail, parts)

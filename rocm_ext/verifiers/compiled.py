@@ -5,11 +5,10 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rocm_ext.base.errors import UserError, require_known
+from rocm_ext.base.types import Row
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import OutputRule, cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code
@@ -99,7 +98,7 @@ class Compile(Verifier):
             return wrong(f"does not compile: {next((line for line in lines if 'error' in line), lines[0])}")
         return outcome.stdout
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         program = self.compiled(extract_code(completion, self.language))
         return program if isinstance(program, Result) else correct("compiles")
 
@@ -136,27 +135,25 @@ class Run(Compile):
     ) -> None:
         super().__init__(language, compile_timeout, sandbox=sandbox)
         self.comparison = OutputRule(tolerance, checker, sandbox)
-        fits = compiles >= 0 and runs >= 0 and compiles + runs < 1
-        if not fits:
+        if not (compiles >= 0 and runs >= 0 and compiles + runs < 1):
             raise UserError(f"Run needs compiles, runs >= 0 and a sum below 1, found {compiles} and {runs}")
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
         self.compiles, self.runs = compiles, runs
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         cases_of(row)
         self.comparison.check_row(row)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         program = self.compiled(extract_code(completion, self.language, MAIN.search))
         if isinstance(program, Result):
             return program
         box, files = Sandbox(self.kind), {"program": program}
         results = run_cases(box, [f"{BOX}/program"], files, row, self.limits, True, self.comparison)
-        if results.broken or results.timed_out or results.right == results.total:
-            return results.result(True)
+        if isinstance(results, Result):
+            return results
         rest = 1 - self.compiles - self.runs
-        reward = self.compiles + (self.runs * results.ran + rest * results.right) / results.total
-        return wrong(f"{results.right:.4g} of {results.total} right; {results.detail}", reward)
+        return results.result(self.compiles + (self.runs * results.ran + rest * results.right) / results.total)
 
 
 @functools.cache
@@ -173,7 +170,6 @@ def compiler(language: str) -> tuple[str, tuple[str, ...]]:
         return path, () if real.startswith("/usr/") else (os.path.dirname(os.path.dirname(real)),)
     root = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
     inside = os.path.join(root, "bin", names[0])  # rustup's wrapper reads the home, which the sandbox hides
-    runs = root and os.path.exists(inside)
-    if not runs:
+    if not (root and os.path.exists(inside)):
         raise UserError(f"language {language}: {path} does not run; `{' '.join(ask)}` must print its folder")
     return inside, () if root.startswith("/usr/") or root == "/usr" else (root,)

@@ -5,12 +5,13 @@ import json
 import re
 import string
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rocm_ext.base import openai_http as http
 from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.verifiers.base import Result, Verifier, error, field, short
+from rocm_ext.base.types import Json, Row
+from rocm_ext.verifiers.base import Result, Verifier, check_time, error, field, short
 from rocm_ext.verifiers.reward_function import checked_scale, scaled
 
 SCORE = re.compile(r"[*_]{0,2}score[*_]{0,2}\s*:\s*[*_]{0,2}(-?\d{1,15}(?:\.\d{1,15})?)[*_]{0,2}\.?", re.I)
@@ -53,7 +54,7 @@ class LLMJudge(Verifier):
         retries: int = 5,
         concurrency: int = 8,
         max_tokens: int = 1024,
-        options: Mapping[str, Any] | None = None,
+        options: Json | None = None,
     ) -> None:
         self.url = http.checked_urls([base_url])[0] + "/v1/chat/completions"
         self.scale, self.threshold = checked_scale("LLMJudge", scale, threshold)
@@ -63,11 +64,9 @@ class LLMJudge(Verifier):
             "max_tokens": (max_tokens, 1, 10**6),
         }
         for name, (value, least, most) in numbers.items():
-            fits = type(value) is int and least <= value <= most
-            if not fits:
+            if not (type(value) is int and least <= value <= most):
                 raise UserError(f"LLMJudge: {name} must be a whole number from {least} to {most}, found {value!r}")
-        if timeout <= 0:
-            raise UserError(f"LLMJudge: timeout must be positive, found {timeout}")
+        check_time("LLMJudge", timeout)
         self.parts = parsed_template(template)
         self.needs = tuple(dict.fromkeys(name for _, name in self.parts if name not in (None, "completion")))
         self.api_key_env, self.timeout, self.retries, self.batch_size = api_key_env, timeout, retries, concurrency
@@ -77,7 +76,7 @@ class LLMJudge(Verifier):
     def check(self) -> None:
         http.authorization(self.api_key_env)
 
-    def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
+    def judge_batch(self, completions: Sequence[str], rows: Sequence[Row]) -> list[Result]:
         async def judge_all() -> list[Result]:
             headers = http.authorization(self.api_key_env)
             async with http.httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
@@ -86,7 +85,7 @@ class LLMJudge(Verifier):
 
         return asyncio.run(judge_all())
 
-    async def _judge(self, client: Any, completion: str, row: Mapping[str, Any]) -> Result:
+    async def _judge(self, client: Any, completion: str, row: Row) -> Result:
         try:
             text = filled(self.parts, completion, row)
             answer = await asyncio.wait_for(self._ask(client, text), self.timeout)
@@ -99,7 +98,7 @@ class LLMJudge(Verifier):
             return error(f"the judge: {http.in_words(problem)}")
         return scaled(score, self.scale, self.threshold, "the judge")
 
-    async def _ask(self, client: Any, text: str) -> dict[str, Any]:
+    async def _ask(self, client: Any, text: str) -> Json:
         """The server's answer; a failed request is repeated while there is time."""
         deadline = time.monotonic() + self.timeout
         body = {"messages": [{"role": "user", "content": text}], **self.fields}
@@ -122,15 +121,14 @@ def parsed_template(template: str) -> list[tuple[str, str | None]]:
     except (ValueError, TypeError) as problem:
         raise UserError(f"LLMJudge: template is no template: {problem}") from problem
     for _, name, spec, conversion in parts:
-        alone = name is None or (re.fullmatch(r"\w+", name) and not spec and not conversion)
-        if not alone:
+        if not (name is None or (re.fullmatch(r"\w+", name) and not spec and not conversion)):
             raise UserError(f"LLMJudge: template has {{{name}}}; expected the name of a field alone, like {{answer}}")
     if "completion" not in (name for _, name, _, _ in parts):
         raise UserError("LLMJudge: template lacks {completion}")
     return [(text, name) for text, name, _, _ in parts]
 
 
-def filled(parts: Sequence[tuple[str, str | None]], completion: str, row: Mapping[str, Any]) -> str:
+def filled(parts: Sequence[tuple[str, str | None]], completion: str, row: Row) -> str:
     """The judge's message, with the completion in a fence; raises ValueError if the row lacks a field."""
     longest = max(map(len, re.findall("`+", completion)), default=0)
     fence = "`" * max(3, longest + 1)
@@ -145,7 +143,7 @@ def filled(parts: Sequence[tuple[str, str | None]], completion: str, row: Mappin
     return "".join(texts).encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent
 
 
-def _reply(answer: Mapping[str, Any]) -> str:
+def _reply(answer: Json) -> str:
     try:
         choice = answer["choices"][0]
         text, reason = choice["message"]["content"], choice.get("finish_reason")

@@ -5,11 +5,12 @@ import functools
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.types import Row
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, unparsed, wrong
 from rocm_ext.verifiers.extract import answer_text
 from rocm_ext.verifiers.mathtext import LETTER, TAIL, WORD, choice, clean, final_answer, number, plain, readable
@@ -47,8 +48,7 @@ class MathAnswer(Verifier):
     """
 
     def __init__(self, field: str = "answer", tolerance: float = 0.0, timeout: float = 5.0) -> None:
-        fits = 0 <= tolerance < 1 and timeout > 0
-        if not fits:
+        if not (0 <= tolerance < 1 and timeout > 0):
             raise UserError(f"{type(self).__name__} needs 0 <= tolerance < 1, timeout > 0: {tolerance}, {timeout}")
         self.field, self.tolerance, self.timeout = field, tolerance, timeout
         self.needs: tuple[str, ...] = (field,)
@@ -60,25 +60,23 @@ class MathAnswer(Verifier):
         except ImportError as error:
             raise UserError(f"MathAnswer needs `pip install math-verify` ({error})") from error
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         value = row.get(self.field)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return
         gold = final_answer(field(row, self.field, str), gold=True)
         worded = WORD.search(gold) and not re.search(r"\d", gold)
-        parses = number(gold) is not None or worded or _parse(gold)
-        problem = f"field {self.field!r} holds no answer that math-verify can parse: {short(value, 80)!r}"
-        if not parses:
-            raise ValueError(problem)
+        if not (number(gold) is not None or worded or _parse(gold)):
+            raise ValueError(f"field {self.field!r} holds no answer that math-verify can parse: {short(value, 80)!r}")
 
-    def at_once(self, completion: str, row: Mapping[str, Any]) -> Result | None:
+    def at_once(self, completion: str, row: Row) -> Result | None:
         mine, gold = plain(answer_text(completion)), plain(str(row[self.field]), gold=True)
         if mine is None or gold is None:
             return None
         equal = abs(Fraction(mine) - Fraction(gold)) <= abs(Fraction(gold)) * Fraction(self.tolerance)
         return (correct if equal else wrong)(f"found {mine}")
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         if (result := self.at_once(completion, row)) is not None:
             return result
         completion, answer = answer_text(completion), str(row[self.field])
@@ -112,14 +110,14 @@ class MajorityAnswer(MathAnswer):
         self.needs, self.min_share = (), min_share
         self._elsewhere = Elsewhere("MajorityAnswer", timeout, min_share=min_share, tolerance=tolerance)
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         if row.get(self.field) is not None:
             super().check_row(row)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         return self.judge_group([completion], row)[0]
 
-    def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+    def judge_group(self, completions: Sequence[str], row: Row) -> list[Result]:
         if row.get(self.field) is not None:
             return [super(MajorityAnswer, self).__call__(completion, row) for completion in completions]
         if len(completions) < 2:
@@ -278,10 +276,8 @@ def _strict(tolerance: float) -> Any:
                     return True
         return numeric(a, b, *digits)
 
-    def solutions_equal(a: Any, b: Any, *digits: int) -> bool:
-        return bool(solve(a, a.free_symbols)) and solved(a, b, *digits)
-
-    grader.sympy_numeric_eq, grader.sympy_solve_and_compare = numeric_equal, solutions_equal
+    grader.sympy_numeric_eq = numeric_equal
+    grader.sympy_solve_and_compare = lambda a, b, *digits: bool(solve(a, a.free_symbols)) and solved(a, b, *digits)
     return math_verify
 
 

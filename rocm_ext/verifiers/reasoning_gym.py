@@ -6,17 +6,27 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.base.types import Json, Row
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, timeout, unparsed, wrong
-from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
+from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, check_limits, interpreter
 from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT
 
 INSTALL = "`pip install 'torchtune-rocm[reasoning-gym]'`"
 START = 60.0  # seconds that the package may take to import and to make a dataset
 COLUMN = "reasoning_gym"
 SCRIPT = Path(__file__).with_name("_reasoning_gym.py")
+
+
+class Score(TypedDict, total=False):
+    """The script's judgement of an answer; it has one of these keys."""
+
+    score: float
+    row: str  # what is wrong with the row
+    answer: str  # why the judge cannot read the answer
+    late: bool  # True: the judge took too long; False: its process died
 
 
 class ReasoningGym(Verifier):
@@ -38,9 +48,7 @@ class ReasoningGym(Verifier):
     batch_size = 16  # the package takes a second to import
 
     def __init__(self, timeout: float = 10.0, memory_mb: int = 2048, sandbox: str = "bubblewrap") -> None:
-        fits = timeout > 0 and memory_mb >= 256
-        if not fits:
-            raise UserError(f"ReasoningGym needs timeout > 0 and memory_mb >= 256, found {timeout} and {memory_mb}")
+        check_limits("ReasoningGym", timeout, memory_mb, 256)
         self.timeout, self.memory_mb, self.kind = timeout, memory_mb, sandbox
 
     @cached_property
@@ -51,13 +59,13 @@ class ReasoningGym(Verifier):
         self._sandbox.check()
         self._run([], [])
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         super().check_row(row)
         made = field(row, COLUMN, Mapping)
         for name in ("task", "options", "seed", "size", "index"):
             field(made, name)
 
-    def judge_batch(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
+    def judge_batch(self, completions: Sequence[str], rows: Sequence[Row]) -> list[Result]:
         answers = [_answer(completion) for completion in completions]
         asked = [index for index, answer in enumerate(answers) if answer is not None]
         results = [unparsed("no text between <answer> and </answer>")] * len(rows)
@@ -72,7 +80,7 @@ class ReasoningGym(Verifier):
             results[index] = self._result(score)
         return results
 
-    def _result(self, said: Mapping[str, Any]) -> Result:
+    def _result(self, said: Score) -> Result:
         if "row" in said:
             return error(said["row"])
         if said.get("late"):
@@ -84,18 +92,17 @@ class ReasoningGym(Verifier):
             return error(f"the judge gave {value:g}; expected a score from 0 to 1")
         return correct() if value == 1 else wrong(f"the judge gave {value:.4g}", value)
 
-    def _run(self, rows: Sequence[Mapping[str, Any]], answers: Sequence[str | None]) -> dict[str, Any]:
+    def _run(self, rows: Sequence[Row], answers: Sequence[str | None]) -> Json:
         limits = Limits(seconds=START + self.timeout * len(rows), memory_mb=self.memory_mb)
         argv, stdin = _command({"rows": rows, "answers": answers, "seconds": self.timeout}, f"{BOX}/judge.py")
         outcome = self._sandbox.run(argv, {"judge.py": SCRIPT.read_text()}, stdin, limits)
         why = outcome.killed or outcome.stderr.decode("utf-8", "replace") or f"took over {limits.seconds:g} s"
-        ended = outcome.started and not outcome.timed_out and not outcome.killed
-        if not ended:
+        if not (outcome.started and not outcome.timed_out and not outcome.killed):
             raise ValueError(f"the sandbox of reasoning-gym: {short(why, 200)}")
         return _read(outcome.stdout, outcome.stderr)
 
 
-def entries(task: str, options: Mapping[str, Any], seed: int, size: int) -> list[tuple[str, str | None]]:
+def entries(task: str, options: Json, seed: int, size: int) -> list[tuple[str, str | None]]:
     """Questions with their answers; None where the package has none. Equal arguments make equal entries."""
     row = {"task": task, "options": dict(options), "seed": seed, "size": size}
     argv, stdin = _command({"rows": [row]}, str(SCRIPT))
@@ -104,12 +111,12 @@ def entries(task: str, options: Mapping[str, Any], seed: int, size: int) -> list
     return [(question, answer) for question, answer in _read(process.stdout, process.stderr)["entries"]]
 
 
-def _command(task: dict[str, Any], script: str) -> tuple[list[str], bytes]:
+def _command(task: Json, script: str) -> tuple[list[str], bytes]:
     python = interpreter(sys.executable)
     return [python.path, "-s", "-S", script], json.dumps({**task, "path": python.packages}).encode()
 
 
-def _read(stdout: bytes, stderr: bytes) -> dict[str, Any]:
+def _read(stdout: bytes, stderr: bytes) -> Json:
     """The script's answer; raises UserError if the script failed."""
     try:
         said = json.loads(stdout)

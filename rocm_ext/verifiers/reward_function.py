@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.errors import UserError, one_line, refuse
+from rocm_ext.base.importing import COMPONENT, Component, import_component
+from rocm_ext.base.types import Message, Row
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, field, short
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers import Pool
@@ -52,47 +53,39 @@ class RewardFunction(Verifier):
         groups: bool = False,
     ) -> None:
         self.scale, self.threshold = checked_scale("RewardFunction", scale, threshold)
-        fits = type(batch_size) is int and batch_size >= 1
-        if not fits:
+        if not (type(batch_size) is int and batch_size >= 1):
             raise UserError(f"RewardFunction: batch_size must be a whole number of at least 1, found {batch_size!r}")
         self.function = import_component(function) if isinstance(function, str) else function
-        is_class = inspect.isclass(self.function)
-        if is_class:
+        if inspect.isclass(self.function):
             raise UserError(f"RewardFunction: {function} is a class; expected a function, or an object with __call__")
         self.__name__ = getattr(self.function, "__name__", type(self.function).__name__)  # for messages and parts
         self.conversational, self.batch_size, self.groups = conversational, batch_size, groups
-        self._named: dict[str, bool] = {}  # parameter -> whether it is required
-        self._takes_all = False  # whether the function has **kwargs
-        for name, parameter in inspect.signature(self.function).parameters.items():
-            optional = parameter.default is not parameter.empty
-            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-                self._takes_all = self._takes_all or parameter.kind is parameter.VAR_KEYWORD
-            elif name in TRAINERS:
-                if not optional:
-                    raise UserError(f"RewardFunction: the function needs {name}, which only a trainer has")
-            else:
-                self._named[name] = not optional
-        ours = ("prompts", "completions", *LOGGERS)
-        self.needs = tuple(name for name, needed in self._named.items() if needed and name not in ours)
+        parameters = inspect.signature(self.function).parameters.values()
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        required = [p.name for p in named if p.default is p.empty]
+        absent = (name for name in required if name in TRAINERS)
+        refuse(f"RewardFunction: the function needs {name}, which only a trainer has" for name in absent)
+        # parameter -> whether it is required
+        self._named = {p.name: p.name in required for p in named if p.name not in TRAINERS}
+        self.needs = tuple(name for name in required if name not in ("prompts", "completions", *LOGGERS))
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         super().check_row(row)
         self.prompt(row)
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         try:
             return self.judge_batch([completion], [row])[0]
         except Exception as problem:
             return error(f"the reward function failed: {one_line(problem)}")
 
-    def judge_batch(self, completions: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> list[Result]:
-        given: dict[str, Any] = {
-            "prompts": [self.prompt(row) for row in rows],
-            "completions": [  # a conversation's completion is a list of messages
-                [{"role": "assistant", "content": text}] if isinstance(text, str) and self._talks(row) else text
-                for text, row in zip(completions, rows, strict=True)
-            ],
-        }
+    def judge_batch(self, completions: Sequence[Any], rows: Sequence[Row]) -> list[Result]:
+        answers = [  # a conversation's completion is a list of messages
+            [{"role": "assistant", "content": text}] if isinstance(text, str) and self._talks(row) else text
+            for text, row in zip(completions, rows, strict=True)
+        ]
+        given: dict[str, Any] = {"prompts": [self.prompt(row) for row in rows], "completions": answers}
         columns = dict.fromkeys(name for row in rows for name in row if name not in (*NO_COLUMNS, *given))
         given |= {name: [row.get(name) for row in rows] for name in columns}
         given = {name: value for name, value in given.items() if self._takes_all or name in self._named}
@@ -108,18 +101,17 @@ class RewardFunction(Verifier):
         if not isinstance(rewards, Iterable) or isinstance(rewards, (str, Mapping)):
             raise TypeError(f"it returned {short(repr(rewards), 40)}; expected a list with a reward for each answer")
         rewards = list(rewards)
-        counts = f"{len(rewards)} rewards for {len(rows)} completions"
         if len(rewards) != len(rows):
-            raise ValueError(f"it returned {counts}")
+            raise ValueError(f"it returned {len(rewards)} rewards for {len(rows)} completions")
         return [self._result(reward, parts) for reward in rewards]
 
-    def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+    def judge_group(self, completions: Sequence[str], row: Row) -> list[Result]:
         return self.judge_batch(completions, [row] * len(completions))
 
-    def _talks(self, row: Mapping[str, Any]) -> bool:
+    def _talks(self, row: Row) -> bool:
         return "messages" in row if self.conversational is None else self.conversational
 
-    def prompt(self, row: Mapping[str, Any]) -> Any:
+    def prompt(self, row: Row) -> Any:
         """The row's prompt as the function gets it: a text or messages."""
         if not self._talks(row):
             return field(row, "prompt", str)
@@ -142,8 +134,7 @@ class RewardFunction(Verifier):
             reward = reward["reward"]
         if reward is None:
             return error("the reward function does not apply to this row: it returned None")
-        is_text = isinstance(reward, str)
-        if is_text:
+        if isinstance(reward, str):
             raise TypeError(f"it returned the text {short(reward, 40)!r} as a reward")
         return replace(scaled(float(reward), self.scale, self.threshold, "the reward function"), parts=parts)
 
@@ -161,11 +152,9 @@ def _finite(parts: Mapping[Any, Any]) -> dict[str, float]:
 def checked_scale(who: str, scale: Sequence[float], threshold: float) -> tuple[tuple[float, float], float]:
     """A verifier's arguments ``scale`` and ``threshold`` as floats; raises UserError if one is out of range."""
     numbers = isinstance(scale, (list, tuple)) and all(type(number) in (int, float) for number in scale)
-    fits = numbers and len(scale) == 2 and -math.inf < scale[0] < scale[1] < math.inf
-    if not fits:
+    if not (numbers and len(scale) == 2 and -math.inf < scale[0] < scale[1] < math.inf):
         raise UserError(f"{who}: scale must be [low, high], two numbers with low < high, found {scale!r}")
-    fits = type(threshold) in (int, float) and 0 < threshold <= 1
-    if not fits:
+    if not (type(threshold) in (int, float) and 0 < threshold <= 1):
         raise UserError(f"{who}: threshold must be in (0, 1], found {threshold!r}")
     return (float(scale[0]), float(scale[1])), float(threshold)
 
@@ -183,7 +172,7 @@ def scaled(value: float, scale: tuple[float, float], threshold: float, who: str)
 class _VerifierReward:
     """The function of :func:`as_reward_function`. It can be pickled: TRL may send it to another process."""
 
-    def __init__(self, node: Mapping[str, Any], workers: int, timeout: float) -> None:
+    def __init__(self, node: Component, workers: int, timeout: float) -> None:
         self.__name__ = str(node.get(COMPONENT)).rpartition(".")[2]
         self._arguments = node, workers, timeout
         self._verifier = build(node)
@@ -214,7 +203,7 @@ class _VerifierReward:
         return _VerifierReward, self._arguments
 
 
-def as_reward_function(node: Mapping[str, Any], workers: int = 1, timeout: float = 60.0) -> _VerifierReward:
+def as_reward_function(node: Component, workers: int = 1, timeout: float = 60.0) -> _VerifierReward:
     """A verifier as a reward function for TRL's trainers: ``GRPOTrainer(reward_funcs=as_reward_function(...))``.
 
     The row of an answer is its dataset columns, with ``prompt`` as text. An ERROR gives None, which TRL leaves out. The
@@ -231,7 +220,7 @@ def as_reward_function(node: Mapping[str, Any], workers: int = 1, timeout: float
     return _VerifierReward(node, workers, timeout)
 
 
-def _text(messages: str | Sequence[Mapping[str, Any]]) -> str:
+def _text(messages: str | Sequence[Message]) -> str:
     """The text of the last message, or the text itself."""
     if isinstance(messages, str):
         return messages

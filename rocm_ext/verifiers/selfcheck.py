@@ -1,14 +1,14 @@
 """Check that a verifier works: on the gold answers of its data, and on a trial answer before a run samples."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
-from typing import Any
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.importing import COMPONENT
+from rocm_ext.base.importing import COMPONENT, Component
+from rocm_ext.base.types import Row
 from rocm_ext.verifiers.base import Result, Verdict
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers import Pool
@@ -36,8 +36,8 @@ class Summary:
 
 
 def self_check(
-    node: Mapping[str, Any],
-    rows: Iterable[tuple[str, Mapping[str, Any]]],
+    node: Component,
+    rows: Iterable[tuple[str, Row]],
     gold_field: str | None = None,
     workers: int = 2,
     limit: int | None = None,
@@ -78,7 +78,7 @@ def self_check(
     return Summary(len(results), verdicts, fmean(rewards) if rewards else None, failures[:SHOWN])
 
 
-def try_out(node: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout: float) -> None:
+def try_out(node: Component, rows: Sequence[Row], timeout: float) -> None:
     """Judge an answer to the first row in a worker: the row's gold answer, or one that is made up.
 
     An ERROR may be the row's fault, so the middle and the last row are tried, too. If all are ERROR, a UserError names
@@ -100,5 +100,5 @@ def try_out(node: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout:
     raise UserError(f"verifier {name} fails on a trial answer: {reasons[0]}")
 
 
-def _gold(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
+def _gold(row: Row, names: Sequence[str]) -> str | None:
     return next((str(row[name]) for name in names if row.get(name) is not None), None)

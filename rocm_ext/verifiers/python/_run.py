@@ -167,9 +167,8 @@ def take(tests, namespace, score):
     namespace[WATCH] = score
     flags = compile("\n".join(tests.lines), "tests", "exec", dont_inherit=True).co_flags & FUTURE
     for statement in tests.body:
-        if (
-            isinstance(statement, ast.ImportFrom) and statement.module != "solution"
-        ):  # the entry point stays the answer's
+        if isinstance(statement, ast.ImportFrom) and statement.module != "solution":
+            # the entry point stays the answer's
             statement.names = [a for a in statement.names if (a.asname or a.name) not in tests.required]
             if not statement.names:
                 continue

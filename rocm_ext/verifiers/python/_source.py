@@ -13,10 +13,8 @@ import warnings
 LIBRARY = """bisect cmath collections copy datetime decimal fractions functools heapq itertools json math numpy operator
 os pandas pytest random re statistics string sys time unittest"""
 MODULES = {name: name for name in LIBRARY.split()} | {"np": "numpy", "pd": "pandas"}
-COMMON = dict.fromkeys(("isclose", "sqrt", "pi", "inf", "nan"), "math") | {
-    "Decimal": "decimal",
-    "Fraction": "fractions",
-}
+COMMON = dict.fromkeys(("isclose", "sqrt", "pi", "inf", "nan"), "math")
+COMMON |= {"Decimal": "decimal", "Fraction": "fractions"}
 COMMON |= dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections")
 STARRED = {*MODULES.values(), "typing", "enum", "dataclasses", "abc", "collections.abc"} - {"numpy", "pandas", "pytest"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -8,10 +8,10 @@ import socket
 import subprocess
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers.base import short
@@ -50,6 +50,30 @@ sys.stdout.buffer.write(marshal.dumps(modules, 4))
 """
 
 
+class ProgramTask(TypedDict):
+    """What the code's process runs."""
+
+    setup: str
+    code: str
+    path: list[str]  # folders with the installed packages
+
+
+class JudgeTask(TypedDict):
+    """What the tests' process runs."""
+
+    trusted: list[str]  # sources that run on both sides
+    tests: str
+    entry_point: str
+    functions: list[str]  # classes that only hold the entry point
+    shared: list[str]  # classes of the set-up, whose objects live with the code
+    methods: list[str]  # of these classes
+    cases: list[tuple[list[Any], Any, bool]] | None  # calls: arguments, expected value, unwrap
+    tolerance: float | None
+    all: bool  # whether to go on after a test that fails
+    cpu: tuple[int, int]  # the soft and the hard limit, in seconds
+    program: ProgramTask | None  # if it runs in the same process
+
+
 @cache
 def compiled(python: str) -> dict[str, bytes]:
     """The scripts' modules by name, compiled by the interpreter that will run them."""
@@ -64,7 +88,7 @@ def compiled(python: str) -> dict[str, bytes]:
     return modules
 
 
-def start(script: str, sandbox: Sandbox, python: str, task: dict[str, Any], limits: Limits,
+def start(script: str, sandbox: Sandbox, python: str, task: Mapping[str, object], limits: Limits,
           fds: Sequence[int], *arguments: str) -> RunningProgram:  # fmt: skip
     """Start a script, such as ``judge``, in a sandbox; ``task`` is the argument of its ``main``.
 
@@ -72,7 +96,7 @@ def start(script: str, sandbox: Sandbox, python: str, task: dict[str, Any], limi
     """
     modules = [(name, compiled(python)[name]) for name in SCRIPTS[script]]
     argv = [python, "-s", "-S", "-c", BOOT, *map(str, fds), *arguments, USER]
-    return sandbox.start(argv, stdin=marshal.dumps((modules, task), 4), limits=limits, pass_fds=fds)
+    return sandbox.start(argv, stdin=marshal.dumps((modules, dict(task)), 4), limits=limits, pass_fds=fds)
 
 
 class JudgeEnded(Exception):
@@ -101,12 +125,12 @@ class WarmJudge:
         """Whether it can take a task; False in forks of the process that started it."""
         return self.owner == os.getpid() and self.close.alive and not readable(self._link.fileno(), 0)
 
-    def give(self, task: dict[str, Any], hears: int, asks: int, tells: int) -> None:
+    def give(self, task: JudgeTask, hears: int, asks: int, tells: int) -> None:
         """Start a verdict; arguments as for ``_run.judge``, with the pipe ``tells`` for its reports."""
         fd = os.memfd_create("task")
         try:
             with open(fd, "wb", closefd=False) as file:
-                file.write(marshal.dumps(task, 4))
+                file.write(marshal.dumps(dict(task), 4))
             os.lseek(fd, 0, os.SEEK_SET)
             text = "\n".join([task["tests"], *task["trusted"]])
             modules = " ".join(name for name in PRELOADED if name in text)

@@ -11,17 +11,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from functools import cached_property, lru_cache
 from typing import Any
 
 from rocm_ext.base.errors import UserError, require_known
+from rocm_ext.base.types import Row
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import OutputRule, calls_of, cases_of, run_cases
 from rocm_ext.verifiers.extract import answer_text, extract_code, fenced_code, parse_python
 from rocm_ext.verifiers.python._source import Broken, Tests, names_in
-from rocm_ext.verifiers.python.start import JudgeEnded, Judges, WarmJudge, start
-from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
+from rocm_ext.verifiers.python.start import JudgeEnded, Judges, JudgeTask, ProgramTask, WarmJudge, start
+from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, check_limits, interpreter
 from rocm_ext.verifiers.sandbox.children import supervise
 
 log = logging.getLogger("rocm_ext")
@@ -93,9 +94,7 @@ class PythonTests(Verifier):
         tolerance: float | None = None,
         checker: str | None = None,
     ) -> None:
-        fits = timeout > 0 and memory_mb >= 128
-        if not fits:
-            raise UserError(f"PythonTests needs timeout > 0 and memory_mb >= 128, found {timeout} and {memory_mb}")
+        check_limits("PythonTests", timeout, memory_mb)
         require_known("isolation", isolation, ("two_processes", "same_process"))
         require_known("unjudged", unjudged, ("wrong", "error"))
         self.isolation, self.unjudged = isolation, unjudged
@@ -120,14 +119,13 @@ class PythonTests(Verifier):
                 "PythonTests with isolation: same_process: code can forge its verdict; use it for code you trust"
             )
 
-    def check_row(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Row) -> None:
         if row.get("cases") is not None:
             self.comparison.check_row(row)
             if calls_of(row) is None:
                 cases_of(row)
                 return
-            no_checker = row.get("checker") is None
-            if not no_checker:
+            if row.get("checker") is not None:
                 raise ValueError("field 'checker' judges what a program prints; these cases are calls")
         for name in ("entry_point", "test_setup", "code_prefix"):
             if row.get(name) is not None:
@@ -145,7 +143,7 @@ class PythonTests(Verifier):
         except (Broken, SyntaxError, RecursionError) as error:
             raise ValueError(f"field 'tests': {error}") from error
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         prefix, entry = row.get("code_prefix") or "", row.get("entry_point") or ""
         try:
             calls = None if row.get("cases") is None else calls_of(row)
@@ -168,20 +166,22 @@ class PythonTests(Verifier):
             argv = [path, "-s", "-S", "-c", boot]
             results = run_cases(self._sandbox, argv, {"solution.py": code}, row, self.limits, self.partial_credit,
                                 self.comparison)  # fmt: skip
-            return results.result(self.partial_credit)
+            if isinstance(results, Result):
+                return results
+            return results.result(results.right / results.total if self.partial_credit else 0.0)
         definition = rf"^[ \t]*(async[ \t]+)?(def|class)[ \t]+{re.escape(entry)}\b"
         if prefix and entry and not re.search(definition, code, re.M):
             code = prefix + ("" if prefix.endswith("\n") else "\n") + code
         classes = [node for source in trusted for node in parse_python(source).body if isinstance(node, ast.ClassDef)
                    and not any("TestCase" in ast.unparse(base) for base in node.bases)]  # fmt: skip
         forget = f"[globals().pop(name, None) for name in {lead!r}]"  # a definition in the set-up is not the answer
-        program = {"setup": "\n".join([*trusted, forget]), "code": code, "path": list(packages)}
-        task = {
+        program: ProgramTask = {"setup": "\n".join([*trusted, forget]), "code": code, "path": list(packages)}
+        task: JudgeTask = {
             "trusted": trusted,
             "tests": tests,
             "entry_point": entry,
-            "functions": [] if entry.isidentifier() else re.findall(r"\w+", entry),  # classes that only hold it
-            "shared": [node.name for node in classes],  # their objects live with the code
+            "functions": [] if entry.isidentifier() else re.findall(r"\w+", entry),
+            "shared": [node.name for node in classes],
             "methods": [n.name for node in classes for n in node.body if isinstance(n, ast.FunctionDef)],
             "cases": calls,
             "tolerance": self.comparison.within(row),
@@ -195,7 +195,7 @@ class PythonTests(Verifier):
         except JudgeEnded as problem:
             return error(problem)
 
-    def _judged(self, judge: WarmJudge, task: dict, program: dict) -> Result:
+    def _judged(self, judge: WarmJudge, task: JudgeTask, program: ProgramTask) -> Result:
         """Run the code and the tests, and return the verdict."""
         began = time.monotonic()
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
@@ -263,7 +263,7 @@ class PythonTests(Verifier):
         return wrong(f"passed {passed} of {total}; failed: {detail}", passed / total if total else 0.0)
 
 
-def tests_of(row: Mapping[str, Any]) -> str:
+def tests_of(row: Row) -> str:
     """The source of a row's tests; raises ValueError if the row has none."""
     tests = field(row, "tests", (str, list, tuple))
     source = tests if isinstance(tests, str) else "\n".join(map(str, tests))
@@ -325,7 +325,7 @@ def defining(blocks: Sequence[str], names: Set[str], every: bool) -> str | None:
     return "\n".join(picked) or None
 
 
-def trusted_of(row: Mapping[str, Any]) -> list[str]:
+def trusted_of(row: Row) -> list[str]:
     """The sources that run on both sides: the set-up, and the code's prefix if it parses by itself."""
     sources = []
     for source in (row.get("test_setup") or "", row.get("code_prefix") or ""):

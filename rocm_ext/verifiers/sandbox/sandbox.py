@@ -107,9 +107,8 @@ class Sandbox:
         require_known("sandbox", kind, KINDS)
         home = Path.home().resolve()
         for folder in readable:
-            path = Path(folder).resolve()
-            hidden = f"the program needs {folder}, which holds your home; the sandbox hides that"
-            if path == home or path in home.parents:
+            if home.is_relative_to(Path(folder).resolve()):
+                hidden = f"the program needs {folder}, which holds your home; the sandbox hides that"
                 raise UserError(f"{hidden}, so install the program elsewhere")
         self.kind, self.readable = kind, tuple(dict.fromkeys(readable))
 

@@ -7,9 +7,10 @@ import resource
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from rocm_ext.base.types import Row
 from rocm_ext.verifiers.base import Result, timeout
 from rocm_ext.verifiers.sandbox.children import readable
 from rocm_ext.verifiers.workers.pool import Pool
@@ -60,10 +61,10 @@ class Elsewhere:
         self._pool: Pool | None = None
         self._lock = threading.Lock()
 
-    def __call__(self, completion: str, row: Mapping[str, Any]) -> Result:
+    def __call__(self, completion: str, row: Row) -> Result:
         return self._started().submit(completion, row).result()
 
-    def judge_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> list[Result]:
+    def judge_group(self, completions: Sequence[str], row: Row) -> list[Result]:
         return self._started().submit_group(completions, row).result()
 
     def _started(self) -> Pool:

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.importing import COMPONENT, Component, import_component
+from rocm_ext.base.types import Row
 from rocm_ext.verifiers.base import Result, Verifier, error
-from rocm_ext.verifiers.sandbox.children import descendants, kill
+from rocm_ext.verifiers.sandbox.children import descendants, kill, readable
 from rocm_ext.verifiers.sandbox.sandbox import FOLDER, folder_of_runs
 
 START = 60.0  # seconds that a worker may take to build its verifier
@@ -51,9 +52,8 @@ class Pool:
         UserError: on entering, if a worker cannot build the verifier.
     """
 
-    def __init__(self, verifier_config: Mapping[str, Any], workers: int, timeout: float) -> None:
-        fits = workers >= 1 and timeout > 0
-        if not fits:
+    def __init__(self, verifier_config: Component, workers: int, timeout: float) -> None:
+        if not (workers >= 1 and timeout > 0):
             raise UserError(f"verification needs workers >= 1 and timeout > 0, found {workers} and {timeout}")
         try:
             self._verifier_config = json.loads(json.dumps(verifier_config, default=_plain))
@@ -102,23 +102,21 @@ class Pool:
             worker.release()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def submit(self, completion: str, row: Mapping[str, Any], to_worker: bool = False) -> "Future[Result]":
+    def submit(self, completion: str, row: Row, to_worker: bool = False) -> "Future[Result]":
         """A future for the result; no verifier makes it raise. A verifier of groups gets a group of one.
 
         ``to_worker``: a worker judges the answer even if this process could at once.
         """
         with contextlib.suppress(Exception):  # a worker says what is wrong with the row
             if not (self.groups or to_worker) and (result := self._at_once(completion, row)) is not None:
-                done: Future[Result] = Future()
-                done.set_result(result)
-                return done
+                return done(result)
         return self._enqueue(completion, row)
 
-    def submit_group(self, completions: Sequence[str], row: Mapping[str, Any]) -> "Future[list[Result]]":
+    def submit_group(self, completions: Sequence[str], row: Row) -> "Future[list[Result]]":
         """A future for the results on all answers to a prompt, for a verifier of groups; no verifier makes it raise."""
         return self._enqueue(list(completions), row)
 
-    def _enqueue(self, answer: str | list[str], row: Mapping[str, Any]) -> Future:
+    def _enqueue(self, answer: str | list[str], row: Row) -> Future:
         request = _Request(answer, row, Future())
         with self._lock:
             self._waiting.append(request)
@@ -175,7 +173,14 @@ class Pool:
             return "verification was ended" if self._closed else f"{type(problem).__name__}: {problem}"
 
 
-def at_once(verifier_config: Mapping[str, Any]) -> Callable[..., Result | None]:
+def done(result: Result) -> Future:
+    """A future that has its result."""
+    future: Future = Future()
+    future.set_result(result)
+    return future
+
+
+def at_once(verifier_config: Component) -> Callable[..., Result | None]:
     """``at_once`` of a verifier of this library; for others, whose code runs only in workers, one that returns None."""
     path = verifier_config[COMPONENT]
     kind = import_component(path) if path.startswith("rocm_ext.verifiers.") else Verifier
@@ -187,7 +192,7 @@ def at_once(verifier_config: Mapping[str, Any]) -> Callable[..., Result | None]:
 @dataclass(frozen=True)
 class _Request:
     answer: str | list[str]  # a list: a group, which has a call to itself
-    row: Mapping[str, Any]
+    row: Row
     future: Future
 
 
@@ -206,18 +211,12 @@ class _Worker:
         # not -m: it puts the current directory first on sys.path, where a user's `json.py` may lie
         boot = "import json,sys;sys.path[:]=json.loads(sys.argv[1]);"
         boot += "from rocm_ext.verifiers.workers.worker import main;main()"
-        command = [sys.executable, "-c", boot, json.dumps(sys.path)]
+        argv, pipe = [sys.executable, "-c", boot, json.dumps(sys.path)], subprocess.PIPE
+        env = os.environ | {"OMP_NUM_THREADS": "1", FOLDER: self._folder}
         with self._lock:
             if self._closed:
                 raise UserError("verification was ended")
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-                bufsize=0,
-                env=os.environ | {"OMP_NUM_THREADS": "1", FOLDER: self._folder},
-            )
+            self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, start_new_session=True, bufsize=0, env=env)
             self._buffer = b""
         start = {"verifier": self._verifier_config, "parent": os.getpid()}
         with contextlib.suppress(BrokenPipeError):
@@ -319,15 +318,13 @@ class _Worker:
         if process is None or process.stdout is None:
             return b""
         fd = process.stdout.fileno()
-        with selectors.DefaultSelector() as selector:
-            selector.register(fd, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    return None
-                data = os.read(fd, 1 << 16)
-                if not data:
-                    return b""
-                self._buffer += data
+        while b"\n" not in self._buffer:
+            if not readable(fd, deadline - time.monotonic()):
+                return None
+            data = os.read(fd, 1 << 16)
+            if not data:
+                return b""
+            self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rocm_ext.base.process import adopt_orphans, signal_at_parents_end
+from rocm_ext.base.types import Json
 from rocm_ext.verifiers.sandbox.children import children_of
 
 RUNNING = False  # True in a worker, which has one thread and no GPU and may fork
@@ -28,10 +29,13 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def adopt() -> None:
-    """Become the parent of orphaned descendants; see :func:`reap`."""
+def serve(parent: int) -> None:
+    """Become a helper of the run: die with it, adopt orphaned descendants (see :func:`reap`), at low priority."""
+    die_with(parent)
     with contextlib.suppress(OSError, AttributeError):
         adopt_orphans()
+    with contextlib.suppress(OSError):
+        os.nice(5)
 
 
 def reap() -> None:
@@ -49,7 +53,7 @@ def blame(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {problem}{where}"
 
 
-def judged(verifier: Any, requests: dict[str, Any] | list[dict[str, Any]]) -> list[tuple]:
+def judged(verifier: Any, requests: Json | list[Json]) -> list[tuple]:
     """The values of the results on requests, or on the answers of a group."""
     from rocm_ext.verifiers.base import all_checked, checked, group_results
 
@@ -73,15 +77,12 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
-    def say(message: dict) -> None:
+    def say(message: Json) -> None:
         writer.write(json.dumps(message) + "\n")
         writer.flush()
 
     start = json.loads(reader.readline())
-    die_with(start["parent"])
-    adopt()
-    with contextlib.suppress(OSError):
-        os.nice(5)
+    serve(start["parent"])
     RUNNING = True
 
     from rocm_ext.verifiers.build import build
@@ -95,7 +96,7 @@ def main() -> None:
         return
     say({"ready": verifier.batch_size, "groups": verifier.groups})
     for line in reader:
-        answer: dict[str, Any]
+        answer: Json
         try:
             answer = {"results": judged(verifier, json.loads(line))}
         except BaseException as problem:  # SystemExit too: a verifier must not end the worker
