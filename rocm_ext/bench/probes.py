@@ -19,7 +19,7 @@ from torchtune.modules import TransformerDecoder
 from rocm_ext import config
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log
-from rocm_ext.bench.sweep import COPIES, Spec
+from rocm_ext.bench.sweep import COPIES, Item, Reply, Result, Spec, Values
 from rocm_ext.data.batches import Layout, StepLoader, Update
 from rocm_ext.data.rows import Rows
 from rocm_ext.distributed.ranks import Ranks
@@ -101,10 +101,10 @@ class Bench:
             raise Skipped(f"needs {readable(needed)}, the budget is {readable(self.spec.budget)}")
 
 
-def measure(bench: Bench, item: Mapping[str, Any]) -> dict[str, Any]:
+def measure(bench: Bench, item: Item) -> Reply:
     """Measure one item; return its status, with the result or with the detail of the failure."""
     try:
-        return {"status": "ok", "result": PROBES[item["probe"]](bench, item["values"])}
+        return {"status": "ok", "result": PROBES[item.probe](bench, item.values)}
     except Skipped as reason:
         return {"status": "skipped", "detail": str(reason)}
     except torch.OutOfMemoryError as error:
@@ -124,7 +124,7 @@ class Times:
     median: float
     high: float
 
-    def rate(self, amount: float) -> dict[str, float]:
+    def rate(self, amount: float) -> Result:
         """``amount`` per second: ``value`` with ``low`` and ``high``."""
         return {"value": amount / self.median, "low": amount / self.high, "high": amount / self.low}
 
@@ -175,7 +175,7 @@ def wait(device: torch.device) -> None:
 # ---- the device
 
 
-def gemm(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+def gemm(bench: Bench, values: Values) -> Result:
     """FLOP/s of the feed-forward layer: x Wᵀ (``forward``) or g W (``dgrad``)."""
     mlp: Any = bench.shape.layers[0].mlp  # type: ignore[union-attr, index]
     wide, width = mlp.w1.weight.shape
@@ -189,7 +189,7 @@ def gemm(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
     return {**times.rate(2 * tokens * wide * width), "unit": "FLOP/s", "shape": [tokens, width, wide]}
 
 
-def unpacking(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+def unpacking(bench: Bench, values: Values) -> Result:
     """Values per second that are unpacked from ggml's blocks of ``kind`` into the model's dtype, as training does it.
 
     With ``rows``: the time of a product of so many rows with the feed-forward layer's weight in blocks, divided by the
@@ -210,7 +210,7 @@ def unpacking(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
         plain = weight.get_original_weight()
     except UserError as error:  # transformers is missing
         raise Skipped(str(error)) from error
-    facts = {"shape": [rows, width, wide], "dtype": dtype_name(dtype)}
+    facts: Result = {"shape": [rows, width, wide], "dtype": dtype_name(dtype)}
     if not rows:
         times = timed(weight.get_original_weight, bench.device, bench.spec.seconds)
         return {**times.rate(wide * width), "unit": "values/s", **facts}
@@ -218,7 +218,7 @@ def unpacking(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"value": times.median, "low": times.low, "high": times.high, "unit": "x", **facts}
 
 
-def bandwidth(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+def bandwidth(bench: Bench, values: Values) -> Result:
     """Bytes per second of a copy; within the device every byte counts twice, as read and as written."""
     size = _COPIED[bench.device.type]
     bench.require(2 * size)
@@ -233,7 +233,7 @@ def bandwidth(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
     return {**times.rate((ends == ("device", "device")) * size + size), "unit": "B/s"}
 
 
-def loader(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+def loader(bench: Bench, values: Values) -> Result:
     """Tokens per second that the loader packs into micro-batches, from rows of all lengths."""
     cfg, longest, steps = bench.cfg, longest_row(bench.cfg), 50
     rows = random_rows(16 * steps, longest // 8, longest, 256)
@@ -260,7 +260,7 @@ class _Clocked(LocalSession):
         self.steps = [*getattr(self, "steps", []), seconds]
 
 
-def decoding(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+def decoding(bench: Bench, values: Values) -> Result:
     """Answer tokens per second of the config's model with random weights, with all slots full."""
     slots, new, decoder = values["slots"], _WARM_UP + _STEPS, bench.decoder
     vocabulary = decoder.tok_embeddings.num_embeddings
@@ -341,7 +341,7 @@ def longest_row(cfg: DictConfig) -> int:
     return min(cfg.tokenizer.get("max_seq_len") or _LONGEST, _LONGEST)
 
 
-def probe_config(cfg: DictConfig, values: Mapping[str, Any], insist: list[str]) -> DictConfig:
+def probe_config(cfg: DictConfig, values: Values, insist: list[str]) -> DictConfig:
     """``cfg`` for steps of ``values["rows"]`` rows at once; the other ``values`` replace its keys."""
     changes: dict[str, Any] = {
         "sequences_per_step": values["rows"],
@@ -368,7 +368,7 @@ def probe_config(cfg: DictConfig, values: Mapping[str, Any], insist: list[str]) 
     return changed
 
 
-def training(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+def training(bench: Bench, values: Values) -> Result:
     """Tokens per second of training steps with random weights, and their peak memory."""
     log.disabled = True
     cfg = probe_config(bench.cfg, values, list(bench.profile.locked))
@@ -391,7 +391,7 @@ def training(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
         gc.collect()  # a compiled model is in cycles
 
 
-def _steps(trainer: Trainer, seconds: float) -> dict[str, Any]:
+def _steps(trainer: Trainer, seconds: float) -> Result:
     (update,) = trainer.loader.range(0, 1)
     learner, device = trainer.learner, trainer.runtime.device
     learner.model.train()
@@ -422,7 +422,7 @@ def _peak(trainer: Trainer, update: Update) -> int:
     return tally.peak + sum(t.nbytes for t in {id(t): t for t in tensors}.values())
 
 
-PROBES: dict[str, Callable[[Bench, Mapping[str, Any]], dict[str, Any]]] = {
+PROBES: dict[str, Callable[[Bench, Values], Result]] = {
     "gemm": gemm,
     "unpacking": unpacking,
     "bandwidth": bandwidth,

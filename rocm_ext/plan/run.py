@@ -268,9 +268,9 @@ class RunPlan:
         update = self.now.step.seconds + (self.teacher.seconds if self.teacher else 0.0)
         return None if self.steps is None else self.steps * update
 
-    def changes(self) -> dict[str, Any]:
+    def changes(self) -> dict[str, int | str]:
         """Return the changed keys of ``best`` with their values."""
-        keys: dict[str, Any] = {}
+        keys: dict[str, int | str] = {}
         if self.best.micro_batch != self.now.micro_batch:
             keys["tokens_per_micro_batch"] = self.best.micro_batch
         if len(self.best.checkpointed) != len(self.now.checkpointed):

@@ -8,7 +8,7 @@ import numpy as np
 
 from rocm_ext.report.charts import Chart, Line, line_chart, time_unit
 from rocm_ext.runs.folder import running_time
-from rocm_ext.runs.records import Readings, is_rows, number
+from rocm_ext.runs.records import Readings, Record, is_rows, number
 
 _COUNTERS = (  # title, unit, keys whose values are added
     ("GPU load", "%", ("busy",)),
@@ -67,10 +67,10 @@ def charts(runs: Sequence[tuple[str, Readings]], from_now: bool = False) -> list
     return drawn
 
 
-def _reader(ids: Sequence[str], keys: Sequence[str], gpu: bool) -> Callable[[Mapping[str, Any]], float]:
+def _reader(ids: Sequence[str], keys: Sequence[str], gpu: bool) -> Callable[[Record], float]:
     """Return a function that adds up a reading's counters: the host's, or the mean over the GPUs with these ids."""
 
-    def read(line: Mapping[str, Any]) -> float:
+    def read(line: Record) -> float:
         rows = line.get("gpus") if gpu else [line.get("host")]
         sums = []
         for i, row in enumerate(rows if is_rows(rows) else ()):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rocm_ext.base.files import json_object
-from rocm_ext.runs.records import MOST_STEPS, Judged, SampleKey, finite, number
+from rocm_ext.runs.records import MOST_STEPS, Judged, Record, SampleKey, finite, number
 from rocm_ext.runs.tails import Tails
 
 _BEGINNING = re.compile(rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", ')  # as the recipe begins a line
@@ -26,7 +26,7 @@ _Scope = tuple[int, str]  # step, and ``sample`` or ``eval``
 _NOWHERE: _Scope = (-1, "")  # for lines without them
 
 
-def said(record: Mapping[str, Any]) -> str:
+def said(record: Record) -> str:
     """Return the text of a line of ``samples.jsonl``; of a conversation, all messages with their speakers."""
     messages = record.get("messages")
     if not isinstance(messages, list):
@@ -136,14 +136,14 @@ class AnswerLog:
         """Whether there are answers of a step's sampling, or of the evaluation after it."""
         return (step, "eval" if held_out else "sample") in self._positions
 
-    def answers(self, step: int, held_out: bool = False) -> Iterator[tuple[SampleKey, int, dict[str, Any]]]:
+    def answers(self, step: int, held_out: bool = False) -> Iterator[tuple[SampleKey, int, Record]]:
         """The answers of a step's sampling, or of the evaluation after it: key, position and record."""
         positions = self._positions.get((step, "eval" if held_out else "sample"), ())
         for position, line in _read(self._samples, positions):
             if (key := _key(line)) is not None:
                 yield key, position, line
 
-    def records(self, positions: Iterable[int]) -> dict[SampleKey, dict[str, Any]]:
+    def records(self, positions: Iterable[int]) -> dict[SampleKey, Record]:
         """The answers at these positions, by key."""
         return {key: line for _, line in _read(self._samples, positions) if (key := _key(line)) is not None}
 
@@ -229,7 +229,7 @@ class Verdicts:
         return {self.prompts[int(self.prompt[row])]: self.name(row) == "CORRECT" for row in chosen}
 
 
-def _read(paths: Sequence[Path], positions: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read(paths: Sequence[Path], positions: Iterable[int]) -> Iterator[tuple[int, Record]]:
     """The objects at these positions in files."""
     by_file: dict[int, list[int]] = defaultdict(list)
     for position in positions:
@@ -245,14 +245,14 @@ def _read(paths: Sequence[Path], positions: Iterable[int]) -> Iterator[tuple[int
             continue
 
 
-def _scope(line: Mapping[str, Any]) -> _Scope:
+def _scope(line: Record) -> _Scope:
     step, phase = line.get("step"), line.get("phase")
     if type(step) is int and 0 <= step < MOST_STEPS and isinstance(phase, str) and phase in ("sample", "eval"):
         return step, phase
     return _NOWHERE
 
 
-def _key(line: Mapping[str, Any]) -> SampleKey | None:
+def _key(line: Record) -> SampleKey | None:
     prompt, sample = line.get("prompt_id"), line.get("sample")
     if isinstance(prompt, str) and type(sample) is int and -1 <= sample < MOST_STEPS:
         return prompt, sample

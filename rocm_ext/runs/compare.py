@@ -7,7 +7,7 @@ difference exceeds the tolerance. In all other cases the answer is how many more
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -81,7 +81,7 @@ class Comparison:
 
     a: Path
     b: Path
-    settings: dict[str, tuple[Any, Any]]
+    settings: dict[str, tuple[object, object]]
     speed: Interval
     difference: Interval
     p: float
@@ -255,7 +255,7 @@ def _rounds(run: RunFolder) -> Columns:
 # ---- SFT and DPO: losses
 
 
-def _by_losses(a: RunFolder, b: RunFolder, settings: Mapping[str, Any], tolerance: float) -> _Quality:
+def _by_losses(a: RunFolder, b: RunFolder, settings: Collection[str], tolerance: float) -> _Quality:
     steps, quality, seeds = _Common(a.steps, b.steps), _Quality(), "seed" in settings
     finite = np.isfinite(steps["loss"]).all(axis=0)
     x, y = (values[finite] for values in steps["loss"])
@@ -332,7 +332,7 @@ def _judge(difference: Interval, steps: int, tolerance: float, seeds: bool, vali
     return "unknown", f"training {lower}, which a faster setting does not explain: set validation_fraction"
 
 
-def _functions_differ(run: RunFolder, settings: Mapping[str, Any]) -> str:
+def _functions_differ(run: RunFolder, settings: Collection[str]) -> str:
     """Why the losses of the two runs are different functions; empty if they are the same."""
     named = [key for key in settings if key == "loss.normalize"]
     if run.family == DPO:  # whose losses measure against the model that the run began with
@@ -341,7 +341,7 @@ def _functions_differ(run: RunFolder, settings: Mapping[str, Any]) -> str:
     return f"the runs have different losses ({', '.join(named)})" if named else ""
 
 
-def _rows_differ(steps: _Common, settings: Mapping[str, Any]) -> str:
+def _rows_differ(steps: _Common, settings: Collection[str]) -> str:
     """Why the steps of the two runs saw different rows; empty if they saw the same.
 
     Steps with different numbers of tokens saw different rows. If the numbers vary from step to step and are always
@@ -396,7 +396,7 @@ def _percent(share: float) -> str:
 # ---- RAFT and GRPO: held-out scores
 
 
-def _by_scores(a: RunFolder, b: RunFolder, settings: Mapping[str, Any], tolerance: float) -> _Quality:
+def _by_scores(a: RunFolder, b: RunFolder, settings: Collection[str], tolerance: float) -> _Quality:
     """By the last cycle or step that both runs evaluated, or by two evaluations of ``rocm-ext eval``.
 
     B is not worse if the interval of the gain lies above ``-tolerance``; it is worse if that is not so and chance

@@ -31,6 +31,7 @@ from rocm_ext.runs.records import (
     MetricLines,
     PolicyLines,
     Readings,
+    Record,
     Scores,
     is_rows,
     number,
@@ -158,11 +159,11 @@ class RunFolder:
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """``config.yaml``, flat: ``optimizer.lr`` and so on."""
         return flatten(self.config)
 
-    def differing_settings(self, other: "RunFolder") -> dict[str, tuple[Any, Any]]:
+    def differing_settings(self, other: "RunFolder") -> dict[str, tuple[object, object]]:
         """Settings that differ, by name, with this run's value and the other's.
 
         The output folder does not count as a setting, and paths below it are equal in both runs.
@@ -174,7 +175,7 @@ class RunFolder:
             if mine.get(key) != theirs.get(key)
         }
 
-    def _comparable_settings(self) -> dict[str, Any]:
+    def _comparable_settings(self) -> dict[str, object]:
         out = str(self.config.get("output_dir") or "")
         return {
             key: "${output_dir}" + value[len(out) :]
@@ -204,8 +205,8 @@ class CycleFolder:
     def __init__(
         self,
         folder: Path,
-        lines: Sequence[Mapping[str, Any]],
-        row: Mapping[str, Any],
+        lines: Sequence[Record],
+        row: Record,
         answers: AnswerLog,
         problems: list[str],
         tails: Tails,
@@ -214,10 +215,10 @@ class CycleFolder:
         self._answers, self._problems = answers, problems
         self.steps, *_ = read_steps(folder / "metrics.jsonl", problems, tails)
         self.summary = read_json(folder / "summary.json", problems)
-        self.phases: dict[str, Mapping[str, Any]] = {}
+        self.phases: dict[str, Record] = {}
         self.seconds: dict[str, float] = {}
         for line in lines:
-            if line.get("cycle") == self.number and (phase := line.get("phase")) in PHASES:
+            if line.get("cycle") == self.number and (phase := str(line.get("phase"))) in PHASES:
                 self.phases[phase] = line
                 if 0 <= (seconds := number(line.get("seconds"))) < MOST:
                     self.seconds[phase] = seconds
@@ -304,14 +305,14 @@ def held_out(run: RunFolder) -> list[HeldOut]:
     return [HeldOut(f"{unit} {at}", at, count, scores, run) for at, count, scores in scored]
 
 
-def of_policy(config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], sampled: bool) -> bool:
+def of_policy(config: Record, lines: Sequence[Record], sampled: bool) -> bool:
     """Whether GRPO wrote the records, by some ``lines`` of ``metrics.jsonl``. SFT may also have ``sampled``."""
     if config.get("dataset") or any("loss" in line and "reward" not in line for line in lines):
         return False
     return sampled or any({"reward", "eval"} & line.keys() for line in lines)
 
 
-def raft_finished(path: Path, config: Mapping[str, Any], last: int, skipped: bool = False) -> bool:
+def raft_finished(path: Path, config: Record, last: int, skipped: bool = False) -> bool:
     """Whether a RAFT run whose cycle ``last`` is complete has ended.
 
     ``adapter/`` alone does not show it: a run that continues with more cycles still has the adapter of the shorter
@@ -322,7 +323,7 @@ def raft_finished(path: Path, config: Mapping[str, Any], last: int, skipped: boo
     return (path / "adapter").exists() and (may_stop or not last < number(config.get("cycles")))
 
 
-def steps_finished(summary: Mapping[str, Any], config: Mapping[str, Any], last: float) -> bool:
+def steps_finished(summary: Record, config: Record, last: float) -> bool:
     """Whether a GRPO run whose last recorded step is ``last`` has ended by itself.
 
     A run that continues with more steps keeps the summary of the shorter run until it ends. So a summary before the
@@ -332,16 +333,16 @@ def steps_finished(summary: Mapping[str, Any], config: Mapping[str, Any], last: 
     return number(summary.get("steps")) == last and (may_stop or not last < number(config.get("steps")))
 
 
-def running_time(lines: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+def running_time(readings: Readings) -> tuple[np.ndarray, np.ndarray]:
     """The running time of a run, without the pauses between a kill and a resume.
 
     Args:
-        lines: lines of ``hardware.jsonl``, by time.
+        readings: lines of ``hardware.jsonl``.
 
     Returns:
         [n] seconds by line; indices of the lines before which the run had paused.
     """
-    times = np.array([number(line.get("time")) for line in lines], dtype=np.float64)
+    times = np.array(readings.times, dtype=np.float64)
     steps = np.diff(times, prepend=times[:1])
     usual = float(np.median(steps[1:])) if len(steps) > 1 else 0.0
     pauses = np.flatnonzero(steps > max(_PAUSE, 10 * usual))

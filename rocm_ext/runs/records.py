@@ -6,12 +6,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypedDict, TypeGuard
 
 import numpy as np
 import yaml
 
 from rocm_ext.base.files import json_object
+from rocm_ext.base.types import Json
 from rocm_ext.runs.scores import wilson
 from rocm_ext.runs.tails import Tails
 
@@ -19,13 +20,14 @@ GREEDY = -1  # index of a held-out prompt's greedy answer; drawn answers count f
 MOST = 1e12  # seconds or prompts; a file with more is damaged
 MOST_STEPS = 2**31
 ROWS = "rows.json"  # a run's data, see rocm_ext.data.overview
+Record = Mapping[str, object]  # a line of a run's file as it was read: any value may be missing or damaged
 SampleKey = tuple[str, int]  # prompt id, index of the sample
 
 
 class Columns:
     """The lines of a file such as ``metrics.jsonl``, by column. Lines may be added at the end."""
 
-    def __init__(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, lines: Sequence[Record]) -> None:
         self.lines = lines
         self._read: dict[str, array[float]] = {}
 
@@ -43,7 +45,7 @@ class Columns:
         return np.array([key in line for line in self.lines], dtype=bool)
 
 
-class Lines(list[dict[str, Any]]):
+class Lines(list[Record]):
     """All lines of a file."""
 
     def add(self, content: bytes, position: int) -> bool:
@@ -62,10 +64,10 @@ class Latest:
 
     def __init__(self) -> None:
         self._steps: list[float] = []
-        self._lines: list[Mapping[str, Any]] = []
+        self._lines: list[Record] = []
         self.columns = Columns(self._lines)
 
-    def add(self, step: float, line: Mapping[str, Any]) -> None:
+    def add(self, step: float, line: Record) -> None:
         """Take the line of a step."""
         at = bisect_left(self._steps, step)
         if at == len(self._steps):
@@ -96,7 +98,7 @@ class MetricLines:
             self._add_scores(step, line)
         return line is not None
 
-    def _add_scores(self, step: float, line: Mapping[str, Any]) -> None:
+    def _add_scores(self, step: float, line: Record) -> None:
         if (scores := parse_scores(line.get("eval"))) is not None and 0 <= step < MOST_STEPS:
             self.evaluations[int(step)] = scores
 
@@ -115,16 +117,17 @@ class PolicyLines(MetricLines):
         return True
 
 
-class Readings(list[dict[str, Any]]):
+class Readings(list[Record]):
     """The lines of a ``hardware.jsonl``, by time.
 
     Attributes:
+        times: seconds since 1970, by line.
         gpus: ids of the GPUs in them, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._times: list[float] = []
+        self.times: list[float] = []
         self._columns: dict[Any, array[float]] = {}
         self.gpus: dict[str, None] = {}
 
@@ -134,19 +137,19 @@ class Readings(list[dict[str, Any]]):
             self.take(line)
         return line is not None
 
-    def take(self, line: dict[str, Any]) -> None:
+    def take(self, line: Record) -> None:
         """Take a reading, unless its time is damaged."""
         if not 0 <= (time := number(line.get("time"))) < MOST:
             return
-        at = bisect_right(self._times, time)
+        at = bisect_right(self.times, time)
         if at < len(self):
             self._columns.clear()
-        self._times.insert(at, time)
+        self.times.insert(at, time)
         self.insert(at, line)
         if is_rows(gpus := line.get("gpus")):
             self.gpus |= dict.fromkeys(str(gpu.get("id", i)) for i, gpu in enumerate(gpus))
 
-    def column(self, name: Any, read: Callable[[Mapping[str, Any]], float]) -> np.ndarray:
+    def column(self, name: Any, read: Callable[[Record], float]) -> np.ndarray:
         """[n] float64: ``read``'s results, by line.
 
         Args:
@@ -159,6 +162,22 @@ class Readings(list[dict[str, Any]]):
 
 
 Share = tuple[float, float, float]  # a share, and the ends of its 95 % interval
+
+
+PassAtK = TypedDict("PassAtK", {"pass": float, "interval": list[float]})  # pass@k with its 95 % interval
+
+
+class EvalScores(TypedDict):
+    """``eval.json``, and ``eval`` in a line of ``metrics.jsonl``; see :func:`rocm_ext.rl.evaluation.score`."""
+
+    prompts: int
+    correct: int
+    pass_at_1: float
+    interval: list[float]
+    pass_at_k: dict[str, PassAtK]
+    samples_per_prompt: int
+    verdicts: dict[str, int]
+    truncated: int
 
 
 @dataclass(frozen=True)
@@ -187,7 +206,7 @@ class Judged:
     detail: str
 
 
-def number(value: Any) -> float:
+def number(value: object) -> float:
     """A JSON number as a float; NaN for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
@@ -197,7 +216,7 @@ def number(value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def finite(values: Any) -> np.ndarray:
+def finite(values: object) -> np.ndarray:
     """The finite numbers of a list; empty if it is not a list of numbers."""
     try:
         numbers = np.array(values if isinstance(values, list) else [], dtype=np.float64)
@@ -206,7 +225,7 @@ def finite(values: Any) -> np.ndarray:
     return numbers[np.isfinite(numbers)]
 
 
-def parse_scores(read: Any) -> Scores | None:
+def parse_scores(read: object) -> Scores | None:
     """The scores of an evaluation with their intervals; None without a number of prompts and of right answers.
 
     Args:
@@ -226,7 +245,7 @@ def parse_scores(read: Any) -> Scores | None:
     return Scores(int(total), int(correct), (correct / total, *interval), shares)
 
 
-def is_rows(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+def is_rows(value: object) -> TypeGuard[list[Record]]:
     """Whether ``value`` is a list of JSON objects."""
     return isinstance(value, list) and all(isinstance(row, dict) for row in value)
 
@@ -239,7 +258,7 @@ def read_steps(
     return lines.steps.columns, lines.validations.columns, dict(sorted(lines.evaluations.items()))
 
 
-def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
+def read_json(path: Path, problems: list[str]) -> Json:
     """The JSON object in a file; empty if the file is missing or, with a message in ``problems``, damaged."""
     content = _read_bytes(path, problems)
     value = {} if content is None else json_object(content)
@@ -249,7 +268,7 @@ def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     return value
 
 
-def read_yaml(path: Path, problems: list[str]) -> dict[str, Any]:
+def read_yaml(path: Path, problems: list[str]) -> Json:
     """The YAML mapping in a file; empty if the file is missing or, with a message in ``problems``, damaged."""
     content = _read_bytes(path, problems)
     try:
