@@ -22,7 +22,6 @@ from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import RLRecipe
 from rocm_ext.rl.records import Records
 from rocm_ext.rl.rollout import Answers, Job
-from rocm_ext.runs.folder import GREEDY
 from rocm_ext.runs.intervals import mcnemar, paired_gain
 from rocm_ext.runs.records import EvalScores
 from rocm_ext.train.checkpoint import rng_state, set_rng_state
@@ -30,7 +29,6 @@ from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupted
 from rocm_ext.train.output_dir import OutputDir, hold
 from rocm_ext.train.scoring import reference, without_adapter
-from rocm_ext.verifiers import Verdict
 
 ANSWERS = "answers.jsonl"  # prompts, answers and verdicts, in the output folder
 
@@ -43,15 +41,12 @@ class Evaluation:
         scores: content of ``eval.json``, see :func:`rocm_ext.rl.evaluation.score`.
         answers: lines of ``answers.jsonl``: ``prompt_id``, ``sample`` (-1: the greedy answer), ``prompt``, ``text``,
             ``verdict``, ``reward``, ``detail`` and ``finish_reason``.
+        right: whether the greedy answer is right, by prompt.
     """
 
     scores: EvalScores
     answers: list[Json]
-
-    def right(self) -> dict[str, bool]:
-        """Return whether the greedy answer is right, by prompt."""
-        greedy = [answer for answer in self.answers if answer["sample"] == GREEDY]
-        return {answer["prompt_id"]: answer["verdict"] == Verdict.CORRECT.value for answer in greedy}
+    right: dict[str, bool]
 
 
 def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[Evaluation]:
@@ -108,7 +103,7 @@ def compare(evaluation: Evaluation, base: Evaluation) -> dict[str, float | list[
         ``gained`` and ``lost``: prompts that only one model got right; ``gain``: the difference of pass@1 with its
         95 % ``interval``; ``p`` of McNemar's exact test.
     """
-    before, after = base.right(), evaluation.right()
+    before, after = base.right, evaluation.right
     gained = sum(right and not before[prompt] for prompt, right in after.items())
     lost = sum(right and not after[prompt] for prompt, right in before.items())
     gain = paired_gain(lost, gained, len(after))
@@ -137,7 +132,7 @@ def _evaluate(recipe: RLRecipe, cfg: DictConfig, output: OutputDir, name: str) -
         replace_text(out / "cycle_0" / "eval.json", json.dumps(scores, indent=2) + "\n")
         replace_text(out / ANSWERS, "".join(json.dumps(answer) + "\n" for answer in answers))
     ranks.barrier()
-    return Evaluation(scores, answers)
+    return Evaluation(scores, answers, evaluation.greedy(judged.results))
 
 
 def _answers(recipe: RLRecipe, judged: Answers) -> list[Json]:

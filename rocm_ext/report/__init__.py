@@ -120,6 +120,8 @@ def content(runs: Sequence[RunFolder]) -> dict[str, object]:
     several = len(runs) > 1
     shown = [(run, *samples.groups(run)) for run in runs]
     keys = [style(i) for i in range(len(runs))]
+    settings = [run.settings() for run in runs]
+    differing = {key for run in runs[1:] for key in runs[0].differing_settings(run)}
     return {
         "title": f"{len(runs)} runs" if several else runs[0].name if runs else "rocm-ext monitor",
         "runs": [
@@ -130,8 +132,8 @@ def content(runs: Sequence[RunFolder]) -> dict[str, object]:
         "sections": [section for section in _sections(runs) if section.charts],
         "groups": [choice for choice in shown if choice[2]],
         "data": [(run, data) for run in runs if (data := rows.data(run))],
-        "differences": _differences(runs) if several else [],
-        "settings": [(run, sorted(run.settings().items())) for run in runs if run.config],
+        "differences": [[key, *(of_run.get(key) for of_run in settings)] for key in sorted(differing)],
+        "settings": [(run, sorted(of_run.items())) for run, of_run in zip(runs, settings, strict=True) if run.config],
         "problems": [problem for run in runs for problem in dict.fromkeys(run.problems)],
     }
 
@@ -164,10 +166,3 @@ def _name_apart(runs: Sequence[RunFolder]) -> None:
         for run in runs:
             if names.count(run.name) > 1:
                 run.name = str(Path(*run.path.resolve().parts[-depth:]))
-
-
-def _differences(runs: Sequence[RunFolder]) -> list[list[object]]:
-    """Settings in which a run differs from the first, with the values of all runs."""
-    keys = {key for run in runs[1:] for key in runs[0].differing_settings(run)}
-    flat = [run.settings() for run in runs]
-    return [[key, *(settings.get(key) for settings in flat)] for key in sorted(keys)]

@@ -8,7 +8,8 @@ import numpy as np
 
 from rocm_ext.report.charts import Chart, Line, line_chart, time_unit
 from rocm_ext.runs.folder import running_time
-from rocm_ext.runs.records import Readings, Record, is_rows, number
+from rocm_ext.runs.records import Readings, is_rows, number
+from rocm_ext.runs.tails import Record
 
 _COUNTERS = (  # title, unit, keys whose values are added
     ("GPU load", "%", ("busy",)),

@@ -28,8 +28,8 @@ from rocm_ext.report import content, hardware, render
 from rocm_ext.report.charts import library
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.progress import progress
-from rocm_ext.runs.records import Readings, Record, number
-from rocm_ext.runs.tails import Tails
+from rocm_ext.runs.records import Readings, number
+from rocm_ext.runs.tails import Record, Tails
 
 PORT = 8642
 _FILES = ("*.json*", "config.yaml", "adapter", "cycle_*/*.json*")  # files that the page shows

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from rocm_ext.base.files import json_object
-from rocm_ext.runs.records import MOST_STEPS, Judged, Record, SampleKey, finite, number
-from rocm_ext.runs.tails import Tails
+from rocm_ext.runs.records import GREEDY, MOST_STEPS, Judged, SampleKey, finite, number
+from rocm_ext.runs.tails import JsonLines, Record, Tails
 
 _BEGINNING = re.compile(rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", ')  # as the recipe begins a line
 _FILE_BITS = 48  # low bits of a position: the offset in its file
@@ -44,39 +44,36 @@ def said(record: Record) -> str:
     return "\n\n".join(parts)
 
 
-class _Positions(dict[_Scope, "array[int]"]):
+class _Positions(JsonLines, dict[_Scope, "array[int]"]):
     """Offsets of the lines of a ``samples.jsonl``, by step and phase."""
 
     def add(self, content: bytes, position: int) -> bool:
         """Take a line; its tokens are not parsed where the line begins as the recipe writes it."""
         if (match := _BEGINNING.match(content)) and content.endswith(b"}\n"):
-            scope = int(match[1]), match[2].decode()
-        elif (line := json_object(content)) is None:
-            return False
-        else:
-            scope = _scope(line)
-        self.setdefault(scope, array("q")).append(position)
-        return True
+            self.setdefault((int(match[1]), match[2].decode()), array("q")).append(position)
+            return True
+        return super().add(content, position)
+
+    def take(self, record: Record, position: int) -> None:
+        """Take a line."""
+        self.setdefault(_scope(record), array("q")).append(position)
 
 
-class _Lengths(defaultdict[int, dict[SampleKey, tuple[int, float, int]]]):
+class _Lengths(JsonLines, defaultdict[int, dict[SampleKey, tuple[int, float, int]]]):
     """Sampled answers by step and key: number of tokens, sum and number of their log-probs."""
 
     def __init__(self) -> None:
         super().__init__(dict)
 
-    def add(self, content: bytes, position: int) -> bool:
+    def take(self, record: Record, position: int) -> None:
         """Take a line."""
-        if (line := json_object(content)) is None:
-            return False
-        (step, phase), key, tokens = _scope(line), _key(line), line.get("tokens")
+        (step, phase), key, tokens = _scope(record), _key(record), record.get("tokens")
         if phase == "sample" and key is not None and isinstance(tokens, list):
-            logprobs = finite(line.get("logprobs"))
+            logprobs = finite(record.get("logprobs"))
             self[step][key] = len(tokens), float(logprobs.sum()), len(logprobs)
-        return True
 
 
-class _VerdictLines:
+class _VerdictLines(JsonLines):
     """The lines of a ``verdicts.jsonl`` as columns."""
 
     def __init__(self) -> None:
@@ -84,19 +81,16 @@ class _VerdictLines:
         self.kinds: dict[str, int] = {}
         self.columns: list[array[Any]] = [array(code) for code in "bqqqqdq"]
 
-    def add(self, content: bytes, position: int) -> bool:
+    def take(self, record: Record, position: int) -> None:
         """Take a line."""
-        if (line := json_object(content)) is None:
-            return False
-        (step, phase), key, verdict = _scope(line), _key(line), line.get("verdict")
+        (step, phase), key, verdict = _scope(record), _key(record), record.get("verdict")
         if step >= 0 and key is not None and isinstance(verdict, str):
             prompt = self.prompts.setdefault(key[0], len(self.prompts))
             kind = self.kinds.setdefault(verdict, len(self.kinds))
-            reward = number(line.get("reward"))
+            reward = number(record.get("reward"))
             values: tuple[Any, ...] = (phase == "eval", step, prompt, key[1], kind, reward, position)
             for column, value in zip(self.columns, values, strict=True):
                 column.append(value)
-        return True
 
 
 class AnswerLog:
@@ -222,10 +216,10 @@ class Verdicts:
         kinds = self.kind[sampled]
         return steps, {name: np.bincount(at[kinds == i], minlength=len(steps)) for i, name in enumerate(self.kinds)}
 
-    def greedy(self, step: int, index: int) -> dict[str, bool]:
-        """Whether answer ``index`` is right after a step, by held-out prompt."""
+    def greedy(self, step: int) -> dict[str, bool]:
+        """Whether the greedy answer is right after a step, by held-out prompt."""
         rows = self.rows(step, held_out=True)
-        chosen = rows[self.sample[rows] == index]
+        chosen = rows[self.sample[rows] == GREEDY]
         return {self.prompts[int(self.prompt[row])]: self.name(row) == "CORRECT" for row in chosen}
 
 

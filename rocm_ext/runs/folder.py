@@ -22,8 +22,8 @@ from rocm_ext.base.nested import flatten
 from rocm_ext.base.registry import BY_STEP, DPO, GRPO, RAFT, SFT, TITLES
 from rocm_ext.machine.counters import HARDWARE_LOG
 from rocm_ext.runs.answers import AnswerLog
+from rocm_ext.runs.records import GREEDY as GREEDY
 from rocm_ext.runs.records import (
-    GREEDY,
     MOST,
     ROWS,
     Columns,
@@ -31,17 +31,15 @@ from rocm_ext.runs.records import (
     MetricLines,
     PolicyLines,
     Readings,
-    Record,
     Scores,
     is_rows,
     number,
     parse_scores,
     read_json,
-    read_steps,
     read_yaml,
 )
 from rocm_ext.runs.records import SampleKey as SampleKey
-from rocm_ext.runs.tails import Tails
+from rocm_ext.runs.tails import Record, Tails
 
 PHASES = ("sample", "train", "eval")  # of a RAFT cycle
 _PAUSE = 60.0  # seconds without a line in hardware.jsonl after which a run counts as paused
@@ -70,6 +68,7 @@ class RunFolder:
         answers: answers that the run sampled (SFT and DPO only in evaluations); a step of RAFT is a cycle.
         hardware: lines of ``hardware.jsonl``, by time.
         problems: messages about files that could not be read.
+        tails: contents of the files that were read line by line.
 
     Raises:
         UserError: ``path`` holds no run.
@@ -81,7 +80,7 @@ class RunFolder:
             raise UserError(f"{path} {what}; expected the folder of a run (its output_dir)")
         self.path, self.name = path, path.resolve().name
         self.problems: list[str] = []
-        self._tails = tails = tails or Tails()
+        self.tails = tails = tails or Tails()
         self.config = deepcopy(tails.content(path / "config.yaml", read_yaml, self.problems))
         self.summary = read_json(path / "summary.json", self.problems)
         self.rows = tails.content(path / ROWS, read_json, self.problems)
@@ -91,7 +90,7 @@ class RunFolder:
         self.family = self.recipe if self.recipe in TITLES else shape
         self.cycles: list[CycleFolder] = []
         self.evaluations: dict[int, Scores] = {}
-        self.validations = Columns([])
+        self.validations = Columns()
         self.answers = AnswerLog(path, self.problems, tails)
         if self.family in BY_STEP and folders:  # rocm-ext eval with a config of GRPO: it writes a cycle's records
             self.family = RAFT
@@ -99,9 +98,9 @@ class RunFolder:
             self._read_cycles(sorted(folders, key=lambda p: int(p.name[6:])))
         else:
             kind = PolicyLines if self.family in BY_STEP else MetricLines
-            self.steps, self.validations, self.evaluations = read_steps(
-                path / "metrics.jsonl", self.problems, tails, kind
-            )
+            lines = tails.lines(path / "metrics.jsonl", kind, self.problems)
+            self.steps, self.validations = lines.steps, lines.validations
+            self.evaluations = dict(sorted(lines.evaluations.items()))
         known = {"model", "checkpointer", "output_dir"} <= self.config.keys()
         if not (known or self.cycles or len(self.steps) or len(self.validations) or self.evaluations):
             *others, last = TITLES
@@ -123,13 +122,10 @@ class RunFolder:
         return SFT
 
     def _read_cycles(self, folders: Sequence[Path]) -> None:
-        lines = self._tails.lines(self.path / "metrics.jsonl", Lines, self.problems)
+        lines = self.tails.lines(self.path / "metrics.jsonl", Lines, self.problems)
         listed = self.summary.get("cycles")
         rows = {r["cycle"]: r for r in listed if type(r.get("cycle")) is int} if is_rows(listed) else {}
-        self.cycles = [
-            CycleFolder(p, lines, rows.get(int(p.name[6:]), {}), self.answers, self.problems, self._tails)
-            for p in folders
-        ]
+        self.cycles = [CycleFolder(self, p, lines, rows.get(int(p.name[6:]), {})) for p in folders]
         steps = [{**line, "cycle": cycle.number} for cycle in self.cycles for line in cycle.steps.lines]
         self.steps = Columns([{**line, "step": number} for number, line in enumerate(steps, start=1)])
 
@@ -202,19 +198,11 @@ class CycleFolder:
         row: the cycle's entry in the run's ``summary.json``; empty for an unfinished cycle.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        lines: Sequence[Record],
-        row: Record,
-        answers: AnswerLog,
-        problems: list[str],
-        tails: Tails,
-    ) -> None:
+    def __init__(self, run: RunFolder, folder: Path, lines: Sequence[Record], row: Record) -> None:
         self.folder, self.number, self.row = folder, int(folder.name[6:]), row
-        self._answers, self._problems = answers, problems
-        self.steps, *_ = read_steps(folder / "metrics.jsonl", problems, tails)
-        self.summary = read_json(folder / "summary.json", problems)
+        self._answers, self._problems = run.answers, run.problems
+        self.steps = run.tails.lines(folder / "metrics.jsonl", MetricLines, run.problems).steps
+        self.summary = read_json(folder / "summary.json", run.problems)
         self.phases: dict[str, Record] = {}
         self.seconds: dict[str, float] = {}
         for line in lines:
@@ -283,7 +271,7 @@ class HeldOut:
 
     def greedy(self) -> dict[str, bool]:
         """Read the verdicts; return whether the greedy answer is right, by prompt id."""
-        return self.run.answers.verdicts.greedy(self.number, GREEDY)
+        return self.run.answers.verdicts.greedy(self.number)
 
 
 def held_out(run: RunFolder) -> list[HeldOut]:

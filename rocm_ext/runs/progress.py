@@ -10,7 +10,8 @@ from typing import TypeGuard
 
 from rocm_ext.base.files import json_object
 from rocm_ext.runs.folder import of_policy, raft_finished, steps_finished
-from rocm_ext.runs.records import MOST, Record, is_rows, number, parse_scores, read_json, read_yaml
+from rocm_ext.runs.records import MOST, is_rows, number, parse_scores, read_json, read_yaml
+from rocm_ext.runs.tails import Record
 
 _TAIL = 1 << 16  # bytes read from the end of a metrics.jsonl: some hundred lines
 _RECENT = 20  # steps whose times give the speed of a GRPO run
@@ -78,7 +79,7 @@ def slowest_step(out: Path) -> float:
     paths = [*out.glob("cycle_*/metrics.jsonl")] or [out / "metrics.jsonl"]
     path = max(paths, key=lambda path: _stat(path)[0])
     steps = [line for line in _last_lines(path) if "loss" in line and "phase" not in line][-_RECENT:]
-    return max((seconds for line in steps if 0 <= (seconds := number(line.get("seconds"))) < MOST), default=0.0)
+    return max(_times(steps), default=0.0)
 
 
 def _policy_progress(out: Path, lines: Sequence[Record], config: Record) -> Progress:
