@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import quantiles
@@ -58,6 +59,15 @@ class Skipped(Exception):
     """A probe cannot measure this here; the message says why."""
 
 
+@contextmanager
+def _skipping() -> Iterator[None]:
+    """Context in which a UserError is about something that this machine lacks, so that the probe is skipped."""
+    try:
+        yield
+    except UserError as error:
+        raise Skipped(str(error)) from error
+
+
 class Bench:
     """The config, machine, device and model that a child measures."""
 
@@ -69,9 +79,8 @@ class Bench:
         use_shape(self.cfg)
         self.profile = load_profile(self.cfg.hardware)
         # a cap that keeps the process within its budget where a probe underestimates its memory
-        fraction = None if self.cfg.device == "cpu" else min(1.0, spec.budget / self.machine.total_memory)
-        if self.machine.unified:  # open_device caps it
-            fraction = None
+        capped = self.cfg.device != "cpu" and not self.machine.unified  # open_device caps unified memory
+        fraction = min(1.0, spec.budget / self.machine.total_memory) if capped else None
         self.device = open_device(self.profile, self.machine, 0, fraction, self.cfg.device)
         self.dtype, _ = numerics.pick_dtype(self.cfg.dtype, self.machine)
 
@@ -85,10 +94,8 @@ class Bench:
     @cached_property
     def decoder(self) -> Any:
         """The config's model with random weights, for sampling."""
-        try:
+        with _skipping():
             self.shape.check_sampling()
-        except UserError as error:
-            raise Skipped(str(error)) from error
         self.require(frozen_bytes(self.shape) + copied_bytes(self.shape))
         decoder = build_model(self.cfg.model, self.dtype, 0, self.device)
         choose_attention(decoder, self.cfg.attention)
@@ -206,10 +213,8 @@ def unpacking(bench: Bench, values: Values) -> Result:
     # bytes with moderate scales in every kind; random bytes contain infinite scales
     packed = torch.randint(40, 46, (wide, blocks * size), dtype=torch.uint8, device=bench.device)
     weight, x = of_blocks(packed, values["kind"], dtype), torch.randn(rows, width, device=bench.device).to(dtype)
-    try:
+    with _skipping():  # transformers may be missing
         plain = weight.get_original_weight()
-    except UserError as error:  # transformers is missing
-        raise Skipped(str(error)) from error
     facts: Result = {"shape": [rows, width, wide], "dtype": dtype_name(dtype)}
     if not rows:
         times = timed(weight.get_original_weight, bench.device, bench.spec.seconds)
@@ -374,7 +379,8 @@ def training(bench: Bench, values: Values) -> Result:
     cfg = probe_config(bench.cfg, values, list(bench.profile.locked))
     runtime, longest, count = Runtime.open(cfg), longest_row(cfg), values["rows"]
     try:
-        with TemporaryDirectory() as folder:
+        # the machine may lack a kernel of attention
+        with _skipping() if "attention" in values else nullcontext(), TemporaryDirectory() as folder:
             cfg.output_dir = folder
             rows = random_rows(count, longest, longest, 256)
             learner = ProbeLearner(cfg, runtime, bench.spec.budget)
@@ -382,10 +388,6 @@ def training(bench: Bench, values: Values) -> Result:
             trainer = Trainer(learner, rows, cfg, OutputDir.open(cfg, runtime.ranks))
             trainer.open()
             return _steps(trainer, bench.spec.seconds)
-    except UserError as error:
-        if "attention" in values:  # a kernel that this machine lacks
-            raise Skipped(str(error)) from error
-        raise
     finally:
         runtime.ranks.close()
         gc.collect()  # a compiled model is in cycles
@@ -422,11 +424,5 @@ def _peak(trainer: Trainer, update: Update) -> int:
     return tally.peak + sum(t.nbytes for t in {id(t): t for t in tensors}.values())
 
 
-PROBES: dict[str, Callable[[Bench, Values], Result]] = {
-    "gemm": gemm,
-    "unpacking": unpacking,
-    "bandwidth": bandwidth,
-    "loader": loader,
-    "decoding": decoding,
-    "training": training,
-}
+_PROBES: tuple[Callable[[Bench, Values], Result], ...] = gemm, unpacking, bandwidth, loader, decoding, training
+PROBES = {probe.__name__: probe for probe in _PROBES}

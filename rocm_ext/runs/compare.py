@@ -7,25 +7,18 @@ difference exceeds the tolerance. In all other cases the answer is how many more
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.hub import hub_name
 from rocm_ext.base.registry import BY_STEP, DPO, RAFT, SAMPLED
 from rocm_ext.runs.folder import RunFolder, held_out, running_time
-from rocm_ext.runs.intervals import (
-    BATCHES,
-    Interval,
-    mcnemar,
-    paired_gain,
-    ratio_of_medians,
-    relative_difference,
-)
+from rocm_ext.runs.intervals import BATCHES, Interval, mcnemar, paired_gain, ratio_of_medians, relative_difference
 from rocm_ext.runs.records import Columns, number
 
 Pair = tuple[float, float]  # A's value, B's
@@ -116,11 +109,7 @@ def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float
     Raises:
         UserError: the runs are the same folder, of different models, or of different recipes.
     """
-    if a.path.resolve() == b.path.resolve():
-        raise UserError(f"{a.path} and {b.path} are the same folder; name two runs")
-    if a.family != b.family:
-        raise UserError(f"{a.path} is a run of {a.recipe}, {b.path} of {b.recipe}; compare two runs of one recipe")
-    _check_models(a, b)
+    refuse(_mismatches(a, b))
     settings = a.differing_settings(b)
     speed, measured = _speed(a, b)
     memory = _peak_memory(a), _peak_memory(b)
@@ -148,12 +137,16 @@ def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float
     )
 
 
-def _check_models(a: RunFolder, b: RunFolder) -> None:
-    """Refuse runs of two models.
+def _mismatches(a: RunFolder, b: RunFolder) -> Iterator[str]:
+    """Why two runs cannot be compared: they are the same folder, or of two recipes or models.
 
     A run's summary has a hash of its base model, as its builder reads it. Before the run's end, and for two builders,
     the names of the models' folders decide.
     """
+    if a.path.resolve() == b.path.resolve():
+        yield f"{a.path} and {b.path} are the same folder; name two runs"
+    if a.family != b.family:
+        yield f"{a.path} is a run of {a.recipe}, {b.path} of {b.recipe}; compare two runs of one recipe"
     folders = [str(run.setting("checkpointer.checkpoint_dir") or "") for run in (a, b)]
     weights = [run.fact("base_model") for run in (a, b)]
     if None not in weights and a.setting("model._component_") == b.setting("model._component_"):
@@ -162,10 +155,8 @@ def _check_models(a: RunFolder, b: RunFolder) -> None:
         names = [(hub_name(Path(folder)) or PurePath(folder).name).lower() for folder in folders]
         other = all(names) and names[0] != names[1]
     if other:
-        raise UserError(
-            f"{a.path} is a run of the model in {folders[0]}, {b.path} of another one, in {folders[1]}; compare two "
-            "runs of one model"
-        )
+        models = f"{a.path} is a run of the model in {folders[0]}, {b.path} of another one, in {folders[1]}"
+        yield f"{models}; compare two runs of one model"
 
 
 def _notes(a: RunFolder, b: RunFolder) -> list[str]:
