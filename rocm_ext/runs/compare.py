@@ -215,7 +215,7 @@ def _peak_memory(run: RunFolder) -> float:
 def _speed(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
     """The speed of B against A's, and the measurements behind it, by name."""
     rounds = [_rounds(run) for run in (a, b)]
-    common, unit = _Common(*rounds), "cycle" if a.family == RAFT else "step"
+    common = _Common(*rounds)
     first = min(_WARM_UP, len(common.steps) // 4)
     seconds, name = [values[first:] for values in common["seconds"]], "tokens/s"
     fast = [values[first:] for values in common["tokens_per_second"]]
@@ -224,9 +224,9 @@ def _speed(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
         fast = [sampled[0] / seconds[0], sampled[1] / seconds[1]]
     finite = np.isfinite(fast).all(axis=0)
     return ratio_of_medians(fast[0][finite], fast[1][finite]), {
-        f"{unit}s": (float(len(rounds[0])), float(len(rounds[1]))),
+        f"{a.unit}s": (float(len(rounds[0])), float(len(rounds[1]))),
         f"{name}, median": _of_finite(np.median, fast),
-        f"seconds per {unit}, median": _of_finite(np.median, seconds),
+        f"seconds per {a.unit}, median": _of_finite(np.median, seconds),
     }
 
 
@@ -400,8 +400,7 @@ def _by_scores(a: RunFolder, b: RunFolder, settings: Collection[str], tolerance:
         shares = [scored.scores.passed[0] for scored in scores]
         quality.measured[f"held-out pass@1, {scores[0].after}"] = shares[0], shares[1]
     if not both or not (both[-1][0].number or evaluations):  # before training, settings can affect sampling alone
-        unit = "cycle" if a.family == RAFT else "step"
-        quality.text = f"no trained {unit} of both runs has held-out scores yet (eval_prompts)"
+        quality.text = f"no trained {a.unit} of both runs has held-out scores yet (eval_prompts)"
         return quality
     last = both[-1]
     right_a, right_b = (scored.greedy() for scored in last)

@@ -20,6 +20,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import read_lines
 from rocm_ext.base.nested import flatten
 from rocm_ext.base.registry import BY_STEP, DPO, GRPO, RAFT, SFT, TITLES
+from rocm_ext.base.types import Json
 from rocm_ext.machine.counters import HARDWARE_LOG
 from rocm_ext.runs.answers import AnswerLog
 from rocm_ext.runs.records import GREEDY as GREEDY
@@ -57,6 +58,7 @@ class RunFolder:
         name: the folder's name; the report changes it where two runs share it.
         recipe: the recipe's name.
         family: the recipe, or the one that it extends; it decides the kind of records.
+        unit: what it counts: ``cycle`` in RAFT, else ``step``.
         config: content of ``config.yaml``.
         summary: content of ``summary.json``; empty before the end of SFT and DPO, or of RAFT's first cycle.
         rows: content of ``rows.json``.
@@ -108,6 +110,7 @@ class RunFolder:
                 f"{path} holds no run: neither its config.yaml nor its metrics.jsonl can be read; expected the "
                 f"output_dir of {', '.join(others)} or {last}" + "".join(f" ({p})" for p in self.problems[:1])
             )
+        self.unit = "cycle" if self.family == RAFT else "step"
         self.hardware = tails.lines(path / HARDWARE_LOG, Readings, self.problems)
 
     def _shape(self, cycles: bool) -> str:
@@ -289,18 +292,17 @@ def held_out(run: RunFolder) -> list[HeldOut]:
             answers += int(counted) if 0 <= counted < MOST else len(cycle.rewards)
             if cycle.scores is not None:
                 scored.append((cycle.number, answers, cycle.scores))
-    unit = "cycle" if run.family == RAFT else "step"
-    return [HeldOut(f"{unit} {at}", at, count, scores, run) for at, count, scores in scored]
+    return [HeldOut(f"{run.unit} {at}", at, count, scores, run) for at, count, scores in scored]
 
 
-def of_policy(config: Record, lines: Sequence[Record], sampled: bool) -> bool:
+def of_policy(config: Json, lines: Sequence[Record], sampled: bool) -> bool:
     """Whether GRPO wrote the records, by some ``lines`` of ``metrics.jsonl``. SFT may also have ``sampled``."""
     if config.get("dataset") or any("loss" in line and "reward" not in line for line in lines):
         return False
     return sampled or any({"reward", "eval"} & line.keys() for line in lines)
 
 
-def raft_finished(path: Path, config: Record, last: int, skipped: bool = False) -> bool:
+def raft_finished(path: Path, config: Json, last: int, skipped: bool = False) -> bool:
     """Whether a RAFT run whose cycle ``last`` is complete has ended.
 
     ``adapter/`` alone does not show it: a run that continues with more cycles still has the adapter of the shorter
@@ -311,7 +313,7 @@ def raft_finished(path: Path, config: Record, last: int, skipped: bool = False) 
     return (path / "adapter").exists() and (may_stop or not last < number(config.get("cycles")))
 
 
-def steps_finished(summary: Record, config: Record, last: float) -> bool:
+def steps_finished(summary: Json, config: Json, last: float) -> bool:
     """Whether a GRPO run whose last recorded step is ``last`` has ended by itself.
 
     A run that continues with more steps keeps the summary of the shorter run until it ends. So a summary before the

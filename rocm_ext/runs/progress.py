@@ -9,6 +9,7 @@ from statistics import median
 from typing import TypeGuard
 
 from rocm_ext.base.files import json_object
+from rocm_ext.base.types import Json
 from rocm_ext.runs.folder import of_policy, raft_finished, steps_finished
 from rocm_ext.runs.records import MOST, is_rows, number, parse_scores, read_json, read_yaml
 from rocm_ext.runs.tails import Record
@@ -82,7 +83,7 @@ def slowest_step(out: Path) -> float:
     return max(_times(steps), default=0.0)
 
 
-def _policy_progress(out: Path, lines: Sequence[Record], config: Record) -> Progress:
+def _policy_progress(out: Path, lines: Sequence[Record], config: Json) -> Progress:
     """The newest values of a GRPO run.
 
     Returns:
@@ -111,7 +112,7 @@ def _policy_progress(out: Path, lines: Sequence[Record], config: Record) -> Prog
     return values
 
 
-def _policy_phase(out: Path, config: Record) -> str:
+def _policy_phase(out: Path, config: Json) -> str:
     """The phase of a GRPO run, by its newest verdicts; empty if they do not show it."""
     (written, size), (trained, _) = _stat(out / "verdicts.jsonl"), _stat(out / "metrics.jsonl")
     if written < trained:
