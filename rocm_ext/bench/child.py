@@ -9,7 +9,7 @@ import torch
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.process import end_with_parent
 from rocm_ext.bench.probes import Bench, measure
-from rocm_ext.bench.sweep import MARK, Spec
+from rocm_ext.bench.sweep import MARK, Item, Spec
 
 
 def say(**values: Any) -> None:
@@ -26,7 +26,7 @@ def main() -> None:
         return
     say(ready=True)
     for line in iter(sys.stdin.readline, ""):
-        say(**measure(bench, json.loads(line)))
+        say(**measure(bench, Item(**json.loads(line))))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import quantiles
@@ -19,7 +20,7 @@ from torchtune.modules import TransformerDecoder
 from rocm_ext import config
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log
-from rocm_ext.bench.sweep import COPIES, Spec
+from rocm_ext.bench.sweep import COPIES, Item, Reply, Result, Spec, Values
 from rocm_ext.data.batches import Layout, StepLoader, Update
 from rocm_ext.data.rows import Rows
 from rocm_ext.distributed.ranks import Ranks
@@ -58,6 +59,15 @@ class Skipped(Exception):
     """A probe cannot measure this here; the message says why."""
 
 
+@contextmanager
+def _skipping() -> Iterator[None]:
+    """Context in which a UserError is about something that this machine lacks, so that the probe is skipped."""
+    try:
+        yield
+    except UserError as error:
+        raise Skipped(str(error)) from error
+
+
 class Bench:
     """The config, machine, device and model that a child measures."""
 
@@ -69,9 +79,8 @@ class Bench:
         use_shape(self.cfg)
         self.profile = load_profile(self.cfg.hardware)
         # a cap that keeps the process within its budget where a probe underestimates its memory
-        fraction = None if self.cfg.device == "cpu" else min(1.0, spec.budget / self.machine.total_memory)
-        if self.machine.unified:  # open_device caps it
-            fraction = None
+        capped = self.cfg.device != "cpu" and not self.machine.unified  # open_device caps unified memory
+        fraction = min(1.0, spec.budget / self.machine.total_memory) if capped else None
         self.device = open_device(self.profile, self.machine, 0, fraction, self.cfg.device)
         self.dtype, _ = numerics.pick_dtype(self.cfg.dtype, self.machine)
 
@@ -85,10 +94,8 @@ class Bench:
     @cached_property
     def decoder(self) -> Any:
         """The config's model with random weights, for sampling."""
-        try:
+        with _skipping():
             self.shape.check_sampling()
-        except UserError as error:
-            raise Skipped(str(error)) from error
         self.require(frozen_bytes(self.shape) + copied_bytes(self.shape))
         decoder = build_model(self.cfg.model, self.dtype, 0, self.device)
         choose_attention(decoder, self.cfg.attention)
@@ -101,10 +108,10 @@ class Bench:
             raise Skipped(f"needs {readable(needed)}, the budget is {readable(self.spec.budget)}")
 
 
-def measure(bench: Bench, item: Mapping[str, Any]) -> dict[str, Any]:
+def measure(bench: Bench, item: Item) -> Reply:
     """Measure one item; return its status, with the result or with the detail of the failure."""
     try:
-        return {"status": "ok", "result": PROBES[item["probe"]](bench, item["values"])}
+        return {"status": "ok", "result": PROBES[item.probe](bench, item.values)}
     except Skipped as reason:
         return {"status": "skipped", "detail": str(reason)}
     except torch.OutOfMemoryError as error:
@@ -124,7 +131,7 @@ class Times:
     median: float
     high: float
 
-    def rate(self, amount: float) -> dict[str, float]:
+    def rate(self, amount: float) -> Result:
         """``amount`` per second: ``value`` with ``low`` and ``high``."""
         return {"value": amount / self.median, "low": amount / self.high, "high": amount / self.low}
 
@@ -175,7 +182,7 @@ def wait(device: torch.device) -> None:
 # ---- the device
 
 
-def gemm(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+def gemm(bench: Bench, values: Values) -> Result:
     """FLOP/s of the feed-forward layer: x Wᵀ (``forward``) or g W (``dgrad``)."""
     mlp: Any = bench.shape.layers[0].mlp  # type: ignore[union-attr, index]
     wide, width = mlp.w1.weight.shape
@@ -189,7 +196,7 @@ def gemm(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
     return {**times.rate(2 * tokens * wide * width), "unit": "FLOP/s", "shape": [tokens, width, wide]}
 
 
-def unpacking(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+def unpacking(bench: Bench, values: Values) -> Result:
     """Values per second that are unpacked from ggml's blocks of ``kind`` into the model's dtype, as training does it.
 
     With ``rows``: the time of a product of so many rows with the feed-forward layer's weight in blocks, divided by the
@@ -206,11 +213,9 @@ def unpacking(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
     # bytes with moderate scales in every kind; random bytes contain infinite scales
     packed = torch.randint(40, 46, (wide, blocks * size), dtype=torch.uint8, device=bench.device)
     weight, x = of_blocks(packed, values["kind"], dtype), torch.randn(rows, width, device=bench.device).to(dtype)
-    try:
+    with _skipping():  # transformers may be missing
         plain = weight.get_original_weight()
-    except UserError as error:  # transformers is missing
-        raise Skipped(str(error)) from error
-    facts = {"shape": [rows, width, wide], "dtype": dtype_name(dtype)}
+    facts: Result = {"shape": [rows, width, wide], "dtype": dtype_name(dtype)}
     if not rows:
         times = timed(weight.get_original_weight, bench.device, bench.spec.seconds)
         return {**times.rate(wide * width), "unit": "values/s", **facts}
@@ -218,7 +223,7 @@ def unpacking(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"value": times.median, "low": times.low, "high": times.high, "unit": "x", **facts}
 
 
-def bandwidth(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+def bandwidth(bench: Bench, values: Values) -> Result:
     """Bytes per second of a copy; within the device every byte counts twice, as read and as written."""
     size = _COPIED[bench.device.type]
     bench.require(2 * size)
@@ -233,7 +238,7 @@ def bandwidth(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
     return {**times.rate((ends == ("device", "device")) * size + size), "unit": "B/s"}
 
 
-def loader(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+def loader(bench: Bench, values: Values) -> Result:
     """Tokens per second that the loader packs into micro-batches, from rows of all lengths."""
     cfg, longest, steps = bench.cfg, longest_row(bench.cfg), 50
     rows = random_rows(16 * steps, longest // 8, longest, 256)
@@ -260,7 +265,7 @@ class _Clocked(LocalSession):
         self.steps = [*getattr(self, "steps", []), seconds]
 
 
-def decoding(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+def decoding(bench: Bench, values: Values) -> Result:
     """Answer tokens per second of the config's model with random weights, with all slots full."""
     slots, new, decoder = values["slots"], _WARM_UP + _STEPS, bench.decoder
     vocabulary = decoder.tok_embeddings.num_embeddings
@@ -341,7 +346,7 @@ def longest_row(cfg: DictConfig) -> int:
     return min(cfg.tokenizer.get("max_seq_len") or _LONGEST, _LONGEST)
 
 
-def probe_config(cfg: DictConfig, values: Mapping[str, Any], insist: list[str]) -> DictConfig:
+def probe_config(cfg: DictConfig, values: Values, insist: list[str]) -> DictConfig:
     """``cfg`` for steps of ``values["rows"]`` rows at once; the other ``values`` replace its keys."""
     changes: dict[str, Any] = {
         "sequences_per_step": values["rows"],
@@ -368,13 +373,14 @@ def probe_config(cfg: DictConfig, values: Mapping[str, Any], insist: list[str]) 
     return changed
 
 
-def training(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
+def training(bench: Bench, values: Values) -> Result:
     """Tokens per second of training steps with random weights, and their peak memory."""
     log.disabled = True
     cfg = probe_config(bench.cfg, values, list(bench.profile.locked))
     runtime, longest, count = Runtime.open(cfg), longest_row(cfg), values["rows"]
     try:
-        with TemporaryDirectory() as folder:
+        # the machine may lack a kernel of attention
+        with _skipping() if "attention" in values else nullcontext(), TemporaryDirectory() as folder:
             cfg.output_dir = folder
             rows = random_rows(count, longest, longest, 256)
             learner = ProbeLearner(cfg, runtime, bench.spec.budget)
@@ -382,16 +388,12 @@ def training(bench: Bench, values: Mapping[str, Any]) -> dict[str, Any]:
             trainer = Trainer(learner, rows, cfg, OutputDir.open(cfg, runtime.ranks))
             trainer.open()
             return _steps(trainer, bench.spec.seconds)
-    except UserError as error:
-        if "attention" in values:  # a kernel that this machine lacks
-            raise Skipped(str(error)) from error
-        raise
     finally:
         runtime.ranks.close()
         gc.collect()  # a compiled model is in cycles
 
 
-def _steps(trainer: Trainer, seconds: float) -> dict[str, Any]:
+def _steps(trainer: Trainer, seconds: float) -> Result:
     (update,) = trainer.loader.range(0, 1)
     learner, device = trainer.learner, trainer.runtime.device
     learner.model.train()
@@ -422,11 +424,5 @@ def _peak(trainer: Trainer, update: Update) -> int:
     return tally.peak + sum(t.nbytes for t in {id(t): t for t in tensors}.values())
 
 
-PROBES: dict[str, Callable[[Bench, Mapping[str, Any]], dict[str, Any]]] = {
-    "gemm": gemm,
-    "unpacking": unpacking,
-    "bandwidth": bandwidth,
-    "loader": loader,
-    "decoding": decoding,
-    "training": training,
-}
+_PROBES: tuple[Callable[[Bench, Values], Result], ...] = gemm, unpacking, bandwidth, loader, decoding, training
+PROBES = {probe.__name__: probe for probe in _PROBES}

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
-from typing import IO, Any
+from typing import IO
 
 import psutil
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.bench.sweep import MARK, Item, Measurement, Spec
+from rocm_ext.base.types import Json
+from rocm_ext.bench.sweep import MARK, Item, Measurement, Reply, Spec
 
 _STARTING = 120  # seconds in which a child imports torch and opens the device
 
@@ -88,7 +89,7 @@ class _Child:
     def measure(self, item: Item, timeout: float) -> Measurement:
         """Measure an item."""
         self._send(asdict(item))
-        said: dict[str, Any] = {}
+        said: Reply = {}
         for seconds in (timeout,) if self._started else (_STARTING, timeout):
             try:
                 line = self._lines.get(timeout=seconds)
@@ -104,7 +105,7 @@ class _Child:
             self._started = True
         return Measurement(item, said["status"], said.get("result", {}), said.get("detail", ""))
 
-    def _send(self, content: Mapping[str, Any]) -> None:
+    def _send(self, content: Json) -> None:
         with contextlib.suppress(BrokenPipeError):  # if the child has crashed, _last_words says why
             self._process.stdin.write(json.dumps(content) + "\n")  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]

@@ -58,7 +58,7 @@ def figures(
             device,
             rows=workload.Workload(longest, longest, 1.0, count, "random"),
             ranks=1,
-            figures=lambda: roofline,
+            speeds=lambda: roofline,
             kernels=Kernels.on(device, "bf16" in flops, cfg.attention),
         )
         planned = planner.choice(count * longest, range(fastest.result["checkpointed"]), 0).step

@@ -8,7 +8,7 @@ checkpointing anew for every measurement.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -28,6 +28,8 @@ TUNABLE = "TunableOp"
 MARK = "rocm-ext-bench "  # begins the lines of a child; libraries also print to stdout
 FOUR_BITS = "model.quantize_base"
 GAIN = 1.03  # least speed-up, beyond the spread of both, for which another setting replaces the configured one
+
+Values = Mapping[str, Any]  # arguments of a probe; of training, keys of the config
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Item:
     """
 
     probe: str
-    values: dict[str, Any]
+    values: Values
     environ: dict[str, str] = field(default_factory=dict)
     skip: str = ""
 
@@ -69,6 +71,32 @@ class Item:
         return self.probe, tuple(sorted(self.values.items())), tuple(self.environ.items())
 
 
+class Result(TypedDict, total=False):
+    """The speed that a probe measured, its quartiles, and facts of some probes."""
+
+    value: float
+    low: float
+    high: float
+    unit: str
+    shape: list[int]
+    dtype: str
+    seconds: float  # of a step
+    context: float  # tokens that attention sees
+    peak_memory: int
+    planned_memory: int
+    checkpointed: int  # layers
+
+
+class Reply(TypedDict, total=False):
+    """A line of the child process: ``ready`` or ``error`` about the spec, and then a measurement without its item."""
+
+    ready: bool
+    error: str
+    status: str
+    result: Result
+    detail: str
+
+
 @dataclass(frozen=True)
 class Measurement:
     """The outcome of one item, a row of the table.
@@ -76,13 +104,13 @@ class Measurement:
     Attributes:
         item: the measured item.
         status: ok, skipped, failed (the probe raised an error), out of memory, crashed or timeout.
-        result: if ok: ``value``, ``low``, ``high``, ``unit`` and further facts of the probe.
+        result: what the probe measured; empty unless ok.
         detail: reason of another status.
     """
 
     item: Item
     status: str
-    result: dict[str, Any]
+    result: Result
     detail: str = ""
 
     @property

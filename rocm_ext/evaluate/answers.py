@@ -12,8 +12,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.files import read_json, replace_text
+from rocm_ext.base.files import replace_text
 from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.types import Json
 from rocm_ext.config.chosen_model import sampling_config
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.plan.workload import Workload
@@ -21,14 +22,13 @@ from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import RLRecipe
 from rocm_ext.rl.records import Records
 from rocm_ext.rl.rollout import Answers, Job
-from rocm_ext.runs.folder import GREEDY
 from rocm_ext.runs.intervals import mcnemar, paired_gain
+from rocm_ext.runs.records import EvalScores
 from rocm_ext.train.checkpoint import rng_state, set_rng_state
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupted
 from rocm_ext.train.output_dir import OutputDir, hold
 from rocm_ext.train.scoring import reference, without_adapter
-from rocm_ext.verifiers import Verdict
 
 ANSWERS = "answers.jsonl"  # prompts, answers and verdicts, in the output folder
 
@@ -41,15 +41,12 @@ class Evaluation:
         scores: content of ``eval.json``, see :func:`rocm_ext.rl.evaluation.score`.
         answers: lines of ``answers.jsonl``: ``prompt_id``, ``sample`` (-1: the greedy answer), ``prompt``, ``text``,
             ``verdict``, ``reward``, ``detail`` and ``finish_reason``.
+        right: whether the greedy answer is right, by prompt.
     """
 
-    scores: dict[str, Any]
-    answers: list[dict[str, Any]]
-
-    def right(self) -> dict[str, bool]:
-        """Return whether the greedy answer is right, by prompt."""
-        greedy = [answer for answer in self.answers if answer["sample"] == GREEDY]
-        return {answer["prompt_id"]: answer["verdict"] == Verdict.CORRECT.value for answer in greedy}
+    scores: EvalScores
+    answers: list[Json]
+    right: dict[str, bool]
 
 
 def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[Evaluation]:
@@ -99,14 +96,14 @@ def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[
             recipe.cleanup()
 
 
-def compare(evaluation: Evaluation, base: Evaluation) -> dict[str, Any]:
+def compare(evaluation: Evaluation, base: Evaluation) -> dict[str, float | list[float]]:
     """Compare the greedy answers of two models to the same prompts.
 
     Returns:
         ``gained`` and ``lost``: prompts that only one model got right; ``gain``: the difference of pass@1 with its
         95 % ``interval``; ``p`` of McNemar's exact test.
     """
-    before, after = base.right(), evaluation.right()
+    before, after = base.right, evaluation.right
     gained = sum(right and not before[prompt] for prompt, right in after.items())
     lost = sum(right and not after[prompt] for prompt, right in before.items())
     gain = paired_gain(lost, gained, len(after))
@@ -135,10 +132,10 @@ def _evaluate(recipe: RLRecipe, cfg: DictConfig, output: OutputDir, name: str) -
         replace_text(out / "cycle_0" / "eval.json", json.dumps(scores, indent=2) + "\n")
         replace_text(out / ANSWERS, "".join(json.dumps(answer) + "\n" for answer in answers))
     ranks.barrier()
-    return Evaluation(read_json(out / "cycle_0" / "eval.json") or {}, answers)
+    return Evaluation(scores, answers, evaluation.greedy(judged.results))
 
 
-def _answers(recipe: RLRecipe, judged: Answers) -> list[dict[str, Any]]:
+def _answers(recipe: RLRecipe, judged: Answers) -> list[Json]:
     """Return the lines of ``answers.jsonl``, in the order of the prompts."""
     order: Mapping[str, int] = {prompt.id: number for number, prompt in enumerate(recipe.prompts.held_out)}
     answers = []
@@ -200,7 +197,7 @@ class Evaluator(RLRecipe):
         """Open the records of a run that continues after ``step``; evaluations after ``evaluated`` are unfinished."""
         self.records = Records.open(self.out, self.ranks, step, evaluated)
 
-    def evaluate(self, step: int) -> tuple[dict[str, Any], float]:
+    def evaluate(self, step: int) -> tuple[EvalScores, float]:
         """Evaluate the present adapter, of ``step``, and continue recorded answers; all ranks call this.
 
         Returns:

@@ -45,8 +45,8 @@ class Measured:
             ``tokens_chosen`` and ``tokens_rejected``. The perplexity excludes bad answers.
     """
 
-    scores: dict[str, Any]
-    rows: list[dict[str, Any]]
+    scores: dict[str, float]
+    rows: list[dict[str, float]]
 
 
 class SupervisedRecipe(Protocol):
@@ -98,7 +98,7 @@ def measure(recipe: SupervisedRecipe, adapter: Path | None, base: bool = False) 
         recipe.cleanup()
 
 
-def compare(measured: Measured, base: Measured) -> dict[str, Any]:
+def compare(measured: Measured, base: Measured) -> dict[str, float | list[float]]:
     """Compare two models on the same rows.
 
     Returns:
@@ -108,7 +108,7 @@ def compare(measured: Measured, base: Measured) -> dict[str, Any]:
     """
     nll, before = (np.array([_nll(row) for row in model.rows]) for model in (measured, base))
     change = paired_ratio(nll - before, np.array([float(_tokens(row)) for row in measured.rows]))
-    result: dict[str, Any] = {"difference": change.value, "interval": [change.low, change.high]}
+    result: dict[str, float | list[float]] = {"difference": change.value, "interval": [change.low, change.high]}
     if "logprob_chosen" in measured.rows[0]:
         pairs = list(zip(measured.rows, base.rows, strict=True))
         gained = sum(_prefers(row) > _prefers(other) for row, other in pairs)
@@ -165,26 +165,26 @@ def _measure(learner: Learner, rows: Rows) -> Measured:
     return Measured(scores, measured)
 
 
-def _row(rows: Rows, number: int, logprobs: np.ndarray) -> dict[str, Any]:
+def _row(rows: Rows, number: int, logprobs: np.ndarray) -> dict[str, float]:
     if not rows.pairs:
         good = {"good": bool(rows.columns[SIDE][number][0] > 0)} if SIDE in rows.columns else {}
         return {"row": number, "tokens": len(logprobs), "loss": -float(logprobs.mean(dtype=np.float64)), **good}
     side = rows.columns[SIDE][number][labelled(rows.labels[number], rows.lengths[number])]
     sums = {name: logprobs[side * sign > 0] for name, sign in (("chosen", 1), ("rejected", -1))}
-    row: dict[str, Any] = {"row": number}
+    row: dict[str, float] = {"row": number}
     for name, values in sums.items():
         row |= {f"logprob_{name}": float(values.sum(dtype=np.float64)), f"tokens_{name}": len(values)}
     return row
 
 
-def _nll(row: dict[str, Any]) -> float:
+def _nll(row: dict[str, float]) -> float:
     """Return the NLL of a row's answer or of a pair's chosen answer, and 0 for a bad answer."""
     return row["loss"] * _tokens(row) if "loss" in row else -row["logprob_chosen"]
 
 
-def _tokens(row: dict[str, Any]) -> int:
+def _tokens(row: dict[str, float]) -> float:
     return row["tokens"] * row.get("good", True) if "tokens" in row else row["tokens_chosen"]
 
 
-def _prefers(row: dict[str, Any]) -> bool:
+def _prefers(row: dict[str, float]) -> bool:
     return bool(row["logprob_chosen"] > row["logprob_rejected"])

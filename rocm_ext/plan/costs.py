@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.types import Json
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.losses import Objective
 from rocm_ext.model.decoder import Decoder
@@ -39,7 +40,7 @@ from rocm_ext.model.sampler import MIN_ROWS, one_step
 from rocm_ext.model.weights.quantized import Quantized, unpacked_once
 
 _BYTES_TO_UNPACK = 40  # per value, measured on a CPU; a GPU compiles one kernel of all operations
-_ATTENTION: dict[str, Any] = {
+_ATTENTION: dict[str, Callable[..., int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q, k, v),
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_: sdpa_backward_flop_count(g, q, k, v),
 }
@@ -343,7 +344,7 @@ def simulate(
     kinds = [_kind(layer) for layer in layers]
     numbers = [kinds.index(kind) for kind in kinds]
 
-    def step() -> dict[str, Any]:
+    def step() -> Json:
         with on_fake_tensors(decoder, kernels) as (fake, tally):
             run.tally = tally
             batch = _batch(lengths, targets, objective, decoder.packs, shared)
@@ -368,11 +369,11 @@ def simulate(
     return [costs[number] for number in numbers], loss, beside
 
 
-def _to_json(layers: Mapping[int, LayerCosts], loss: LossCosts, beside: int) -> dict[str, Any]:
+def _to_json(layers: Mapping[int, LayerCosts], loss: LossCosts, beside: int) -> Json:
     """Return costs for JSON: a table of the distinct operations, and their numbers in order."""
     table: dict[Operation, int] = {}
 
-    def packed(costs: LayerCosts | LossCosts) -> dict[str, Any]:
+    def packed(costs: LayerCosts | LossCosts) -> Json:
         numbers = {k: [table.setdefault(o, len(table)) for o in v] for k, v in vars(costs).items() if type(v) is list}
         return {**vars(costs), **numbers}
 
@@ -380,10 +381,10 @@ def _to_json(layers: Mapping[int, LayerCosts], loss: LossCosts, beside: int) -> 
     return {**made, "beside": beside, "operations": [[o.flops, o.bytes, o.attention] for o in table]}
 
 
-def _from_json(kept: Mapping[str, Any]) -> tuple[dict[int, LayerCosts], LossCosts, int]:
+def _from_json(kept: Json) -> tuple[dict[int, LayerCosts], LossCosts, int]:
     table = [Operation(*values) for values in kept["operations"]]
 
-    def unpacked(costs: Mapping[str, Any]) -> dict[str, Any]:
+    def unpacked(costs: Json) -> Json:
         return {key: [table[i] for i in value] if type(value) is list else value for key, value in costs.items()}
 
     layers = {int(number): LayerCosts(**unpacked(costs)) for number, costs in kept["layers"].items()}

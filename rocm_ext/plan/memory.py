@@ -92,7 +92,6 @@ def plan_memory(
     decoder: Decoder,
     objective: Objective,
     lengths: Sequence[int],
-    dtype: torch.dtype,
     device: torch.device,
     *,
     optimizer: Any,
@@ -107,7 +106,6 @@ def plan_memory(
         decoder: model with adapters; frozen weights are on the meta device.
         objective: computes the loss from hidden states.
         lengths: tokens of the sequences in the largest micro-batch.
-        dtype: dtype of weights and activations.
         device: the target.
         optimizer: the optimiser's component in the config.
         ranks: number of ranks that share the frozen weights.

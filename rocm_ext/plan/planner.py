@@ -6,7 +6,7 @@ model takes seconds and no memory. The recipes use the same planner for their ``
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
@@ -89,10 +89,11 @@ class _Repeated:
         return self.times * sum(getattr(operation, what) for operation in self.operations)
 
 
+@dataclass(eq=False)
 class TrainingPlanner:
     """Plans the training of one model with one config on one machine.
 
-    Args:
+    Attributes:
         cfg: config of a recipe.
         decoder: model with adapters, without weights.
         objective: computes the loss from hidden states.
@@ -100,31 +101,25 @@ class TrainingPlanner:
         device: the target; the planner computes nothing there.
         rows: the training data.
         ranks: number of ranks that share the work.
-        figures: function that returns the machine's speeds; called only when the plan needs a time.
+        speeds: function that returns the machine's speeds; called only when the plan needs a time.
         kernels: fused kernels of ``device``.
     """
 
-    def __init__(
-        self,
-        cfg: DictConfig,
-        decoder: Decoder,
-        objective: Objective,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        rows: Workload,
-        ranks: int,
-        figures: Callable[[], Figures],
-        kernels: Kernels,
-    ) -> None:
-        self.cfg, self.decoder, self.objective, self.dtype, self.device = cfg, decoder, objective, dtype, device
-        self.rows, self.ranks, self._ask, self.kernels = rows, ranks, figures, kernels
-        self._plans: dict[tuple[tuple[int, ...], tuple[int, ...], int], MemoryPlan] = {}
+    cfg: DictConfig
+    decoder: Decoder
+    objective: Objective
+    dtype: torch.dtype
+    device: torch.device
+    rows: Workload
+    ranks: int
+    speeds: Callable[[], Figures]
+    kernels: Kernels
+    _plans: dict[tuple[tuple[int, ...], tuple[int, ...], int], MemoryPlan] = field(init=False, default_factory=dict)
 
     @cached_property
     def figures(self) -> Figures:
         """The machine's speeds."""
-        return self._ask()
+        return self.speeds()
 
     @property
     def rows_per_step(self) -> int:
@@ -180,7 +175,6 @@ class TrainingPlanner:
                 self.decoder,
                 self.objective,
                 lengths,
-                self.dtype,
                 self.device,
                 optimizer=self.cfg.optimizer,
                 ranks=self.ranks,
@@ -353,14 +347,7 @@ class SamplingPlanner:
     """
 
     def __init__(
-        self,
-        cfg: DictConfig,
-        decoder: Decoder,
-        device: torch.device,
-        asked: Questions,
-        *,
-        ranks: int,
-        figures: Figures,
+        self, cfg: DictConfig, decoder: Decoder, device: torch.device, asked: Questions, *, ranks: int, figures: Figures
     ) -> None:
         merge = cfg.engine.get("merge")
         with torch.no_grad():
@@ -403,10 +390,10 @@ class SamplingPlanner:
 
     def seconds(self, prompts: float, samples: int, slots: int) -> float:
         """Seconds to prefill prompts and decode ``samples`` answers per prompt, at least of the longest answer."""
-        asked = self._asked
+        asked, decoder = self._asked, self._decoder
         steps = max(prompts * samples * asked.answer / slots, self._cfg.max_new_tokens)
-        prefill = prompts * asked.mean * self._decoder.flops_per_token / _rate(self._decoder, self._figures)
-        return steps * self.step_seconds(slots) + prefill
+        flops = prompts * asked.mean * decoder.flops_per_token
+        return steps * self.step_seconds(slots) + flops / self._figures.rate(dtype_name(decoder.dtype))
 
 
 def decode_seconds(decoder: Sampler, slots: int, context: float, figures: Figures) -> float:
@@ -415,12 +402,8 @@ def decode_seconds(decoder: Sampler, slots: int, context: float, figures: Figure
     Reading weights and cache does not overlap with computing.
     """
     read = decoder.weight_bytes + slots * decoder.cache_bytes(context)
-    computing = slots * decoder.flops_per_token / _rate(decoder, figures)
+    computing = slots * decoder.flops_per_token / figures.rate(dtype_name(decoder.dtype))
     return (read / figures.bandwidth + computing) / figures.decode_efficiency
-
-
-def _rate(decoder: Sampler, figures: Figures) -> float:
-    return figures.rate(dtype_name(decoder.dtype))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

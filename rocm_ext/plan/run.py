@@ -30,22 +30,12 @@ from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.attention import choose_attention, shares_beginnings
 from rocm_ext.model.build import build_model, check_quantized
 from rocm_ext.model.download import use_shape
+from rocm_ext.plan import workload
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.memory import checkpointed_layers, held_bytes
 from rocm_ext.plan.planner import Choice, SamplingPlan, SamplingPlanner, TrainingPlanner
 from rocm_ext.plan.speeds import Target
-from rocm_ext.plan.workload import (
-    Known,
-    Questions,
-    Workload,
-    kept_rows,
-    longest_answer,
-    old_logprobs,
-    questions,
-    rows_of_update,
-    sampled_rows,
-    sft_rows,
-)
+from rocm_ext.plan.workload import Known, Questions, Workload
 
 
 @dataclass(frozen=True)
@@ -160,7 +150,7 @@ def plan_rollout(
         usual = options["concurrency"].default if "concurrency" in options else slots
         slots = min(slots, training.ranks * cfg.engine.get("concurrency", usual))  # requests of a rank at once
     columns = training.objective.columns
-    passes = int("old_logprobs" in columns and old_logprobs(cfg, training.dtype) == "trainer")
+    passes = int("old_logprobs" in columns and workload.old_logprobs(cfg, training.dtype) == "trainer")
     passes += "reference_logprobs" in columns
     rounds, every = (cfg.steps, cfg.eval_every_n_steps) if grpo else (cfg.cycles, cfg.eval_every_n_cycles)
     held_out = asked.held_out
@@ -268,9 +258,9 @@ class RunPlan:
         update = self.now.step.seconds + (self.teacher.seconds if self.teacher else 0.0)
         return None if self.steps is None else self.steps * update
 
-    def changes(self) -> dict[str, Any]:
+    def changes(self) -> dict[str, int | str]:
         """Return the changed keys of ``best`` with their values."""
-        keys: dict[str, Any] = {}
+        keys: dict[str, int | str] = {}
         if self.best.micro_batch != self.now.micro_batch:
             keys["tokens_per_micro_batch"] = self.best.micro_batch
         if len(self.best.checkpointed) != len(self.now.checkpointed):
@@ -308,12 +298,12 @@ def plan_run(
     decoder = build_model(cfg.model, target.dtype, 0, torch.device("meta"))
     _check(cfg, target, machine, decoder, ranks)
     choose_attention(decoder, cfg.attention)
-    asked = questions(cfg, known) if family in registry.SAMPLED else None
+    asked = workload.questions(cfg, known) if family in registry.SAMPLED else None
     samples_here = asked is not None and str(cfg.engine[config.COMPONENT]).endswith(".LocalEngine")
     engine: Any = None
     if asked and samples_here:  # before the plan of rows that long, which takes minutes
         engine = config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
-        if (longest := asked.longest + longest_answer(cfg)) > (context := engine.max_seq_len):
+        if (longest := asked.longest + workload.longest_answer(cfg)) > (context := engine.max_seq_len):
             raise UserError(
                 f"a prompt and max_new_tokens are up to {longest} tokens; the model takes at most {context}"
             )
@@ -325,7 +315,7 @@ def plan_run(
         target.device,
         rows=_rows(cfg, family, asked, known, shares_beginnings(decoder)),
         ranks=ranks,
-        figures=lambda: target.figures,
+        speeds=lambda: target.figures,
         kernels=Kernels.on(target.device, "bf16" in target.figures.flops, cfg.attention),
     )
     # as in the recipe: the weights that the sampler keeps for the next step leave less for training
@@ -383,29 +373,19 @@ def _teacher_planner(cfg: DictConfig, family: str, planner: TrainingPlanner) -> 
     use_shape(made)
     decoder = build_model(made.model, planner.dtype, 0, torch.device("meta"))
     choose_attention(decoder, cfg.attention)
-    return TrainingPlanner(
-        made,
-        decoder,
-        CrossEntropy(),
-        planner.dtype,
-        planner.device,
-        rows=planner.rows,
-        ranks=planner.ranks,
-        figures=lambda: planner.figures,
-        kernels=planner.kernels,
-    )
+    return replace(planner, cfg=made, decoder=decoder, objective=CrossEntropy())
 
 
 def _rows(cfg: DictConfig, family: str, asked: Questions | None, known: Known, share: bool) -> Workload:
     """Estimate the rows to train on; for GRPO, set the config's rows of an update."""
     if asked is None:
-        return sft_rows(cfg, known, share)
+        return workload.sft_rows(cfg, known, share)
     if family == registry.RAFT:
-        return kept_rows(cfg, asked)
+        return workload.kept_rows(cfg, asked)
     if known.rows:
         cfg.prompts_per_step = known.rows
-    rows = sampled_rows(cfg, asked)
-    cfg.sequences_per_step = rows_of_update(cfg, rows.count or 1)
+    rows = workload.sampled_rows(cfg, asked)
+    cfg.sequences_per_step = workload.rows_of_update(cfg, rows.count or 1)
     return rows
 
 

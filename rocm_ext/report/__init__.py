@@ -8,12 +8,11 @@ the network only to a live page's server.
 import gzip
 import time
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -64,7 +63,7 @@ def write(folders: Sequence[Path], output: Path | None = None) -> Path:
     return target
 
 
-def render(shown: dict[str, Any], live: Any = None, with_script: bool = True) -> str:
+def render(shown: Mapping[str, object], live: Mapping[str, object] | None = None, with_script: bool = True) -> str:
     """The page as HTML.
 
     Args:
@@ -115,14 +114,16 @@ def _template() -> Template:
 
 
 @np.errstate(all="ignore")  # damaged files may hold 1e308
-def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
+def content(runs: Sequence[RunFolder]) -> dict[str, object]:
     """Return the page's content by the template's names."""
     _name_apart(runs)
     several = len(runs) > 1
     shown = [(run, *samples.groups(run)) for run in runs]
     keys = [style(i) for i in range(len(runs))]
+    settings = [run.settings() for run in runs]
+    differing = {key for run in runs[1:] for key in runs[0].differing_settings(run)}
     return {
-        "title": f"{len(runs)} runs" if several else "".join(run.name for run in runs),
+        "title": f"{len(runs)} runs" if several else runs[0].name if runs else "rocm-ext monitor",
         "runs": [
             (run, f"border-color: {key['color']}; border-style: {_BORDERS[key['dash']]}", cards.facts(run))
             for run, key in zip(runs, keys, strict=True)
@@ -131,8 +132,8 @@ def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
         "sections": [section for section in _sections(runs) if section.charts],
         "groups": [choice for choice in shown if choice[2]],
         "data": [(run, data) for run in runs if (data := rows.data(run))],
-        "differences": _differences(runs) if several else [],
-        "settings": [(run, sorted(run.settings().items())) for run in runs if run.config],
+        "differences": [[key, *(of_run.get(key) for of_run in settings)] for key in sorted(differing)],
+        "settings": [(run, sorted(of_run.items())) for run, of_run in zip(runs, settings, strict=True) if run.config],
         "problems": [problem for run in runs for problem in dict.fromkeys(run.problems)],
     }
 
@@ -165,10 +166,3 @@ def _name_apart(runs: Sequence[RunFolder]) -> None:
         for run in runs:
             if names.count(run.name) > 1:
                 run.name = str(Path(*run.path.resolve().parts[-depth:]))
-
-
-def _differences(runs: Sequence[RunFolder]) -> list[list[Any]]:
-    """Settings in which a run differs from the first, with the values of all runs."""
-    keys = {key for run in runs[1:] for key in runs[0].differing_settings(run)}
-    flat = [run.settings() for run in runs]
-    return [[key, *(settings.get(key) for settings in flat)] for key in sorted(keys)]

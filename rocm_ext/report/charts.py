@@ -14,12 +14,12 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.types import Json
 
 _COLOURS, _DASHES = 5, ("solid", "dash", "dot")
 _POINTS = 1000  # most points of a curve, about as many as a chart has columns of pixels
@@ -56,7 +56,7 @@ class Chart:
     title: str
     unit: str
     words: str
-    figure: dict[str, Any]
+    figure: Json
 
     @property
     def json(self) -> Markup:
@@ -122,7 +122,7 @@ def line_chart(
         unit += ", without spikes: double-click shows all"
     data = [trace for line in sorted(lines, key=lambda line: not line.faint) for trace in _traces(line)]
     across = _x_axis(x_title, np.concatenate([line.x for line in lines]))
-    layout: dict[str, Any] = {"xaxis": across, "yaxis": axis, "showlegend": legend}
+    layout: Json = {"xaxis": across, "yaxis": axis, "showlegend": legend}
     layout["shapes"] = [
         {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "var(--rule)"}}
         | {"label": {"text": _name(text), "textposition": "end", "textangle": 0, "font": {"size": 10}}}
@@ -132,12 +132,12 @@ def line_chart(
     return Chart(title, unit.lstrip(", "), "; ".join(words) or "no values", {"data": data, "layout": layout})
 
 
-def _traces(line: Line) -> list[dict[str, Any]]:
+def _traces(line: Line) -> list[Json]:
     """A line, and the marks of its values that are not finite, as traces of plotly."""
     kept = _thin(line.y)
     finite = np.isfinite(line.y)
     drawn = line.y[kept]
-    trace: dict[str, Any] = {"x": _values(line.x[kept]), "y": _values(drawn), "name": _name(line.label)}
+    trace: Json = {"x": _values(line.x[kept]), "y": _values(drawn), "name": _name(line.label)}
     trace["mode"] = "lines+markers" if finite.sum() <= 24 and not line.faint else "lines"
     trace["line"] = style(line.colour, line.dash)
     if line.faint:
@@ -195,18 +195,18 @@ def bar_chart(
     return Chart(title, unit, "; ".join(words), {"data": data, "layout": layout | {"showlegend": True}})
 
 
-def _x_axis(title: str, x: np.ndarray) -> dict[str, Any]:
+def _x_axis(title: str, x: np.ndarray) -> Json:
     few = len(x) and np.ptp(x) <= 8 and (x == np.round(x)).all()
     return {"title": {"text": title}} | ({"dtick": 1} if few else {})  # no tick between two cycles
 
 
-def _axis(values: Sequence[np.ndarray], zero: bool) -> dict[str, Any]:
+def _axis(values: Sequence[np.ndarray], zero: bool) -> Json:
     """The y axis: all values, except spikes that would flatten everything else."""
     known = np.concatenate([of_line[np.isfinite(of_line)] for of_line in values]).clip(-_HUGE, _HUGE)
     if not len(known):
         return {}
     low, high = float(known.min()), float(known.max())
-    axis: dict[str, Any] = {"exponentformat": "SI" if high >= 1 else "e"}
+    axis: Json = {"exponentformat": "SI" if high >= 1 else "e"}
     bottom, top = np.quantile(known, [0.05, 0.95])
     ceiling = float(top + 6 * (top - bottom))
     if len(known) >= 50 and high > ceiling > low:

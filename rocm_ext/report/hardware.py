@@ -1,7 +1,8 @@
 """Charts of ``hardware.jsonl``, and a reading as a table."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from rocm_ext.report.charts import Chart, Line, line_chart, time_unit
 from rocm_ext.runs.folder import running_time
 from rocm_ext.runs.records import Readings, is_rows, number
+from rocm_ext.runs.tails import Record
 
 _COUNTERS = (  # title, unit, keys whose values are added
     ("GPU load", "%", ("busy",)),
@@ -54,7 +56,7 @@ def charts(runs: Sequence[tuple[str, Readings]], from_now: bool = False) -> list
             gpus = list(readings.gpus) if title.startswith("GPU") else []
             sources = [[gpu] for gpu in gpus] if single and gpus else [gpus]
             for j, ids in enumerate(sources):
-                y = readings.column((title, *ids), _reader(ids, keys, title.startswith("GPU")))
+                y = readings.column((title, *ids), partial(_counted, ids, keys, title.startswith("GPU")))
                 if np.isfinite(y).any():
                     clock, pauses = clocks[i]
                     # a NaN at a pause breaks the line
@@ -67,19 +69,15 @@ def charts(runs: Sequence[tuple[str, Readings]], from_now: bool = False) -> list
     return drawn
 
 
-def _reader(ids: Sequence[str], keys: Sequence[str], gpu: bool) -> Callable[[Mapping[str, Any]], float]:
-    """Return a function that adds up a reading's counters: the host's, or the mean over the GPUs with these ids."""
-
-    def read(line: Mapping[str, Any]) -> float:
-        rows = line.get("gpus") if gpu else [line.get("host")]
-        sums = []
-        for i, row in enumerate(rows if is_rows(rows) else ()):
-            known = [value for key in keys if math.isfinite(value := number(row.get(key)))]
-            if known and (not gpu or str(row.get("id", i)) in ids):
-                sums.append(sum(known))
-        return sum(sums) / len(sums) if sums else math.nan
-
-    return read
+def _counted(ids: Sequence[str], keys: Sequence[str], gpu: bool, reading: Record) -> float:
+    """Add up counters of a reading: the host's, or the mean over the GPUs with these ids."""
+    rows = reading.get("gpus") if gpu else [reading.get("host")]
+    sums = []
+    for i, row in enumerate(rows if is_rows(rows) else ()):
+        known = [value for key in keys if math.isfinite(value := number(row.get(key)))]
+        if known and (not gpu or str(row.get("id", i)) in ids):
+            sums.append(sum(known))
+    return sum(sums) / len(sums) if sums else math.nan
 
 
 def table(reading: Mapping[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:

@@ -28,8 +28,8 @@ from rocm_ext.report import content, hardware, render
 from rocm_ext.report.charts import library
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.progress import progress
-from rocm_ext.runs.records import Readings
-from rocm_ext.runs.tails import Tails
+from rocm_ext.runs.records import Readings, number
+from rocm_ext.runs.tails import Record, Tails
 
 PORT = 8642
 _FILES = ("*.json*", "config.yaml", "adapter", "cycle_*/*.json*")  # files that the page shows
@@ -52,15 +52,15 @@ class LivePage:
         library()  # raises before a browser asks
         self._tails = {folder: Tails() for folder in {path.resolve(): path for path in folders}.values()}
         self._interval, self._notes = interval, notes
-        self._readings: deque[dict[str, Any]] = deque(maxlen=math.ceil(60 * _MINUTES / interval))
+        self._readings: deque[Record] = deque(maxlen=math.ceil(60 * _MINUTES / interval))
         self._lock = Lock()
         self._files: object = None  # drawn files
         self._runs: list[tuple[RunFolder, Mapping[Path, Sequence[int]]]] = []
-        self._shown: dict[str, Any] = {}
-        self._live: dict[str, Any] = {}
+        self._shown: dict[str, object] = {}
+        self._live: dict[str, object] = {}
         self._page, self._due = "", 0.0  # the page is drawn again from this time.monotonic() on
 
-    def take(self, reading: dict[str, Any]) -> None:
+    def take(self, reading: Record) -> None:
         """Take a reading of the machine's counters."""
         self._readings.append(reading)
 
@@ -86,10 +86,6 @@ class LivePage:
                     why = "The run has written nothing yet." if folder.is_dir() else f"{error}."
                     waiting.append((folder, why if folder.exists() else "The folder does not exist yet."))
             self._shown = content([run for run, _ in self._runs])
-            self._shown["title"] = self._shown["title"] or "rocm-ext monitor"
-            self._shown["runs"] = [
-                (run, key, [fact for fact in facts if fact[0] != "State"]) for run, key, facts in self._shown["runs"]
-            ]
             self._live["waiting"] = waiting
         readings, history = list(self._readings), Readings()
         for reading in readings:
@@ -116,7 +112,7 @@ def _files(folder: Path) -> dict[Path, tuple[int, int, int]]:
     return files
 
 
-def _state(run: RunFolder, files: Mapping[Path, Sequence[int]]) -> dict[str, Any]:
+def _state(run: RunFolder, files: Mapping[Path, Sequence[int]]) -> dict[str, object]:
     """``kind``, a class of the style sheet; ``words``; when the run last ``written``, seconds since 1970, 0: never."""
     written = max((file[2] for path, file in files.items() if path.suffix == ".jsonl"), default=0) / 1e9
     if run.finished:
@@ -129,15 +125,15 @@ def _state(run: RunFolder, files: Mapping[Path, Sequence[int]]) -> dict[str, Any
         values = progress(run.path)
         parts = [f"cycle {values['cycle']}"] if "cycle" in values else []
         parts += [str(values["phase"])] if "phase" in values else []
-        parts += [f"{duration(values['seconds_left'])} left"] if "seconds_left" in values else []
+        parts += [f"{duration(number(values['seconds_left']))} left"] if "seconds_left" in values else []
         kind, words = "running", ": ".join(["Running", *([", ".join(parts)] if parts else [])])
     return {"kind": kind, "words": words, "written": written}
 
 
 def _patience(run: RunFolder) -> float:
     """Seconds without a new line after which a run counts as silent: a few readings of its counters, or ten steps."""
-    gaps = np.diff([line["time"] for line in run.hardware[-20:]])
-    if len(gaps) and time.time() - run.hardware[-1]["time"] < _RECORDED:
+    gaps = np.diff(run.hardware.times[-20:])
+    if len(gaps) and time.time() - run.hardware.times[-1] < _RECORDED:
         return max(_LEAST, 6 * float(np.median(gaps)))
     seconds = run.steps["seconds"][-20:]
     return max(_QUIET, 10 * float(np.nanmedian(seconds))) if np.isfinite(seconds).any() else _QUIET

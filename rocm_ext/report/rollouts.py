@@ -106,14 +106,13 @@ def cycle_charts(runs: Sequence[RunFolder]) -> list[Chart]:
 def bar_charts(run: RunFolder, suffix: str) -> list[Chart]:
     """Verdicts and times of a run, of RAFT also rewards and kept answers; ``suffix`` ends the titles."""
     asked, counts = run.answers.verdicts.counts()
-    x_title = "step" if run.family in BY_STEP else "cycle"
-    charts = [bar_chart("Verdicts" + suffix, "% of answers", asked, counts, VERDICTS, x_title)]
+    charts = [bar_chart("Verdicts" + suffix, "% of answers", asked, counts, VERDICTS, run.unit)]
     if run.family in BY_STEP:
         seconds = {name: np.clip(np.nan_to_num(run.steps[key], posinf=0.0), 0, None) for name, key in _TIMES.items()}
         in_all = np.nan_to_num(run.steps["seconds"], posinf=0.0)
         seconds["other"] = np.clip(in_all - sum(seconds.values()), 0, None)
         steps = run.steps["step"]
-        charts.append(bar_chart("Time of a step" + suffix, "seconds", steps, seconds, _TIME_COLOURS, x_title))
+        charts.append(bar_chart("Time of a step" + suffix, "seconds", steps, seconds, _TIME_COLOURS, run.unit))
     else:
         cycles = np.array([float(cycle.number) for cycle in run.cycles])
         size, unit = time_unit(max((sum(cycle.seconds.values()) for cycle in run.cycles), default=0.0))
@@ -124,7 +123,7 @@ def bar_charts(run: RunFolder, suffix: str) -> list[Chart]:
             ("Time", unit, times, _PHASES),
         ):
             parts = {name: np.array([float(row.get(name, 0)) for row in rows]) for name in colours}
-            charts.append(bar_chart(title + suffix, of, cycles, parts, colours, x_title))
+            charts.append(bar_chart(title + suffix, of, cycles, parts, colours, run.unit))
     return [chart for chart in charts if chart is not None]
 
 

@@ -1,10 +1,10 @@
 """A run's data from ``rows.json``: numbers, and some rows with their trained parts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
+from rocm_ext.base.types import Json
 from rocm_ext.report.charts import Chart
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import ROWS
@@ -58,7 +58,7 @@ def data(run: RunFolder) -> Data | None:
         return None
 
 
-def _data(content: Mapping[str, Any]) -> Data:
+def _data(content: Json) -> Data:
     parts = {key: content[key] for key in ("dataset", "validation") if key in content}
     name = {"dataset": "", "validation": "validation: "}
     rows = [[name[key] + what, *lengths] for key, of in parts.items() for what, *lengths in length_table(of)]
@@ -71,7 +71,7 @@ def _data(content: Mapping[str, Any]) -> Data:
     return Data([*facts, ends(content)], rows, sets, _histogram(content["dataset"]), shown)
 
 
-def facts_of(key: str, of: Mapping[str, Any]) -> list[str]:
+def facts_of(key: str, of: Json) -> list[str]:
     """Return sentences on rows that are kept, left out or repeated, and on the share of trained tokens."""
     lines = [f"{key}: {of['kept']:,} of {of['rows']:,} rows"]
     lines += [f"{what.replace('_', ' ')}: {of['counts'][what]:,}, first {first}" for what, first in of["first"].items()]
@@ -84,12 +84,12 @@ def facts_of(key: str, of: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def length_table(of: Mapping[str, Any]) -> list[list[str]]:
+def length_table(of: Json) -> list[list[str]]:
     """Return rows of a name and lengths in tokens by :data:`COLUMNS`, for rows, prompts and so on."""
     return [[name, *(f"{lengths[column]:,}" for column in COLUMNS)] for name, lengths in of["tokens"].items()]
 
 
-def ends(content: Mapping[str, Any]) -> str:
+def ends(content: Json) -> str:
     """Return a sentence on the steps of an epoch, or on the length of answers."""
     if "longest_answer" in content:
         return f"answers have up to {content['longest_answer']:,} tokens; the model takes {content['window']:,}"
@@ -97,19 +97,19 @@ def ends(content: Mapping[str, Any]) -> str:
     return f"steps of an epoch: {content['steps_per_epoch']:,}, each of {content['rows_per_step']:,} rows on {on}"
 
 
-def title(row: Mapping[str, Any]) -> str:
+def title(row: Json) -> str:
     """Name a row."""
     return f"row {row['row']}, {row['origin']}" + (f", weight {row['weight']:g}" if "weight" in row else "")
 
 
-def heading(sequence: Mapping[str, Any]) -> str:
+def heading(sequence: Json) -> str:
     """Name a sequence of a row."""
     side = f"{sequence['side']}: " if "side" in sequence else ""
     trained = f", {sequence['trained_tokens']:,} trained" if sequence["trained"] else ""
     return f"{side}{sequence['tokens']:,} tokens{trained}"
 
 
-def shown_parts(sequence: Mapping[str, Any]) -> Parts:
+def shown_parts(sequence: Json) -> Parts:
     """Return the parts of a sequence; of many, the first and the last ones. A rejected answer goes without prompt."""
     parts = list(_parts(str(sequence["text"]), sequence["trained"]))
     if sequence.get("side") == "rejected" and not parts[0][1]:
@@ -125,7 +125,7 @@ def _parts(text: str, spans: Sequence[Sequence[int]]) -> Iterator[tuple[str, boo
         yield text[start:end], [start, end] in spans
 
 
-def _histogram(of: Mapping[str, Any]) -> Chart:
+def _histogram(of: Json) -> Chart:
     name, lengths = next(iter(of["tokens"].items()))
     bars = {f"{low:,}" if low == high else f"{low:,}–{high:,}": int(count) for low, high, count in lengths["histogram"]}
     words = f"from {lengths['min']:,} to {lengths['max']:,}, half of them up to {lengths['median']:,}"

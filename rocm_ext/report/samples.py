@@ -57,10 +57,10 @@ def groups(run: RunFolder) -> tuple[str, list[Group]]:
     Both are empty without answers.
     """
     if run.family == RAFT:
-        unit, last = "cycle", max((cycle.number for cycle in run.cycles if cycle.kept is not None), default=0)
+        last = max((cycle.number for cycle in run.cycles if cycle.kept is not None), default=0)
     else:
-        unit, last = "step", max(run.steps["step"], default=0)
-    held_out = run.family not in SAMPLED
+        last = max(run.steps["step"], default=0)
+    unit, held_out = run.unit, run.family not in SAMPLED
     kept = run.answers.steps(held_out)
     done = [step for step in kept if step <= last] or kept
     steps = list(dict.fromkeys(done[:1] + done[-1:]))

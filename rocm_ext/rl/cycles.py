@@ -23,6 +23,7 @@ from rocm_ext.rl.records import measure, pass_rates
 from rocm_ext.rl.selection import Selected
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.folder import PHASES, SampleKey
+from rocm_ext.runs.records import EvalScores
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.builders import nothing_changed
 from rocm_ext.train.checkpoint import FREE_KEYS
@@ -248,7 +249,7 @@ class CycleTrainer(PolicyTrainer):
             count = "all" if self.cfg.start_from == "base" else 0
         return self.cfg.cycles if count == "all" else count
 
-    def finish_evaluation(self, step: int, scores: dict[str, Any], stats: Mapping[str, float]) -> None:
+    def finish_evaluation(self, step: int, scores: EvalScores, stats: Mapping[str, float]) -> None:
         """Write the scores of a cycle's adapter, and remember the adapter if none before it is better."""
         self.evaluated = max(step, self.evaluated)
         if step and (self.best is None or scores["correct"] >= self.best["score"]):

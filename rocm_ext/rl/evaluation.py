@@ -13,6 +13,7 @@ from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import EQUAL
 from rocm_ext.runs.folder import GREEDY, SampleKey
 from rocm_ext.runs.intervals import mcnemar
+from rocm_ext.runs.records import EvalScores
 from rocm_ext.runs.scores import passes, wilson
 from rocm_ext.verifiers import Result, Verdict
 
@@ -35,7 +36,7 @@ _FAR = 20 * 8e-5  # sum of learning rates: 20 updates of Tinker's recipe for GSM
 # ---- held-out scores
 
 
-def score(answers: Answers, samples: int) -> dict[str, Any]:
+def score(answers: Answers, samples: int) -> EvalScores:
     """Compute the content of ``eval.json``.
 
     It has pass@1 of the greedy answers, and pass@k of the sampled ones for k = 1, 2, 4 … up to ``samples``. An answer
@@ -57,9 +58,9 @@ def score(answers: Answers, samples: int) -> dict[str, Any]:
         "prompts": len(greedy),
         "correct": sum(greedy),
         "pass_at_1": sum(greedy) / len(greedy),
-        "interval": wilson(sum(greedy), len(greedy)),
+        "interval": list(wilson(sum(greedy), len(greedy))),
         "pass_at_k": {
-            str(k): {"pass": value, "interval": wilson(value * len(drawn), len(drawn))} for k, value in at.items()
+            str(k): {"pass": value, "interval": list(wilson(value * len(drawn), len(drawn)))} for k, value in at.items()
         },
         "samples_per_prompt": samples,
         "verdicts": dict(sorted(answers.verdicts().items())),

@@ -16,6 +16,7 @@ from rocm_ext.data.rows import Rows
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.selection import Selected
+from rocm_ext.runs.records import EvalScores
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.checkpoint import FREE_KEYS
 from rocm_ext.train.learner import Learner
@@ -207,7 +208,7 @@ class PolicyTrainer(Training):
             shown += f"  reward {values['reward']:.3f}"
         self._progress.update(f"{shown}  {values['mean_tokens']:.0f} tokens  {seconds:.1f} s")
 
-    def finish_evaluation(self, step: int, scores: dict[str, Any], stats: Mapping[str, float]) -> None:
+    def finish_evaluation(self, step: int, scores: EvalScores, stats: Mapping[str, float]) -> None:
         """Log an evaluation of the adapter of ``step``, and remember the adapter if it is the best so far."""
         self.evaluated = step
         if step and (self.best is None or scores["correct"] > self.best["score"]):

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from rocm_ext.base.files import json_object
-from rocm_ext.runs.records import MOST_STEPS, Judged, SampleKey, finite, number
-from rocm_ext.runs.tails import Tails
+from rocm_ext.runs.records import GREEDY, MOST_STEPS, Judged, SampleKey, finite, number
+from rocm_ext.runs.tails import JsonLines, Record, Tails
 
 _BEGINNING = re.compile(rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", ')  # as the recipe begins a line
 _FILE_BITS = 48  # low bits of a position: the offset in its file
@@ -26,7 +26,7 @@ _Scope = tuple[int, str]  # step, and ``sample`` or ``eval``
 _NOWHERE: _Scope = (-1, "")  # for lines without them
 
 
-def said(record: Mapping[str, Any]) -> str:
+def said(record: Record) -> str:
     """Return the text of a line of ``samples.jsonl``; of a conversation, all messages with their speakers."""
     messages = record.get("messages")
     if not isinstance(messages, list):
@@ -44,39 +44,36 @@ def said(record: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-class _Positions(dict[_Scope, "array[int]"]):
+class _Positions(JsonLines, dict[_Scope, "array[int]"]):
     """Offsets of the lines of a ``samples.jsonl``, by step and phase."""
 
     def add(self, content: bytes, position: int) -> bool:
         """Take a line; its tokens are not parsed where the line begins as the recipe writes it."""
         if (match := _BEGINNING.match(content)) and content.endswith(b"}\n"):
-            scope = int(match[1]), match[2].decode()
-        elif (line := json_object(content)) is None:
-            return False
-        else:
-            scope = _scope(line)
-        self.setdefault(scope, array("q")).append(position)
-        return True
+            self.setdefault((int(match[1]), match[2].decode()), array("q")).append(position)
+            return True
+        return super().add(content, position)
+
+    def take(self, record: Record, position: int) -> None:
+        """Take a line."""
+        self.setdefault(_scope(record), array("q")).append(position)
 
 
-class _Lengths(defaultdict[int, dict[SampleKey, tuple[int, float, int]]]):
+class _Lengths(JsonLines, defaultdict[int, dict[SampleKey, tuple[int, float, int]]]):
     """Sampled answers by step and key: number of tokens, sum and number of their log-probs."""
 
     def __init__(self) -> None:
         super().__init__(dict)
 
-    def add(self, content: bytes, position: int) -> bool:
+    def take(self, record: Record, position: int) -> None:
         """Take a line."""
-        if (line := json_object(content)) is None:
-            return False
-        (step, phase), key, tokens = _scope(line), _key(line), line.get("tokens")
+        (step, phase), key, tokens = _scope(record), _key(record), record.get("tokens")
         if phase == "sample" and key is not None and isinstance(tokens, list):
-            logprobs = finite(line.get("logprobs"))
+            logprobs = finite(record.get("logprobs"))
             self[step][key] = len(tokens), float(logprobs.sum()), len(logprobs)
-        return True
 
 
-class _VerdictLines:
+class _VerdictLines(JsonLines):
     """The lines of a ``verdicts.jsonl`` as columns."""
 
     def __init__(self) -> None:
@@ -84,19 +81,16 @@ class _VerdictLines:
         self.kinds: dict[str, int] = {}
         self.columns: list[array[Any]] = [array(code) for code in "bqqqqdq"]
 
-    def add(self, content: bytes, position: int) -> bool:
+    def take(self, record: Record, position: int) -> None:
         """Take a line."""
-        if (line := json_object(content)) is None:
-            return False
-        (step, phase), key, verdict = _scope(line), _key(line), line.get("verdict")
+        (step, phase), key, verdict = _scope(record), _key(record), record.get("verdict")
         if step >= 0 and key is not None and isinstance(verdict, str):
             prompt = self.prompts.setdefault(key[0], len(self.prompts))
             kind = self.kinds.setdefault(verdict, len(self.kinds))
-            reward = number(line.get("reward"))
+            reward = number(record.get("reward"))
             values: tuple[Any, ...] = (phase == "eval", step, prompt, key[1], kind, reward, position)
             for column, value in zip(self.columns, values, strict=True):
                 column.append(value)
-        return True
 
 
 class AnswerLog:
@@ -136,14 +130,14 @@ class AnswerLog:
         """Whether there are answers of a step's sampling, or of the evaluation after it."""
         return (step, "eval" if held_out else "sample") in self._positions
 
-    def answers(self, step: int, held_out: bool = False) -> Iterator[tuple[SampleKey, int, dict[str, Any]]]:
+    def answers(self, step: int, held_out: bool = False) -> Iterator[tuple[SampleKey, int, Record]]:
         """The answers of a step's sampling, or of the evaluation after it: key, position and record."""
         positions = self._positions.get((step, "eval" if held_out else "sample"), ())
         for position, line in _read(self._samples, positions):
             if (key := _key(line)) is not None:
                 yield key, position, line
 
-    def records(self, positions: Iterable[int]) -> dict[SampleKey, dict[str, Any]]:
+    def records(self, positions: Iterable[int]) -> dict[SampleKey, Record]:
         """The answers at these positions, by key."""
         return {key: line for _, line in _read(self._samples, positions) if (key := _key(line)) is not None}
 
@@ -222,14 +216,14 @@ class Verdicts:
         kinds = self.kind[sampled]
         return steps, {name: np.bincount(at[kinds == i], minlength=len(steps)) for i, name in enumerate(self.kinds)}
 
-    def greedy(self, step: int, index: int) -> dict[str, bool]:
-        """Whether answer ``index`` is right after a step, by held-out prompt."""
+    def greedy(self, step: int) -> dict[str, bool]:
+        """Whether the greedy answer is right after a step, by held-out prompt."""
         rows = self.rows(step, held_out=True)
-        chosen = rows[self.sample[rows] == index]
+        chosen = rows[self.sample[rows] == GREEDY]
         return {self.prompts[int(self.prompt[row])]: self.name(row) == "CORRECT" for row in chosen}
 
 
-def _read(paths: Sequence[Path], positions: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read(paths: Sequence[Path], positions: Iterable[int]) -> Iterator[tuple[int, Record]]:
     """The objects at these positions in files."""
     by_file: dict[int, list[int]] = defaultdict(list)
     for position in positions:
@@ -245,14 +239,14 @@ def _read(paths: Sequence[Path], positions: Iterable[int]) -> Iterator[tuple[int
             continue
 
 
-def _scope(line: Mapping[str, Any]) -> _Scope:
+def _scope(line: Record) -> _Scope:
     step, phase = line.get("step"), line.get("phase")
     if type(step) is int and 0 <= step < MOST_STEPS and isinstance(phase, str) and phase in ("sample", "eval"):
         return step, phase
     return _NOWHERE
 
 
-def _key(line: Mapping[str, Any]) -> SampleKey | None:
+def _key(line: Record) -> SampleKey | None:
     prompt, sample = line.get("prompt_id"), line.get("sample")
     if isinstance(prompt, str) and type(sample) is int and -1 <= sample < MOST_STEPS:
         return prompt, sample

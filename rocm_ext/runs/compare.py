@@ -7,25 +7,18 @@ difference exceeds the tolerance. In all other cases the answer is how many more
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.hub import hub_name
 from rocm_ext.base.registry import BY_STEP, DPO, RAFT, SAMPLED
 from rocm_ext.runs.folder import RunFolder, held_out, running_time
-from rocm_ext.runs.intervals import (
-    BATCHES,
-    Interval,
-    mcnemar,
-    paired_gain,
-    ratio_of_medians,
-    relative_difference,
-)
+from rocm_ext.runs.intervals import BATCHES, Interval, mcnemar, paired_gain, ratio_of_medians, relative_difference
 from rocm_ext.runs.records import Columns, number
 
 Pair = tuple[float, float]  # A's value, B's
@@ -81,7 +74,7 @@ class Comparison:
 
     a: Path
     b: Path
-    settings: dict[str, tuple[Any, Any]]
+    settings: dict[str, tuple[object, object]]
     speed: Interval
     difference: Interval
     p: float
@@ -116,11 +109,7 @@ def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float
     Raises:
         UserError: the runs are the same folder, of different models, or of different recipes.
     """
-    if a.path.resolve() == b.path.resolve():
-        raise UserError(f"{a.path} and {b.path} are the same folder; name two runs")
-    if a.family != b.family:
-        raise UserError(f"{a.path} is a run of {a.recipe}, {b.path} of {b.recipe}; compare two runs of one recipe")
-    _check_models(a, b)
+    refuse(_mismatches(a, b))
     settings = a.differing_settings(b)
     speed, measured = _speed(a, b)
     memory = _peak_memory(a), _peak_memory(b)
@@ -148,12 +137,16 @@ def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float
     )
 
 
-def _check_models(a: RunFolder, b: RunFolder) -> None:
-    """Refuse runs of two models.
+def _mismatches(a: RunFolder, b: RunFolder) -> Iterator[str]:
+    """Why two runs cannot be compared: they are the same folder, or of two recipes or models.
 
     A run's summary has a hash of its base model, as its builder reads it. Before the run's end, and for two builders,
     the names of the models' folders decide.
     """
+    if a.path.resolve() == b.path.resolve():
+        yield f"{a.path} and {b.path} are the same folder; name two runs"
+    if a.family != b.family:
+        yield f"{a.path} is a run of {a.recipe}, {b.path} of {b.recipe}; compare two runs of one recipe"
     folders = [str(run.setting("checkpointer.checkpoint_dir") or "") for run in (a, b)]
     weights = [run.fact("base_model") for run in (a, b)]
     if None not in weights and a.setting("model._component_") == b.setting("model._component_"):
@@ -162,10 +155,8 @@ def _check_models(a: RunFolder, b: RunFolder) -> None:
         names = [(hub_name(Path(folder)) or PurePath(folder).name).lower() for folder in folders]
         other = all(names) and names[0] != names[1]
     if other:
-        raise UserError(
-            f"{a.path} is a run of the model in {folders[0]}, {b.path} of another one, in {folders[1]}; compare two "
-            "runs of one model"
-        )
+        models = f"{a.path} is a run of the model in {folders[0]}, {b.path} of another one, in {folders[1]}"
+        yield f"{models}; compare two runs of one model"
 
 
 def _notes(a: RunFolder, b: RunFolder) -> list[str]:
@@ -224,7 +215,7 @@ def _peak_memory(run: RunFolder) -> float:
 def _speed(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
     """The speed of B against A's, and the measurements behind it, by name."""
     rounds = [_rounds(run) for run in (a, b)]
-    common, unit = _Common(*rounds), "cycle" if a.family == RAFT else "step"
+    common = _Common(*rounds)
     first = min(_WARM_UP, len(common.steps) // 4)
     seconds, name = [values[first:] for values in common["seconds"]], "tokens/s"
     fast = [values[first:] for values in common["tokens_per_second"]]
@@ -233,9 +224,9 @@ def _speed(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
         fast = [sampled[0] / seconds[0], sampled[1] / seconds[1]]
     finite = np.isfinite(fast).all(axis=0)
     return ratio_of_medians(fast[0][finite], fast[1][finite]), {
-        f"{unit}s": (float(len(rounds[0])), float(len(rounds[1]))),
+        f"{a.unit}s": (float(len(rounds[0])), float(len(rounds[1]))),
         f"{name}, median": _of_finite(np.median, fast),
-        f"seconds per {unit}, median": _of_finite(np.median, seconds),
+        f"seconds per {a.unit}, median": _of_finite(np.median, seconds),
     }
 
 
@@ -255,7 +246,7 @@ def _rounds(run: RunFolder) -> Columns:
 # ---- SFT and DPO: losses
 
 
-def _by_losses(a: RunFolder, b: RunFolder, settings: Mapping[str, Any], tolerance: float) -> _Quality:
+def _by_losses(a: RunFolder, b: RunFolder, settings: Collection[str], tolerance: float) -> _Quality:
     steps, quality, seeds = _Common(a.steps, b.steps), _Quality(), "seed" in settings
     finite = np.isfinite(steps["loss"]).all(axis=0)
     x, y = (values[finite] for values in steps["loss"])
@@ -332,7 +323,7 @@ def _judge(difference: Interval, steps: int, tolerance: float, seeds: bool, vali
     return "unknown", f"training {lower}, which a faster setting does not explain: set validation_fraction"
 
 
-def _functions_differ(run: RunFolder, settings: Mapping[str, Any]) -> str:
+def _functions_differ(run: RunFolder, settings: Collection[str]) -> str:
     """Why the losses of the two runs are different functions; empty if they are the same."""
     named = [key for key in settings if key == "loss.normalize"]
     if run.family == DPO:  # whose losses measure against the model that the run began with
@@ -341,7 +332,7 @@ def _functions_differ(run: RunFolder, settings: Mapping[str, Any]) -> str:
     return f"the runs have different losses ({', '.join(named)})" if named else ""
 
 
-def _rows_differ(steps: _Common, settings: Mapping[str, Any]) -> str:
+def _rows_differ(steps: _Common, settings: Collection[str]) -> str:
     """Why the steps of the two runs saw different rows; empty if they saw the same.
 
     Steps with different numbers of tokens saw different rows. If the numbers vary from step to step and are always
@@ -396,7 +387,7 @@ def _percent(share: float) -> str:
 # ---- RAFT and GRPO: held-out scores
 
 
-def _by_scores(a: RunFolder, b: RunFolder, settings: Mapping[str, Any], tolerance: float) -> _Quality:
+def _by_scores(a: RunFolder, b: RunFolder, settings: Collection[str], tolerance: float) -> _Quality:
     """By the last cycle or step that both runs evaluated, or by two evaluations of ``rocm-ext eval``.
 
     B is not worse if the interval of the gain lies above ``-tolerance``; it is worse if that is not so and chance
@@ -409,8 +400,7 @@ def _by_scores(a: RunFolder, b: RunFolder, settings: Mapping[str, Any], toleranc
         shares = [scored.scores.passed[0] for scored in scores]
         quality.measured[f"held-out pass@1, {scores[0].after}"] = shares[0], shares[1]
     if not both or not (both[-1][0].number or evaluations):  # before training, settings can affect sampling alone
-        unit = "cycle" if a.family == RAFT else "step"
-        quality.text = f"no trained {unit} of both runs has held-out scores yet (eval_prompts)"
+        quality.text = f"no trained {a.unit} of both runs has held-out scores yet (eval_prompts)"
         return quality
     last = both[-1]
     right_a, right_b = (scored.greedy() for scored in last)

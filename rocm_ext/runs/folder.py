@@ -20,10 +20,11 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import read_lines
 from rocm_ext.base.nested import flatten
 from rocm_ext.base.registry import BY_STEP, DPO, GRPO, RAFT, SFT, TITLES
+from rocm_ext.base.types import Json
 from rocm_ext.machine.counters import HARDWARE_LOG
 from rocm_ext.runs.answers import AnswerLog
+from rocm_ext.runs.records import GREEDY as GREEDY
 from rocm_ext.runs.records import (
-    GREEDY,
     MOST,
     ROWS,
     Columns,
@@ -36,11 +37,10 @@ from rocm_ext.runs.records import (
     number,
     parse_scores,
     read_json,
-    read_steps,
     read_yaml,
 )
 from rocm_ext.runs.records import SampleKey as SampleKey
-from rocm_ext.runs.tails import Tails
+from rocm_ext.runs.tails import Record, Tails
 
 PHASES = ("sample", "train", "eval")  # of a RAFT cycle
 _PAUSE = 60.0  # seconds without a line in hardware.jsonl after which a run counts as paused
@@ -58,6 +58,7 @@ class RunFolder:
         name: the folder's name; the report changes it where two runs share it.
         recipe: the recipe's name.
         family: the recipe, or the one that it extends; it decides the kind of records.
+        unit: what it counts: ``cycle`` in RAFT, else ``step``.
         config: content of ``config.yaml``.
         summary: content of ``summary.json``; empty before the end of SFT and DPO, or of RAFT's first cycle.
         rows: content of ``rows.json``.
@@ -69,6 +70,7 @@ class RunFolder:
         answers: answers that the run sampled (SFT and DPO only in evaluations); a step of RAFT is a cycle.
         hardware: lines of ``hardware.jsonl``, by time.
         problems: messages about files that could not be read.
+        tails: contents of the files that were read line by line.
 
     Raises:
         UserError: ``path`` holds no run.
@@ -80,7 +82,7 @@ class RunFolder:
             raise UserError(f"{path} {what}; expected the folder of a run (its output_dir)")
         self.path, self.name = path, path.resolve().name
         self.problems: list[str] = []
-        self._tails = tails = tails or Tails()
+        self.tails = tails = tails or Tails()
         self.config = deepcopy(tails.content(path / "config.yaml", read_yaml, self.problems))
         self.summary = read_json(path / "summary.json", self.problems)
         self.rows = tails.content(path / ROWS, read_json, self.problems)
@@ -90,7 +92,7 @@ class RunFolder:
         self.family = self.recipe if self.recipe in TITLES else shape
         self.cycles: list[CycleFolder] = []
         self.evaluations: dict[int, Scores] = {}
-        self.validations = Columns([])
+        self.validations = Columns()
         self.answers = AnswerLog(path, self.problems, tails)
         if self.family in BY_STEP and folders:  # rocm-ext eval with a config of GRPO: it writes a cycle's records
             self.family = RAFT
@@ -98,9 +100,9 @@ class RunFolder:
             self._read_cycles(sorted(folders, key=lambda p: int(p.name[6:])))
         else:
             kind = PolicyLines if self.family in BY_STEP else MetricLines
-            self.steps, self.validations, self.evaluations = read_steps(
-                path / "metrics.jsonl", self.problems, tails, kind
-            )
+            lines = tails.lines(path / "metrics.jsonl", kind, self.problems)
+            self.steps, self.validations = lines.steps, lines.validations
+            self.evaluations = dict(sorted(lines.evaluations.items()))
         known = {"model", "checkpointer", "output_dir"} <= self.config.keys()
         if not (known or self.cycles or len(self.steps) or len(self.validations) or self.evaluations):
             *others, last = TITLES
@@ -108,6 +110,7 @@ class RunFolder:
                 f"{path} holds no run: neither its config.yaml nor its metrics.jsonl can be read; expected the "
                 f"output_dir of {', '.join(others)} or {last}" + "".join(f" ({p})" for p in self.problems[:1])
             )
+        self.unit = "cycle" if self.family == RAFT else "step"
         self.hardware = tails.lines(path / HARDWARE_LOG, Readings, self.problems)
 
     def _shape(self, cycles: bool) -> str:
@@ -122,13 +125,10 @@ class RunFolder:
         return SFT
 
     def _read_cycles(self, folders: Sequence[Path]) -> None:
-        lines = self._tails.lines(self.path / "metrics.jsonl", Lines, self.problems)
+        lines = self.tails.lines(self.path / "metrics.jsonl", Lines, self.problems)
         listed = self.summary.get("cycles")
         rows = {r["cycle"]: r for r in listed if type(r.get("cycle")) is int} if is_rows(listed) else {}
-        self.cycles = [
-            CycleFolder(p, lines, rows.get(int(p.name[6:]), {}), self.answers, self.problems, self._tails)
-            for p in folders
-        ]
+        self.cycles = [CycleFolder(self, p, lines, rows.get(int(p.name[6:]), {})) for p in folders]
         steps = [{**line, "cycle": cycle.number} for cycle in self.cycles for line in cycle.steps.lines]
         self.steps = Columns([{**line, "step": number} for number, line in enumerate(steps, start=1)])
 
@@ -158,11 +158,11 @@ class RunFolder:
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """``config.yaml``, flat: ``optimizer.lr`` and so on."""
         return flatten(self.config)
 
-    def differing_settings(self, other: "RunFolder") -> dict[str, tuple[Any, Any]]:
+    def differing_settings(self, other: "RunFolder") -> dict[str, tuple[object, object]]:
         """Settings that differ, by name, with this run's value and the other's.
 
         The output folder does not count as a setting, and paths below it are equal in both runs.
@@ -174,7 +174,7 @@ class RunFolder:
             if mine.get(key) != theirs.get(key)
         }
 
-    def _comparable_settings(self) -> dict[str, Any]:
+    def _comparable_settings(self) -> dict[str, object]:
         out = str(self.config.get("output_dir") or "")
         return {
             key: "${output_dir}" + value[len(out) :]
@@ -201,23 +201,15 @@ class CycleFolder:
         row: the cycle's entry in the run's ``summary.json``; empty for an unfinished cycle.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        lines: Sequence[Mapping[str, Any]],
-        row: Mapping[str, Any],
-        answers: AnswerLog,
-        problems: list[str],
-        tails: Tails,
-    ) -> None:
+    def __init__(self, run: RunFolder, folder: Path, lines: Sequence[Record], row: Record) -> None:
         self.folder, self.number, self.row = folder, int(folder.name[6:]), row
-        self._answers, self._problems = answers, problems
-        self.steps, *_ = read_steps(folder / "metrics.jsonl", problems, tails)
-        self.summary = read_json(folder / "summary.json", problems)
-        self.phases: dict[str, Mapping[str, Any]] = {}
+        self._answers, self._problems = run.answers, run.problems
+        self.steps = run.tails.lines(folder / "metrics.jsonl", MetricLines, run.problems).steps
+        self.summary = read_json(folder / "summary.json", run.problems)
+        self.phases: dict[str, Record] = {}
         self.seconds: dict[str, float] = {}
         for line in lines:
-            if line.get("cycle") == self.number and (phase := line.get("phase")) in PHASES:
+            if line.get("cycle") == self.number and (phase := str(line.get("phase"))) in PHASES:
                 self.phases[phase] = line
                 if 0 <= (seconds := number(line.get("seconds"))) < MOST:
                     self.seconds[phase] = seconds
@@ -282,7 +274,7 @@ class HeldOut:
 
     def greedy(self) -> dict[str, bool]:
         """Read the verdicts; return whether the greedy answer is right, by prompt id."""
-        return self.run.answers.verdicts.greedy(self.number, GREEDY)
+        return self.run.answers.verdicts.greedy(self.number)
 
 
 def held_out(run: RunFolder) -> list[HeldOut]:
@@ -300,18 +292,17 @@ def held_out(run: RunFolder) -> list[HeldOut]:
             answers += int(counted) if 0 <= counted < MOST else len(cycle.rewards)
             if cycle.scores is not None:
                 scored.append((cycle.number, answers, cycle.scores))
-    unit = "cycle" if run.family == RAFT else "step"
-    return [HeldOut(f"{unit} {at}", at, count, scores, run) for at, count, scores in scored]
+    return [HeldOut(f"{run.unit} {at}", at, count, scores, run) for at, count, scores in scored]
 
 
-def of_policy(config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], sampled: bool) -> bool:
+def of_policy(config: Json, lines: Sequence[Record], sampled: bool) -> bool:
     """Whether GRPO wrote the records, by some ``lines`` of ``metrics.jsonl``. SFT may also have ``sampled``."""
     if config.get("dataset") or any("loss" in line and "reward" not in line for line in lines):
         return False
     return sampled or any({"reward", "eval"} & line.keys() for line in lines)
 
 
-def raft_finished(path: Path, config: Mapping[str, Any], last: int, skipped: bool = False) -> bool:
+def raft_finished(path: Path, config: Json, last: int, skipped: bool = False) -> bool:
     """Whether a RAFT run whose cycle ``last`` is complete has ended.
 
     ``adapter/`` alone does not show it: a run that continues with more cycles still has the adapter of the shorter
@@ -322,7 +313,7 @@ def raft_finished(path: Path, config: Mapping[str, Any], last: int, skipped: boo
     return (path / "adapter").exists() and (may_stop or not last < number(config.get("cycles")))
 
 
-def steps_finished(summary: Mapping[str, Any], config: Mapping[str, Any], last: float) -> bool:
+def steps_finished(summary: Json, config: Json, last: float) -> bool:
     """Whether a GRPO run whose last recorded step is ``last`` has ended by itself.
 
     A run that continues with more steps keeps the summary of the shorter run until it ends. So a summary before the
@@ -332,16 +323,16 @@ def steps_finished(summary: Mapping[str, Any], config: Mapping[str, Any], last: 
     return number(summary.get("steps")) == last and (may_stop or not last < number(config.get("steps")))
 
 
-def running_time(lines: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+def running_time(readings: Readings) -> tuple[np.ndarray, np.ndarray]:
     """The running time of a run, without the pauses between a kill and a resume.
 
     Args:
-        lines: lines of ``hardware.jsonl``, by time.
+        readings: lines of ``hardware.jsonl``.
 
     Returns:
         [n] seconds by line; indices of the lines before which the run had paused.
     """
-    times = np.array([number(line.get("time")) for line in lines], dtype=np.float64)
+    times = np.array(readings.times, dtype=np.float64)
     steps = np.diff(times, prepend=times[:1])
     usual = float(np.median(steps[1:])) if len(steps) > 1 else 0.0
     pauses = np.flatnonzero(steps > max(_PAUSE, 10 * usual))

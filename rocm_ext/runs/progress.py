@@ -3,21 +3,25 @@
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TypeGuard
 
 from rocm_ext.base.files import json_object
+from rocm_ext.base.types import Json
 from rocm_ext.runs.folder import of_policy, raft_finished, steps_finished
 from rocm_ext.runs.records import MOST, is_rows, number, parse_scores, read_json, read_yaml
+from rocm_ext.runs.tails import Record
 
 _TAIL = 1 << 16  # bytes read from the end of a metrics.jsonl: some hundred lines
 _RECENT = 20  # steps whose times give the speed of a GRPO run
 _SHOWN = ("step", "epoch", "loss", "margin", "accuracy", "tokens_per_second", "val_loss", "val_margin", "val_accuracy")
 
+Progress = dict[str, float | str]  # values by name, see :func:`progress`
 
-def progress(out: Path) -> dict[str, Any]:
+
+def progress(out: Path) -> Progress:
     """The newest values that the run in ``out`` wrote, without those that are missing or half written.
 
     Returns:
@@ -32,7 +36,7 @@ def progress(out: Path) -> dict[str, Any]:
     summary = read_json(out / "summary.json", [])  # a file may be unreadable while the run writes it
     cycles = {int(path.name[6:]): path for path in out.glob("cycle_*") if re.fullmatch(r"cycle_\d{1,9}", path.name)}
     lines = [] if cycles else _last_lines(metrics)
-    values: dict[str, Any]
+    values: Progress
     if cycles:
         cycle, folder = max(cycles.items())
         newest = max((folder / "metrics.jsonl", samples, verdicts), key=lambda path: _stat(path)[0])
@@ -40,7 +44,7 @@ def progress(out: Path) -> dict[str, Any]:
         if written:
             evaluating = newest.parent == out and (_last_lines(newest) or [{}])[-1].get("phase") == "eval"
             values["phase"] = "training" if newest.parent == folder else "evaluating" if evaluating else "sampling"
-        values |= _last_values(_last_lines(folder / "metrics.jsonl"))
+        values |= _numbers(_last_lines(folder / "metrics.jsonl"))
         skipped = (folder / "kept.jsonl").exists() and not _stat(folder / "kept.jsonl")[1]
         if skipped:
             values["phase"] = "skipped"
@@ -51,11 +55,11 @@ def progress(out: Path) -> dict[str, Any]:
     elif of_policy(config := read_yaml(out / "config.yaml", []), lines, samples.exists()):
         written = max(_stat(metrics), _stat(samples), _stat(verdicts))[0]
         values = _policy_progress(out, lines, config)
-        finished = steps_finished(summary, config, values.get("step", 0))
+        finished = steps_finished(summary, config, number(values.get("step", 0)))
     else:
         answered, written = (max(map(_stat, paths))[0] for paths in ((samples, verdicts), (samples, verdicts, metrics)))
         values = {"phase": "evaluating"} if answered > _stat(metrics)[0] else {}
-        values |= _last_values(lines) | _held_out(lines)
+        values |= _numbers(lines) | _held_out(lines)
         finished = number(summary.get("steps")) == values.get("step")
     if written:
         values |= {"seconds_ago": round(max(0.0, time.time() - written), 1), "finished": bool(finished)}
@@ -68,7 +72,7 @@ def position(out: Path) -> tuple[float, float, int]:
     """How far the run in ``out`` has come: its cycle, its step, and the bytes of its answers and verdicts."""
     newest = progress(out)
     size = sum(_stat(out / f"{name}.jsonl")[1] for name in ("samples", "verdicts"))
-    return newest.get("cycle", 0), newest.get("step", 0), size
+    return number(newest.get("cycle", 0)), number(newest.get("step", 0)), size
 
 
 def slowest_step(out: Path) -> float:
@@ -76,10 +80,10 @@ def slowest_step(out: Path) -> float:
     paths = [*out.glob("cycle_*/metrics.jsonl")] or [out / "metrics.jsonl"]
     path = max(paths, key=lambda path: _stat(path)[0])
     steps = [line for line in _last_lines(path) if "loss" in line and "phase" not in line][-_RECENT:]
-    return max((seconds for line in steps if 0 <= (seconds := number(line.get("seconds"))) < MOST), default=0.0)
+    return max(_times(steps), default=0.0)
 
 
-def _policy_progress(out: Path, lines: list[dict[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:
+def _policy_progress(out: Path, lines: Sequence[Record], config: Json) -> Progress:
     """The newest values of a GRPO run.
 
     Returns:
@@ -89,28 +93,26 @@ def _policy_progress(out: Path, lines: list[dict[str, Any]], config: Mapping[str
     """
     steps = [line for line in lines if "reward" in line and _is_number(line.get("step"))]
     evaluations = [line for line in lines if isinstance(line.get("eval"), dict)]
-    values: dict[str, Any] = {}
+    values: Progress = {}
     if phase := _policy_phase(out, config):
         values["phase"] = phase
-    if steps:
-        values |= {
-            key: steps[-1][key] for key in ("step", "reward", "flat", "entropy") if _is_number(steps[-1].get(key))
-        }
+    values |= _numbers(steps[-1:], ("step", "reward", "flat", "entropy"))
     if 0 < (planned := number(config.get("steps"))) < 1e9:
         values["steps"] = planned
     values |= _held_out(evaluations)
     if times := _times(steps[-_RECENT:]):
-        step, every = values["step"], number(config.get("eval_every_n_steps"))
-        values["seconds"] = median(times)
+        step, every = number(values["step"]), number(config.get("eval_every_n_steps"))
+        values["seconds"] = seconds = median(times)
         if planned > step:
-            values["seconds_left"] = (planned - step) * values["seconds"]
+            left = (planned - step) * seconds
             if (of_evaluations := _times(evaluations)) and every >= 1:
                 to_come = planned // every - step // every + (planned % every > 0)
-                values["seconds_left"] += of_evaluations[-1] * to_come
+                left += of_evaluations[-1] * to_come
+            values["seconds_left"] = left
     return values
 
 
-def _policy_phase(out: Path, config: Mapping[str, Any]) -> str:
+def _policy_phase(out: Path, config: Json) -> str:
     """The phase of a GRPO run, by its newest verdicts; empty if they do not show it."""
     (written, size), (trained, _) = _stat(out / "verdicts.jsonl"), _stat(out / "metrics.jsonl")
     if written < trained:
@@ -128,26 +130,26 @@ def _policy_phase(out: Path, config: Mapping[str, Any]) -> str:
     return "sampling" if judged < len(verdicts) or size <= tail else ""
 
 
-def _last_values(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The newest values in lines of a ``metrics.jsonl``."""
-    return {key: line[key] for line in lines for key in _SHOWN if _is_number(line.get(key))}
+def _numbers(lines: Iterable[Record], keys: Iterable[str] = _SHOWN) -> Progress:
+    """The newest numbers in lines of a ``metrics.jsonl``, by key."""
+    return {key: value for line in lines for key in keys if _is_number(value := line.get(key))}
 
 
-def _held_out(lines: list[dict[str, Any]]) -> dict[str, float]:
+def _held_out(lines: Iterable[Record]) -> Progress:
     """The last held-out score in lines of a ``metrics.jsonl``."""
     parsed = [scores for line in lines if (scores := parse_scores(line.get("eval"))) is not None]
     return {"held_out": parsed[-1].passed[0]} if parsed else {}
 
 
-def _times(lines: list[dict[str, Any]]) -> list[float]:
+def _times(lines: Iterable[Record]) -> list[float]:
     return [seconds for line in lines if 0 <= (seconds := number(line.get("seconds"))) < MOST]
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def _last_lines(path: Path, size: int = _TAIL) -> list[dict[str, Any]]:
+def _last_lines(path: Path, size: int = _TAIL) -> list[Record]:
     """The newest lines of a file of JSON lines, without those that begin before the tail or are being written."""
     try:
         with path.open("rb") as file:

@@ -3,17 +3,18 @@
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypedDict, TypeGuard
 
 import numpy as np
 import yaml
 
 from rocm_ext.base.files import json_object
+from rocm_ext.base.types import Json
 from rocm_ext.runs.scores import wilson
-from rocm_ext.runs.tails import Tails
+from rocm_ext.runs.tails import JsonLines, Record
 
 GREEDY = -1  # index of a held-out prompt's greedy answer; drawn answers count from 0
 MOST = 1e12  # seconds or prompts; a file with more is damaged
@@ -23,10 +24,11 @@ SampleKey = tuple[str, int]  # prompt id, index of the sample
 
 
 class Columns:
-    """The lines of a file such as ``metrics.jsonl``, by column. Lines may be added at the end."""
+    """The lines of a file such as ``metrics.jsonl``, by column; :meth:`put` adds some."""
 
-    def __init__(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        self.lines = lines
+    def __init__(self, lines: Iterable[Record] = ()) -> None:
+        self.lines = list(lines)
+        self._steps: list[float] = []  # of the lines that were put
         self._read: dict[str, array[float]] = {}
 
     def __len__(self) -> int:
@@ -42,61 +44,41 @@ class Columns:
         """[n] bool: whether a line has the key."""
         return np.array([key in line for line in self.lines], dtype=bool)
 
+    def put(self, step: float, line: Record) -> None:
+        """Take the line of a step, in the steps' order; it replaces an earlier one of the same step."""
+        at = bisect_left(self._steps, step)
+        if at < len(self._steps):
+            self._read.clear()
+        again = self._steps[at : at + 1] == [step]
+        self._steps[at : at + again] = [step]
+        self.lines[at : at + again] = [line]
 
-class Lines(list[dict[str, Any]]):
+
+class Lines(JsonLines, list[Record]):
     """All lines of a file."""
 
-    def add(self, content: bytes, position: int) -> bool:
+    def take(self, record: Record, position: int) -> None:
         """Take a line."""
-        if (line := json_object(content)) is not None:
-            self.append(line)
-        return line is not None
+        self.append(record)
 
 
-class Latest:
-    """The last line of a step, for all steps in order.
-
-    Attributes:
-        columns: the lines.
-    """
+class MetricLines(JsonLines):
+    """The training steps, validations and evaluations in a ``metrics.jsonl``; the last line of a step counts."""
 
     def __init__(self) -> None:
-        self._steps: list[float] = []
-        self._lines: list[Mapping[str, Any]] = []
-        self.columns = Columns(self._lines)
-
-    def add(self, step: float, line: Mapping[str, Any]) -> None:
-        """Take the line of a step."""
-        at = bisect_left(self._steps, step)
-        if at == len(self._steps):
-            self._steps.append(step)
-            self._lines.append(line)
-            return
-        again = self._steps[at] == step
-        self._steps[at : at + again] = [step]
-        self._lines[at : at + again] = [line]
-        self.columns = Columns(self._lines)
-
-
-class MetricLines:
-    """The training steps, validations and evaluations in a ``metrics.jsonl``."""
-
-    def __init__(self) -> None:
-        self.steps, self.validations = Latest(), Latest()
+        self.steps, self.validations = Columns(), Columns()
         self.evaluations: dict[int, Scores] = {}
 
-    def add(self, content: bytes, position: int) -> bool:
+    def take(self, record: Record, position: int) -> None:
         """Take a line."""
-        line = json_object(content)
-        if line is not None and math.isfinite(step := number(line.get("step"))):
-            if "loss" in line:
-                self.steps.add(step, line)
-            if "val_loss" in line:
-                self.validations.add(step, line)
-            self._add_scores(step, line)
-        return line is not None
+        if math.isfinite(step := number(record.get("step"))):
+            if "loss" in record:
+                self.steps.put(step, record)
+            if "val_loss" in record:
+                self.validations.put(step, record)
+            self._add_scores(step, record)
 
-    def _add_scores(self, step: float, line: Mapping[str, Any]) -> None:
+    def _add_scores(self, step: float, line: Record) -> None:
         if (scores := parse_scores(line.get("eval"))) is not None and 0 <= step < MOST_STEPS:
             self.evaluations[int(step)] = scores
 
@@ -104,49 +86,41 @@ class MetricLines:
 class PolicyLines(MetricLines):
     """The steps and the evaluations in GRPO's ``metrics.jsonl``."""
 
-    def add(self, content: bytes, position: int) -> bool:
+    def take(self, record: Record, position: int) -> None:
         """Take a line."""
-        line = json_object(content)
-        if line is None or not 0 <= (step := number(line.get("step"))) < MOST_STEPS:
-            return line is not None
-        self._add_scores(step, line)
-        if "reward" in line:
-            self.steps.add(step, {key: value for key, value in line.items() if value is not None})
-        return True
+        if 0 <= (step := number(record.get("step"))) < MOST_STEPS:
+            self._add_scores(step, record)
+            if "reward" in record:
+                self.steps.put(step, {key: value for key, value in record.items() if value is not None})
 
 
-class Readings(list[dict[str, Any]]):
+class Readings(JsonLines, list[Record]):
     """The lines of a ``hardware.jsonl``, by time.
 
     Attributes:
+        times: seconds since 1970, by line.
         gpus: ids of the GPUs in them, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._times: list[float] = []
+        self.times: list[float] = []
         self._columns: dict[Any, array[float]] = {}
         self.gpus: dict[str, None] = {}
 
-    def add(self, content: bytes, position: int) -> bool:
-        """Take a line."""
-        if (line := json_object(content)) is not None:
-            self.take(line)
-        return line is not None
-
-    def take(self, line: dict[str, Any]) -> None:
+    def take(self, record: Record, position: int = 0) -> None:
         """Take a reading, unless its time is damaged."""
-        if not 0 <= (time := number(line.get("time"))) < MOST:
+        if not 0 <= (time := number(record.get("time"))) < MOST:
             return
-        at = bisect_right(self._times, time)
+        at = bisect_right(self.times, time)
         if at < len(self):
             self._columns.clear()
-        self._times.insert(at, time)
-        self.insert(at, line)
-        if is_rows(gpus := line.get("gpus")):
+        self.times.insert(at, time)
+        self.insert(at, record)
+        if is_rows(gpus := record.get("gpus")):
             self.gpus |= dict.fromkeys(str(gpu.get("id", i)) for i, gpu in enumerate(gpus))
 
-    def column(self, name: Any, read: Callable[[Mapping[str, Any]], float]) -> np.ndarray:
+    def column(self, name: Any, read: Callable[[Record], float]) -> np.ndarray:
         """[n] float64: ``read``'s results, by line.
 
         Args:
@@ -159,6 +133,22 @@ class Readings(list[dict[str, Any]]):
 
 
 Share = tuple[float, float, float]  # a share, and the ends of its 95 % interval
+
+
+PassAtK = TypedDict("PassAtK", {"pass": float, "interval": list[float]})  # pass@k with its 95 % interval
+
+
+class EvalScores(TypedDict):
+    """``eval.json``, and ``eval`` in a line of ``metrics.jsonl``; see :func:`rocm_ext.rl.evaluation.score`."""
+
+    prompts: int
+    correct: int
+    pass_at_1: float
+    interval: list[float]
+    pass_at_k: dict[str, PassAtK]
+    samples_per_prompt: int
+    verdicts: dict[str, int]
+    truncated: int
 
 
 @dataclass(frozen=True)
@@ -187,7 +177,7 @@ class Judged:
     detail: str
 
 
-def number(value: Any) -> float:
+def number(value: object) -> float:
     """A JSON number as a float; NaN for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
@@ -197,7 +187,7 @@ def number(value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def finite(values: Any) -> np.ndarray:
+def finite(values: object) -> np.ndarray:
     """The finite numbers of a list; empty if it is not a list of numbers."""
     try:
         numbers = np.array(values if isinstance(values, list) else [], dtype=np.float64)
@@ -206,7 +196,7 @@ def finite(values: Any) -> np.ndarray:
     return numbers[np.isfinite(numbers)]
 
 
-def parse_scores(read: Any) -> Scores | None:
+def parse_scores(read: object) -> Scores | None:
     """The scores of an evaluation with their intervals; None without a number of prompts and of right answers.
 
     Args:
@@ -226,20 +216,12 @@ def parse_scores(read: Any) -> Scores | None:
     return Scores(int(total), int(correct), (correct / total, *interval), shares)
 
 
-def is_rows(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+def is_rows(value: object) -> TypeGuard[list[Record]]:
     """Whether ``value`` is a list of JSON objects."""
     return isinstance(value, list) and all(isinstance(row, dict) for row in value)
 
 
-def read_steps(
-    path: Path, problems: list[str], tails: Tails, kind: type[MetricLines] = MetricLines
-) -> tuple[Columns, Columns, dict[int, Scores]]:
-    """Steps, validations and scores by step in a ``metrics.jsonl``, in order; the last line of a step counts."""
-    lines = tails.lines(path, kind, problems)
-    return lines.steps.columns, lines.validations.columns, dict(sorted(lines.evaluations.items()))
-
-
-def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
+def read_json(path: Path, problems: list[str]) -> Json:
     """The JSON object in a file; empty if the file is missing or, with a message in ``problems``, damaged."""
     content = _read_bytes(path, problems)
     value = {} if content is None else json_object(content)
@@ -249,7 +231,7 @@ def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     return value
 
 
-def read_yaml(path: Path, problems: list[str]) -> dict[str, Any]:
+def read_yaml(path: Path, problems: list[str]) -> Json:
     """The YAML mapping in a file; empty if the file is missing or, with a message in ``problems``, damaged."""
     content = _read_bytes(path, problems)
     try:

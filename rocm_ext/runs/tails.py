@@ -5,22 +5,31 @@ handful are new.
 """
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
+from rocm_ext.base.files import json_object
+
+Record = Mapping[str, object]  # a line of a run's file as it was read: any value may be missing or damaged
 _CHECKED = 256  # bytes before the new lines; they differ if the file was rewritten
 
 
-class Kept(Protocol):
-    """The parsed content of a file's lines."""
+class JsonLines:
+    """The parsed content of a file's lines, which are JSON objects."""
 
     def add(self, content: bytes, position: int) -> bool:
         """Take a line that begins at byte ``position``; False if it is damaged."""
+        if (record := json_object(content)) is not None:
+            self.take(record, position)
+        return record is not None
+
+    def take(self, record: Record, position: int) -> None:
+        """Take the object of a line."""
 
 
-_Kept = TypeVar("_Kept", bound=Kept)
+_Kept = TypeVar("_Kept", bound=JsonLines)
 
 
 @dataclass

@@ -263,7 +263,7 @@ class Learner:
             runtime.device,
             rows=work,
             ranks=runtime.ranks.world,
-            figures=partial(figures_for, runtime.profile, runtime.machine),
+            speeds=partial(figures_for, runtime.profile, runtime.machine),
             kernels=Kernels.on(runtime.device, runtime.machine.bf16, cfg.attention),
         )
         if cfg.tokens_per_micro_batch == "auto":

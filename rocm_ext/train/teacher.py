@@ -82,7 +82,6 @@ class Teacher:
             learner.decoder,
             CrossEntropy(),
             worst_rows(longest, max(tokens, longest)),
-            runtime.dtype,
             runtime.device,
             optimizer=learner.cfg.optimizer,
             ranks=runtime.ranks.world,

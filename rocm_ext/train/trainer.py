@@ -15,6 +15,7 @@ from rocm_ext.config.checks.training import EVAL_METRIC
 from rocm_ext.data.batches import StepLoader, Steps, Update, rows_per_step
 from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.rows import Rows
+from rocm_ext.runs.records import EvalScores
 from rocm_ext.runs.scores import Score
 from rocm_ext.train.checkpoint import FREE_KEYS
 from rocm_ext.train.learner import Learner
@@ -40,7 +41,7 @@ class Evaluation(Protocol):
     def open_records(self, step: int, evaluated: int) -> None:
         """Open the records of a run that continues after ``step``, with its last evaluation at step ``evaluated``."""
 
-    def evaluate(self, step: int) -> tuple[dict[str, Any], float]:
+    def evaluate(self, step: int) -> tuple[EvalScores, float]:
         """Evaluate the present adapter, of ``step``; return the scores and the seconds."""
 
 

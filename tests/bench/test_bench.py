@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,14 +69,14 @@ def test_nothing_is_measured_that_does_not_fit(monkeypatch):
         Item("decoding", {"slots": 64}),
     ]
     bench = Bench(job(budget=2**20))
-    rows = [probes.measure(bench, asdict(item)) for item in items]
+    rows = [probes.measure(bench, item) for item in items]
     assert [row["status"] for row in rows] == ["skipped"] * 5
     assert all("budget" in row["detail"] for row in rows)
 
 
 def test_what_blocks_cost_is_measured_in_whole_blocks(monkeypatch):
     def measured() -> dict:
-        return probes.measure(Bench(job()), asdict(Item("unpacking", {"kind": "Q4_K", "rows": 3})))
+        return probes.measure(Bench(job()), Item("unpacking", {"kind": "Q4_K", "rows": 3}))
 
     found = measured()["result"]
     assert (found["shape"], found["unit"]) == ([3, 256, SHAPE["intermediate_dim"]], "x")
@@ -92,7 +92,7 @@ def train(monkeypatch):
 
     def train(*overrides: str, **values) -> dict:
         bench = Bench(Spec("cpu_pocket", ("hardware=cpu", *overrides), 4 * GIB, seconds=0.01))
-        return probes.measure(bench, asdict(Item("training", {"rows": 1, "compile": False, **values})))
+        return probes.measure(bench, Item("training", {"rows": 1, "compile": False, **values}))
 
     return train
 

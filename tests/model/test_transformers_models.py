@@ -95,7 +95,7 @@ def test_architectures_that_need_care(tmp_path, kind):
         assert check_logits(folder) == (kind not in PADDED)
     ours = our_model(folder).train()
     figures = {"optimizer": OmegaConf.create({"_component_": "torch.optim.AdamW"}), "kernels": Kernels(True, True)}
-    plan = plan_memory(ours, CrossEntropy(), [9, 4], torch.float32, CPU, targets=12, **figures)
+    plan = plan_memory(ours, CrossEntropy(), [9, 4], CPU, targets=12, **figures)
     assert all(layer.kept > 0 for layer in plan.layer_costs)
     for layer in range(len(ours.layers)):
         ours.layers[layer] = checkpoint_wrapper(ours.layers[layer])

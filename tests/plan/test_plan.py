@@ -249,7 +249,7 @@ def planner(folders, tmp_path, rows: Workload | None = None, **changes) -> Train
     assert rows is None or decoder.packs
     return TrainingPlanner(
         cfg, decoder, CrossEntropy(), torch.float32, torch.device("cpu"),
-        rows=rows or Workload(256, 200, 0.8, 100, "test"), ranks=1, figures=lambda: figures,
+        rows=rows or Workload(256, 200, 0.8, 100, "test"), ranks=1, speeds=lambda: figures,
         kernels=Kernels(True, False),
     )  # fmt: skip
 
