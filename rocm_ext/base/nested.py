@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from rocm_ext.base.errors import UserError
 
 
-def flatten(nested: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(nested: object, prefix: str = "") -> dict[str, object]:
     """Values by dotted path: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``. Lists and empty mappings are values."""
     if not isinstance(nested, Mapping) or not nested:
         return {prefix: nested}
@@ -49,7 +49,7 @@ def parse(kind: Any, value: Any, where: str) -> Any:
     raise UserError(f"{where} is {repr(value)[:60]}, expected {expected}")
 
 
-def _dataclass(kind: Any, value: Mapping[str, Any], where: str) -> Any:
+def _dataclass(kind: Any, value: Mapping[str, object], where: str) -> Any:
     known = {field.name: field for field in fields(kind)}
     if unknown := sorted(set(value) - set(known)):
         raise UserError(f"{where} has the unknown key {unknown[0]!r}; known: {', '.join(known)}")

@@ -7,7 +7,7 @@ with --verifier, it samples answers to prompts, verifies them, and prints pass@1
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +19,7 @@ from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import is_hub_name
+from rocm_ext.base.types import Json
 from rocm_ext.cli._common import (
     add_format,
     add_json,
@@ -103,11 +104,7 @@ def _check_new(folder: Path | None) -> None:
             raise UserError(f"--output {folder} exists and is not empty; choose a new folder")
 
 
-def _keys(target: ChosenModel, overrides: Sequence[str]) -> Mapping[str, Any]:
-    return config.defaults(target.recipe(overrides))
-
-
-def _content(measured: Sequence[Any], compare: Callable[..., Any]) -> dict[str, Any]:
+def _content(measured: Sequence[Any], compare: Callable[..., Any]) -> Json:
     """Return the JSON: the scores, and with ``--base`` also the base model's and the comparison."""
     content = dict(measured[0].scores)
     if len(measured) > 1:
@@ -152,7 +149,7 @@ def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None
 
 def _sampling(args: argparse.Namespace, target: ChosenModel) -> DictConfig:
     """Return the config of the sampling; keys that only RAFT has may be set for any recipe's config."""
-    known = _keys(target, args.overrides)
+    known = config.defaults(target.recipe(args.overrides))
     more = config.defaults(registry.RAFT).keys() - known.keys()
     later = [item for item in args.overrides if item.partition("=")[0].split(".")[0] in more]
     cfg = target.load([*(item for item in args.overrides if item not in later), "output_dir=eval"])
@@ -168,7 +165,7 @@ def _sampling(args: argparse.Namespace, target: ChosenModel) -> DictConfig:
     return OmegaConf.merge(cfg, OmegaConf.from_dotlist(later))  # type: ignore[return-value]
 
 
-def _source(args: argparse.Namespace) -> dict[str, Any]:
+def _source(args: argparse.Namespace) -> dict[str, str]:
     split = args.split or ("test" if is_hub_name(args.data) else "train")  # a file has the split train alone
     return {"source": args.data, "split": split, **({"name": args.name} if args.name else {})}
 

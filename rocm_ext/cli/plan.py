@@ -16,6 +16,7 @@ from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration, log
+from rocm_ext.base.types import Json
 from rocm_ext.cli._common import add_json, add_overrides, console, count, print_json, table
 from rocm_ext.config.algorithms import describe, filled
 from rocm_ext.config.checks import check_config
@@ -341,7 +342,7 @@ def _duration(seconds: float) -> str:
 # ---- as JSON
 
 
-def _content(plan: "RunPlan") -> dict[str, Any]:
+def _content(plan: "RunPlan") -> Json:
     """Return the plan for JSON; speeds and times are computed, ``published`` has the shares that runs reach."""
     from rocm_ext.plan.planner import dtype_name
 
@@ -378,7 +379,7 @@ def _content(plan: "RunPlan") -> dict[str, Any]:
     }
 
 
-def _choice_content(plan: "RunPlan", choice: "Choice") -> dict[str, Any]:
+def _choice_content(plan: "RunPlan", choice: "Choice") -> Json:
     return {
         "tokens_per_micro_batch": choice.micro_batch,
         "checkpointed_layers": len(choice.checkpointed),

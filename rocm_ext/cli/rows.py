@@ -11,7 +11,7 @@ import io
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +20,7 @@ from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import setup_logging
+from rocm_ext.base.types import Json
 from rocm_ext.cli._common import (
     add_json,
     add_overrides,
@@ -129,7 +130,7 @@ def _prompts(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
 # ---- as text
 
 
-def _print_rows(content: Mapping[str, Any]) -> None:
+def _print_rows(content: Json) -> None:
     """Print shown rows, and below them the numbers."""
     from rocm_ext.data.mixture import lines
     from rocm_ext.report import rows as words  # here, because --help must be quick
@@ -175,7 +176,7 @@ def _escaped(text: str) -> str:
     return "".join(known)
 
 
-def _print_numbers(key: str, of: Mapping[str, Any]) -> None:
+def _print_numbers(key: str, of: Json) -> None:
     from rocm_ext.report import rows as words
 
     first, *others = words.facts_of(key, of)

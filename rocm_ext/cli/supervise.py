@@ -39,6 +39,7 @@ from rocm_ext.base.files import disk_errors, read_lines
 from rocm_ext.base.log import duration
 from rocm_ext.base.process import adopt_orphans, signal_at_parents_end, stop_signals, survive_terminal
 from rocm_ext.base.supervised import APART, NOTES, RETRY
+from rocm_ext.base.types import Json
 from rocm_ext.cli._common import count, note, number, refuse_first
 from rocm_ext.runs.progress import position, slowest_step
 
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
                 _say(f"supervise: the run stopped {segment}; another process goes on")
                 continue
             wrong_command = attempt.code == 2  # as argparse of tune and torchrun ends
-            died: dict[str, Any] = {"error": why, "code": 2 if wrong_command else RETRY}
+            died: Json = {"error": why, "code": 2 if wrong_command else RETRY}
             error = next((line for line in notes if "error" in line), died)
             reached = position(out)
             deaths, furthest = (1 if reached > furthest else deaths + 1), max(reached, furthest)

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.types import Config
 from rocm_ext.machine.profile import profile_names
 
 # Keys whose value is a component
@@ -98,7 +99,7 @@ def data_weights(dataset: Any) -> tuple[float, ...]:
     return tuple(map(float, given.values()))
 
 
-def check_components(cfg: DictConfig, defaults: Mapping[str, Any]) -> None:
+def check_components(cfg: DictConfig, defaults: Config) -> None:
     """Raise a UserError for keys that lack their component, and for arguments that a component does not take.
 
     A key whose default is a name, such as ``loss: dapo``, may hold a name instead of a component.
@@ -117,7 +118,7 @@ def check_components(cfg: DictConfig, defaults: Mapping[str, Any]) -> None:
                 raise UserError(f"{key} is {part!r}; expected a _component_ and its arguments")
 
 
-def check_from_folder(content: Mapping[str, Any], file: Path) -> None:
+def check_from_folder(content: Config, file: Path) -> None:
     """Raise a UserError for a folder's config that could run code: a run or an adapter may come from anybody.
 
     ``content`` is the part of the config that is used, ``file`` its file, for the message.

@@ -15,6 +15,7 @@ from omegaconf.resolvers.oc import env
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.nested import flatten
+from rocm_ext.base.types import Config
 
 _UNSET = object()
 _NO_TEXT = "{name} is computed from a variable of the environment; refer to one itself, as in ${{oc.env:NAME}}"
@@ -75,7 +76,7 @@ def digests(cfg: DictConfig) -> dict[str, str]:
     return {key: _digest(key, values[key]) for key in texts if texts[key] != values[key]}
 
 
-def begun_as(cfg: DictConfig, begun: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
+def begun_as(cfg: DictConfig, begun: Config, known: Mapping[str, str]) -> dict[str, object]:
     """Flatten a recorded config to compare it with ``cfg``, the config of this start.
 
     ``known`` are the :func:`digests` of ``begun``. A text that the environment still has stands as ``cfg`` writes it.
@@ -86,7 +87,7 @@ def begun_as(cfg: DictConfig, begun: Mapping[str, Any], known: Mapping[str, str]
     return was
 
 
-def _flat(cfg: DictConfig, resolve: bool) -> dict[str, Any]:
+def _flat(cfg: DictConfig, resolve: bool) -> dict[str, object]:
     content: Any = OmegaConf.to_container(cfg, resolve=resolve)
     return flatten(content)
 

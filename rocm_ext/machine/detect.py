@@ -8,6 +8,7 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -127,20 +128,21 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
     """
     build, amd_archs = torch.build, tuple(dict.fromkeys(amd_gpus(root)))
     kernel = kernel_release(root) if system == "Linux" else ""
-    host: dict[str, Any] = {
-        "system": system,
-        "kernel": kernel,
-        "wsl": "microsoft" in kernel.lower(),
-        "torch": torch.version,
-        "torch_build": build,
-        "rocm": _rocm_version(torch.version, root) if build == "rocm" else None,
-        "amd_archs": amd_archs,
-    }
+    machine_with = partial(
+        Machine,
+        system=system,
+        kernel=kernel,
+        wsl="microsoft" in kernel.lower(),
+        torch=torch.version,
+        torch_build=build,
+        rocm=_rocm_version(torch.version, root) if build == "rocm" else None,
+        amd_archs=amd_archs,
+    )
     if not torch.gpus:
         hidden = next((name for name in VISIBLE_VARIABLES if environ.get(name) in ("", "-1")), None)
         # x86 lists avx512_bf16 or amx_bf16, Arm bf16; torch's test also accepts emulation
         bf16 = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(read_text(root / "proc/cpuinfo").split()))
-        return Machine("cpu", total_memory=host_total, bf16=bf16, hidden_by=hidden, **host)
+        return machine_with("cpu", total_memory=host_total, bf16=bf16, hidden_by=hidden)
 
     gpu = torch.gpus[0]
     if build == "rocm":
@@ -151,7 +153,7 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
         bf16 = _amd_bf16(arch)
     else:
         arch, bf16 = gpu.kind, gpu.major >= 8
-    return Machine(
+    return machine_with(
         build,
         total_memory=gpu.total_memory,
         bf16=bf16,
@@ -160,7 +162,6 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
         gpu_count=len(list(takewhile(lambda other: other.kind == gpu.kind, torch.gpus))),
         unified=gpu.integrated or is_unified(arch),
         native_archs=torch.kernels if build == "rocm" else (),
-        **host,
     )
 
 

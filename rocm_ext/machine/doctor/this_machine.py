@@ -17,6 +17,7 @@ import psutil
 from rocm_ext.base import pins
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.nested import parse
+from rocm_ext.base.types import Json
 from rocm_ext.machine.detect import VISIBLE_VARIABLES
 from rocm_ext.machine.doctor.checks import COMPILERS, DEBUGGING
 from rocm_ext.machine.doctor.facts import Facts
@@ -39,7 +40,8 @@ def live_facts() -> Facts:
     nodes = _device_nodes() if linux else {}
     user = _user([node.group for node in nodes.values()]) if linux else None
     sandbox, host = _sandbox() if linux else None, psutil.virtual_memory()
-    said = Recorded(
+    said = replace(
+        _ask_torch(),
         system=platform.system(),
         release="" if linux else platform.version(),
         cpu="" if linux else platform.processor(),
@@ -55,7 +57,7 @@ def live_facts() -> Facts:
         memory_limit=_memory_limit(),
         host_memory=None if files.memory else Memory(host.total, host.available),
     )
-    return Facts(replace(said, **_ask_torch()), files, ROOT)
+    return Facts(said, files, ROOT)
 
 
 def _variables() -> list[str]:
@@ -148,8 +150,8 @@ def _memory_limit() -> int | None:
 
 
 # ------------------------------------------------------------------------------------------------------- torch
-def _ask_torch() -> dict[str, Any]:
-    """Run the probe; return its facts, also if it crashed or hung later."""
+def _ask_torch() -> Recorded:
+    """Run the probe; return its facts alone, also if it crashed or hung later."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+", errors="replace") as complaints:
         probe = subprocess.Popen([sys.executable, *PROBE], stdin=subprocess.DEVNULL,
                                  stdout=output, stderr=complaints)  # fmt: skip
@@ -160,26 +162,23 @@ def _ask_torch() -> dict[str, Any]:
             status = None
         output.seek(0)
         complaints.seek(0)
-        parts = _parts(output.read())
+        said = _said(output.read())
         last = next((line for line in reversed(complaints.read().splitlines()) if line.strip()), "")
-    if status != 0 and not parts.keys() & {"canaries", "torch_error"}:
+    if status != 0 and said.canaries is None and not said.torch_error:
         failure = f"no answer in {PATIENCE} s" if status is None else f"the test program ended with status {status}"
         last = re.sub(re.escape(str(Path.home())) + r"(?=/|$)", "~", last)
         canary = Finding("canaries", "error", failure, last, "sudo dmesg | grep -i -e amdgpu -e nvrm")
-        if "torch" in parts:
-            parts["canaries"] = (canary,)
-        else:
-            parts["torch_error"] = f"{failure}: {last}"
-    return parts
+        return replace(said, canaries=(canary,)) if said.torch else replace(said, torch_error=f"{failure}: {last}")
+    return said
 
 
-def _parts(text: str) -> dict[str, Any]:
+def _said(text: str) -> Recorded:
     """The facts in the probe's lines; libraries may print other lines."""
-    parts: dict[str, Any] = {}
+    parts: Json = {}
     for line in text.splitlines():
         if line.startswith(MARK):
             try:
                 parts |= json.loads(line.removeprefix(MARK))
             except ValueError:  # cut off by a crash
                 continue
-    return {name: getattr(parse(Recorded, {name: value}, "probe"), name) for name, value in parts.items()}
+    return parse(Recorded, parts, "probe")
