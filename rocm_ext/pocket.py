@@ -132,7 +132,11 @@ def make(
     if not 0 < target < 1:
         raise UserError(f"accuracy is {target}; expected a number between 0 and 1")
     folder = folder.resolve()
-    if (earlier := _earlier(folder)) and not force:
+    card_file = folder / CARD
+    earlier: Card | None = json.loads(card_file.read_text()) if card_file.is_file() else None
+    if earlier is None and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not a pocket model; choose another folder")
+    if earlier and not force:
         asked = {"seed": seed, "target": target, "tools": tools}
         has = {name: earlier.get(name, False) for name in asked}
         if has == asked:
@@ -165,19 +169,6 @@ def make(
         write_model(aside, model, tokenizer)
         _write_json(aside / CARD, card)
     return card, True
-
-
-def _earlier(folder: Path) -> Card | None:
-    """Return the card of the pocket model in ``folder``; None if the folder is absent or empty.
-
-    Raises:
-        UserError: ``folder`` contains something else.
-    """
-    if folder.is_dir() and (folder / CARD).is_file():
-        return json.loads((folder / CARD).read_text())
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not a pocket model; choose another folder")
-    return None
 
 
 # ---- problems
@@ -268,8 +259,7 @@ def _train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     batches = batches_of(tokenizer, pool, random.Random(f"batches {seed}"), calls=calls)
     score = Score(0, len(held_out))
-    bar = tqdm(desc="training", unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
-    with bar:
+    with tqdm(desc="training", unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
         for step in range(1, MAX_STEPS + 1):
             # Slow down towards the target: at the full learning rate accuracy jumps by ten points in five steps.
             pace = min(1.0, step / WARMUP) * (1.0 if calls else max(0.03, (1 - score.accuracy / target) ** 2))

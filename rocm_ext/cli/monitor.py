@@ -7,6 +7,7 @@ and NVIDIA's through nvidia-ml-py, and needs no root. A missing field is a count
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import signal
 import sys
@@ -97,12 +98,10 @@ def run(args: argparse.Namespace) -> None:
 
 def _readings(read: Callable[[], Reading], interval: float, most: int | None) -> Iterator[Reading]:
     due = time.monotonic() + 0.1  # the first processor load covers the time since the counters were opened
-    done = 0
-    while most is None or done < most:
+    for _ in itertools.islice(itertools.count(), most):
         time.sleep(max(0.0, due - time.monotonic()))
         due = max(due + interval, time.monotonic())
         yield read()
-        done += 1
 
 
 @contextlib.contextmanager
@@ -143,9 +142,6 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, earlier)
-
-
-# ---- readings as text
 
 
 def _line(reading: Reading, run: _Run | None) -> str:

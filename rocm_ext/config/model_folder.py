@@ -60,11 +60,11 @@ def check_model_folder(cfg: DictConfig, config: Path | None) -> None:
         config: file of the config; a comment in it may give the download command. None: the config of a run, whose
             relative paths start in the folder where it started.
     """
-    checkpointer = cfg.get("checkpointer")
-    component = str(checkpointer.get(COMPONENT)) if isinstance(checkpointer, DictConfig) else ""
-    if config is not None and not component.startswith(("rocm_ext.", "torchtune.")):
+    block = cfg.get("checkpointer")
+    checkpointer = block if isinstance(block, DictConfig) else {}
+    if config is not None and not str(checkpointer.get(COMPONENT)).startswith(("rocm_ext.", "torchtune.")):
         return
-    folder = checkpointer.get("checkpoint_dir") if isinstance(checkpointer, DictConfig) else None
+    folder = checkpointer.get("checkpoint_dir")
     if not (isinstance(folder, str) and folder) or os.path.exists(folder):
         return
     if is_hub_name(folder) and cfg.model.get("checkpoint_dir") == folder:

@@ -17,7 +17,6 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.nested import flatten
 from rocm_ext.base.types import Config
 
-_UNSET = object()
 _NO_TEXT = "{name} is computed from a variable of the environment; refer to one itself, as in ${{oc.env:NAME}}"
 _renamed = "replace" in signature(OmegaConf.register_resolver).parameters  # from OmegaConf 2.4 on
 _register: Any = OmegaConf.register_resolver if _renamed else OmegaConf.register_new_resolver
@@ -33,11 +32,9 @@ def kept() -> Iterator[None]:
         _register("oc.env", env, replace=True)
 
 
-def _text(key: str, default: Any = _UNSET) -> str:
-    if default is _UNSET:
-        return f"${{oc.env:{key}}}"
-    quoted = "null" if default is None else json.dumps(str(default), ensure_ascii=False)
-    return f"${{oc.env:{key},{quoted}}}"
+def _text(key: str, *default: Any) -> str:
+    quoted = ["null" if value is None else json.dumps(str(value), ensure_ascii=False) for value in default]
+    return f"${{oc.env:{','.join([key, *quoted])}}}"
 
 
 def resolve(cfg: DictConfig, plain: Collection[str]) -> None:
@@ -88,8 +85,7 @@ def begun_as(cfg: DictConfig, begun: Config, known: Mapping[str, str]) -> dict[s
 
 
 def _flat(cfg: DictConfig, resolve: bool) -> dict[str, object]:
-    content: Any = OmegaConf.to_container(cfg, resolve=resolve)
-    return flatten(content)
+    return flatten(OmegaConf.to_container(cfg, resolve=resolve))
 
 
 def _digest(key: str, value: Any) -> str:

@@ -50,7 +50,17 @@ _MOST = {  # larger values are impossible
 
 
 class Reading(TypedDict):
-    """A line of ``hardware.jsonl``, see :class:`Counters`."""
+    """A line of ``hardware.jsonl``, without the values that could not be read.
+
+    Attributes:
+        time: Unix seconds.
+        gpus: in the order of their PCI addresses, with this address as ``id``, and ``name``; ``busy`` in percent;
+            ``vram_used``, ``vram_total``, ``gtt_used`` and ``gtt_total`` in bytes; ``power`` in W; ``temperature`` of
+            the hottest spot and ``memory_temperature`` in °C; ``clock`` and ``memory_clock`` in MHz; ``fan`` in
+            revolutions per minute.
+        host: ``cpu`` in percent of all cores; ``memory_used``, ``memory_total``, ``swap_used`` and the resident
+            ``process_memory`` in bytes.
+    """
 
     time: float
     gpus: list[dict[str, str | float]]
@@ -58,18 +68,9 @@ class Reading(TypedDict):
 
 
 class Counters:
-    """The counters of this machine. A reading is a line of ``hardware.jsonl``, without the values it could not read::
+    """The counters of this machine.
 
-        {"time": Unix seconds,
-         "gpus": [{"id": PCI address, "name": str, "busy": percent,
-                   "vram_used", "vram_total", "gtt_used", "gtt_total": bytes, "power": W,
-                   "temperature": °C of the hottest spot, "memory_temperature": °C,
-                   "clock", "memory_clock": MHz, "fan": revolutions per minute}],
-         "host": {"cpu": percent of all cores, "memory_used", "memory_total", "swap_used": bytes,
-                  "process_memory": resident bytes}}
-
-    GPUs are in the order of their PCI addresses. On unified memory ``gtt_used`` may leave out HIP's allocations
-    (ROCm#5444); the host's ``memory_used`` counts them.
+    On unified memory ``gtt_used`` may leave out HIP's allocations (ROCm#5444); the host's ``memory_used`` counts them.
 
     Use it in the thread that made it: psutil counts processor time per thread.
 
@@ -97,8 +98,6 @@ class Counters:
         gpus.sort(key=lambda gpu: str(gpu["id"]).zfill(16))
         return {"time": round(time.time(), 3), "gpus": gpus, "host": self._host()}
 
-    # ---- AMD
-
     def _amd(self, card: Path) -> dict[str, str | float] | None:
         device = card / "device"
         if read_text(device / "vendor") != "0x1002":  # another vendor's, or a partition of a listed GPU
@@ -117,8 +116,6 @@ class Counters:
             self._known[numbers] = match[1].strip() if match else f"AMD GPU {numbers[0]}".strip()
         return self._known[numbers]
 
-    # ---- NVIDIA
-
     def _open_nvml(self) -> list[_NvidiaGpu]:
         """PCI address, name and reader of the NVIDIA GPUs."""
         gpus = []
@@ -136,8 +133,6 @@ class Counters:
         except Exception as error:  # NVMLError, or an error of ctypes where the library has another version
             self.notes.append(f"the counters of the NVIDIA GPUs cannot be read: {one_line(error)}")
         return gpus
-
-    # ---- host
 
     def _host(self) -> dict[str, float]:
         if not self._live:

@@ -17,7 +17,8 @@ import psutil
 
 from rocm_ext.machine.sysfs import cards, listing, read_number, read_text, to_number
 
-_UNIFIED = {"gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"}  # is_integrated is missing on some wheels
+# AMD's GPUs that share the host's memory: torch's is_integrated is missing on some wheels
+UNIFIED = {"gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"}
 STRIX_HALO = "0x1586"  # PCI device number
 VISIBLE_VARIABLES = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
@@ -160,7 +161,7 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
         arch=arch or None,
         name=gpu.name,
         gpu_count=len(list(takewhile(lambda other: other.kind == gpu.kind, torch.gpus))),
-        unified=gpu.integrated or is_unified(arch),
+        unified=gpu.integrated or arch in UNIFIED,
         native_archs=torch.kernels if build == "rocm" else (),
     )
 
@@ -175,11 +176,6 @@ def parse_version(text: str) -> tuple[int, ...]:
     """The leading numbers of a version: ``6.18.4-arch1-1`` -> (6, 18, 4); () without numbers."""
     match = re.match(r"[0-9]{1,9}(\.[0-9]{1,9})*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
-
-
-def is_unified(arch: str | None) -> bool:
-    """Whether an AMD GPU of this architecture shares the host's memory."""
-    return arch in _UNIFIED
 
 
 def amd_gpus(root: Path) -> list[str]:

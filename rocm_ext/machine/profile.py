@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.nested import parse
 from rocm_ext.base.types import Config
-from rocm_ext.machine.detect import Machine, is_unified, parse_version
+from rocm_ext.machine.detect import UNIFIED, Machine, parse_version
 
 # Values of the keys that choose among kernels
 ATTENTION = ("auto", "flash", "efficient", "math", "eager")
@@ -237,7 +237,7 @@ def intended_machine(machine: Machine) -> tuple[Machine, Profile | None]:
     """
     if machine.backend == "cpu":
         for arch in machine.amd_archs:
-            usable = replace(machine, backend="rocm", arch=arch, unified=is_unified(arch))
+            usable = replace(machine, backend="rocm", arch=arch, unified=arch in UNIFIED)
             if profile := _profile_of(usable):
                 return usable, profile
     return machine, _profile_of(machine)
@@ -378,10 +378,8 @@ def check_locked(profile: Profile, settings: Config, overrides: list[str]) -> li
     if refused:
         keys = [line.split("=")[0] for line in refused]
         raise UserError(f"{'; '.join(refused)}. To insist: hardware_overrides: [{', '.join(keys)}]")
-    lines += [
-        f"hardware_overrides: {profile.name} does not lock {key}" for key in overrides if key not in profile.locked
-    ]
-    return lines
+    needless = [key for key in overrides if key not in profile.locked]
+    return lines + [f"hardware_overrides: {profile.name} does not lock {key}" for key in needless]
 
 
 # ---------------------------------------------------------------------------------------------------- chips

@@ -8,9 +8,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -68,16 +68,9 @@ def _variables() -> list[str]:
     return sorted({*profiles, *others, *ALLOCATOR_VARIABLES, *VISIBLE_VARIABLES, *DEBUGGING})
 
 
-# ------------------------------------------------------------------------------------------------------ access
 def _device_nodes() -> dict[str, DeviceNode]:
     import grp
     import pwd
-
-    def name(find: Any, number: int) -> str:
-        try:
-            return find(number)[0]
-        except KeyError:  # a group of the host that the container does not know
-            return str(number)
 
     nodes = {}
     render = [f"/dev/dri/{name}" for name in listing(Path("/dev/dri")) if name.startswith("renderD")]
@@ -86,9 +79,16 @@ def _device_nodes() -> dict[str, DeviceNode]:
             status = os.stat(path)
         except OSError:
             continue
-        owner, group = name(pwd.getpwuid, status.st_uid), name(grp.getgrgid, status.st_gid)
+        owner, group = _name(pwd.getpwuid, status.st_uid), _name(grp.getgrgid, status.st_gid)
         nodes[path] = DeviceNode(f"{status.st_mode & 0o777:04o}", owner, group)
     return nodes
+
+
+def _name(find: Callable[[int], Sequence], number: int) -> str:
+    try:
+        return find(number)[0]
+    except KeyError:  # a user or group of the host that the container does not know
+        return str(number)
 
 
 def _with_access(path: str, node: DeviceNode, user: User | None) -> DeviceNode:
@@ -102,12 +102,7 @@ def _user(of_devices: list[str]) -> User:
     import pwd
 
     wanted = {*_GROUPS, *of_devices}
-    names = set()
-    for number in (*os.getgroups(), os.getegid()):
-        try:
-            names.add(grp.getgrgid(number).gr_name)
-        except KeyError:
-            names.add(str(number))
+    names = {_name(grp.getgrgid, number) for number in (*os.getgroups(), os.getegid())}
     try:
         name = pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -115,7 +110,6 @@ def _user(of_devices: list[str]) -> User:
     return User(name, tuple(sorted(names & wanted)), os.geteuid() == 0)
 
 
-# ------------------------------------------------------------------------------------------------------- tools
 def _sandbox() -> SandboxState | None:
     from rocm_ext.verifiers.sandbox import Sandbox, bubblewrap, seccomp
 
@@ -149,7 +143,6 @@ def _memory_limit() -> int | None:
     return min((limit for limit in limits if limit is not None and limit < 2**60), default=None)
 
 
-# ------------------------------------------------------------------------------------------------------- torch
 def _ask_torch() -> Recorded:
     """Run the probe; return its facts alone, also if it crashed or hung later."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+", errors="replace") as complaints:
