@@ -18,7 +18,7 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.types import Row
-from rocm_ext.cli._common import add_force, add_trust, check_new_file, count, seed
+from rocm_ext.cli._common import add_force, add_trust, check_new_file, count, refuse_first, seed
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.pairs import Answer, choose_pairs, choose_single, read_answers
 
@@ -58,9 +58,8 @@ def run(args: argparse.Namespace) -> None:
         chosen = [(right.prompt_id, {"chosen": right.text, "rejected": wrong.text}) for right, wrong in pairs]
     for problem in folder.problems:
         print(f"warning: {problem}", file=sys.stderr)
-    if not chosen:
-        lacks = "right or wrong answer" if args.single else "prompt with a right and a wrong answer"
-        raise UserError(f"{args.run_dir} has no {lacks}: {_counts(answers, left_out)}")
+    lacks = "right or wrong answer" if args.single else "prompt with a right and a wrong answer"
+    refuse_first((not chosen, f"{args.run_dir} has no {lacks}: {_counts(answers, left_out)}"), code=1)
     rows = _rows(folder, chosen, args.trust_config)
     replace_text(output, "".join(json.dumps(row) + "\n" for row in rows))
     prompts, what = len({prompt for prompt, _ in chosen}), "answers" if args.single else "pairs"

@@ -122,8 +122,7 @@ def _command(words: Sequence[str]) -> tuple[list[str], Path]:
     Raises:
         UserError: the system is not Linux, the words start no recipe, or the config cannot be read.
     """
-    if sys.platform != "linux":
-        raise UserError("supervise needs Linux; on Windows use WSL2", 2)
+    refuse_first((sys.platform != "linux", "supervise needs Linux; on Windows use WSL2"))
     words = list(words)[1:] if words[:1] == ["--"] else list(words)
     table = registry.recipes()
     at = next((i for i, word in enumerate(words) if word in table or registry.is_recipe_file(word)), None)

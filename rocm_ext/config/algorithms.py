@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.importing import COMPONENT
 from rocm_ext.base.types import Config
 
@@ -90,8 +90,8 @@ def filled(cfg: DictConfig) -> DictConfig:
     named = isinstance(cfg.loss, str)
     copy = OmegaConf.create(cfg)
     copy.update(complete(cfg.loss, {key: cfg[key] for key in KEYS}))
-    if not named and (unread := [key for key in ("kl_coef", "entropy_coef") if cfg[key]]):
-        raise UserError(f"{unread[0]} is {cfg[unread[0]]!r}, and loss is a component: set loss.{unread[0]} instead")
+    unread = [key for key in ("kl_coef", "entropy_coef") if not named and cfg[key]]
+    refuse(f"{key} is {cfg[key]!r}, and loss is a component: set loss.{key} instead" for key in unread)
     if named:
         copy.mismatch_limits = limits_of(cfg.mismatch, cfg.mismatch_level, cfg.mismatch_limits)
     elif cfg.mismatch_limits is not None:

@@ -14,7 +14,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import is_hub_name
 from rocm_ext.base.types import Config, Json
 from rocm_ext.config.components import COMPONENT, check_from_folder
-from rocm_ext.config.layers import defaults, find, load, read, recipe_of, requested_hardware
+from rocm_ext.config.layers import by_key, defaults, find, load, read, recipe_of, requested_hardware
 from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder, complete, layers_of
 
 BASE = "base"  # the value of ``teacher`` that stands for the model in training without its adapter
@@ -55,8 +55,7 @@ class ChosenModel:
         """Return the value of ``hardware`` that :meth:`load` would resolve."""
         if self.has_file:
             return requested_hardware(self.name, overrides)
-        stated = [item.partition("=")[2] for item in overrides if item.startswith("hardware=")]
-        return stated[-1] if stated else "auto"
+        return by_key(overrides).get("hardware", "auto")
 
     def load(self, overrides: Iterable[str] = ()) -> DictConfig:
         """Return the config, which starts from :attr:`adapter`, if set; errors as :func:`rocm_ext.config.load`."""

@@ -25,12 +25,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rocm_ext.base import registry
-from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.errors import UserError, nearest, one_line, refuse
 from rocm_ext.base.log import log
 from rocm_ext.base.nested import flatten
 from rocm_ext.base.types import Config
 from rocm_ext.config import references
-from rocm_ext.config.components import COMPONENT, check_components, leaves
+from rocm_ext.config.components import COMPONENT, component_faults, leaves
 from rocm_ext.config.model_folder import complete
 from rocm_ext.machine.bench_file import of_this_machine
 from rocm_ext.machine.detect import detect
@@ -99,7 +99,7 @@ def load(
     given = read(find(name)) if content is None else dict(content)
     given.pop("low_cpu_ram", None)  # in torchtune's QLoRA configs; here weights are always loaded one by one
     run, overrides = _without_removed(given, name, list(overrides))
-    on_command_line = _by_key(overrides)
+    on_command_line = by_key(overrides)
     known = defaults(recipe)
     _check_recipe(name, run, on_command_line, recipe, folder, guess=content is None)
     if content is not None:
@@ -118,7 +118,7 @@ def load(
         _expand_home(cfg)
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:  # OmegaConf raises them, too
         raise UserError(f"config {name}: {_first_line(error)}") from error
-    check_components(cfg, known)
+    refuse(component_faults(cfg, known))
     return cfg
 
 
@@ -166,7 +166,7 @@ def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
     library that knows the most of their keys.
     """
     path = find(name)
-    content, on_command_line = read(path), _by_key(overrides)
+    content, on_command_line = read(path), by_key(overrides)
     stated = on_command_line.get("recipe") or content.get("recipe")
     return _guessed(content, on_command_line) if stated is None else registry.find(str(stated), path.parent)
 
@@ -184,11 +184,12 @@ def requested_hardware(name: str, overrides: Iterable[str] = (), recipe: registr
 
     ``recipe`` runs the config; None: :func:`recipe_of` it.
     """
-    stated = _by_key(overrides).get("hardware") or read(find(name)).get("hardware")
+    stated = by_key(overrides).get("hardware") or read(find(name)).get("hardware")
     return str(stated or defaults(recipe or recipe_of(name, overrides))["hardware"])
 
 
-def _by_key(overrides: Iterable[str]) -> dict[str, str]:
+def by_key(overrides: Iterable[str]) -> dict[str, str]:
+    """Return the values of ``key=value …`` as texts, the last of each key."""
     return dict(item.split("=", 1) for item in overrides if "=" in item)
 
 
@@ -205,12 +206,7 @@ def _without_removed(run: Config, name: str, overrides: list[str]) -> tuple[Conf
 
 
 def _check_recipe(
-    name: str,
-    run: Config,
-    on_command_line: Mapping[str, str],
-    recipe: registry.Recipe,
-    folder: Path,
-    guess: bool,
+    name: str, run: Config, on_command_line: Mapping[str, str], recipe: registry.Recipe, folder: Path, guess: bool
 ) -> None:
     """Refuse a config that names another recipe, unless the running recipe extends that one.
 
