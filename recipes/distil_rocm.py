@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from rocm_ext import config
 from rocm_ext.base.log import log
 from rocm_ext.config.algorithms import updates_of_step
-from rocm_ext.config.checks import check_distil_values
+from rocm_ext.config.checks import check_sampled_values
 from rocm_ext.data.batches import Steps
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
@@ -43,7 +43,7 @@ class Distil(Loop):
     def __init__(
         self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[PolicyTrainer] = PolicyTrainer
     ) -> None:
-        check_distil_values(cfg)
+        check_sampled_values(cfg, "distil_rocm")
         super().__init__(cfg, learner, trainer)
         self.sessions_stay_open = cfg.given_answers is None  # otherwise evaluations alone sample
 

@@ -21,7 +21,7 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.config.algorithms import describe, filled, updates_of_pass, updates_of_step
-from rocm_ext.config.checks import check_grpo_values
+from rocm_ext.config.checks import check_sampled_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import ROUTES, Rows
 from rocm_ext.losses.policy_gradient import loss_config
@@ -51,7 +51,7 @@ class GRPO(Loop):
     def __init__(
         self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[PolicyTrainer] = PolicyTrainer
     ) -> None:
-        check_grpo_values(cfg)
+        check_sampled_values(cfg, "grpo_rocm")
         self.filled = filled(cfg)
         log.info("%s", describe(self.filled))
         self._reference: dict[SampleKey, np.ndarray] = {}  # log-probs of the step's answers, with kl_in: reward

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.base.log import log
-from rocm_ext.config.checks import check_raft_values
+from rocm_ext.config.checks import check_sampled_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.plan import workload
@@ -42,7 +42,7 @@ class RAFT(Loop):
     def __init__(
         self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[CycleTrainer] = CycleTrainer
     ) -> None:
-        check_raft_values(cfg)
+        check_sampled_values(cfg, "raft_rocm")
         super().__init__(cfg, learner, trainer)
         self.samples_new_adapters = cfg.cycles > 1
         self._rule = KeepRule(cfg.keep, cfg.reward_threshold)

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_folder
+from rocm_ext.base.types import Json, Row
 from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
 from rocm_ext.model.download import published_models
 from rocm_ext.model.native.decoder import native
@@ -45,7 +46,7 @@ from rocm_ext.sampling.local import LocalSession
 
 log = logging.getLogger(__name__)
 
-CONFIG: dict[str, Any] = json.loads((published_models()["demo/pocket"] / "config.json").read_text())
+CONFIG: Json = json.loads((published_models()["demo/pocket"] / "config.json").read_text())
 SHAPE: dict[str, Any] = {  # the same as arguments of torchtune's builder
     "vocab_size": CONFIG["vocab_size"],  # every id is a token: a sample may draw any, and torchtune decodes no other
     "num_layers": CONFIG["num_hidden_layers"],
@@ -92,9 +93,22 @@ CHAT_TEMPLATE = (
 CARD = "pocket.json"
 
 
+class Card(TypedDict):
+    """The content of ``pocket.json``: the arguments of :func:`make`, and the trained model's steps, size and score."""
+
+    seed: int
+    target: float
+    tools: bool  # missing in older cards: False
+    steps: int
+    parameters: int
+    correct: int
+    total: int
+    accuracy: float
+
+
 def make(
     folder: Path, seed: int = 0, target: float = 0.33, force: bool = False, tools: bool = False
-) -> tuple[dict[str, Any], bool]:
+) -> tuple[Card, bool]:
     """Make a pocket model in ``folder``, or keep the one that is already there.
 
     The folder holds the model in Hugging Face's format, ``train.jsonl`` and ``heldout.jsonl`` (rows of
@@ -110,8 +124,7 @@ def make(
         tools: also teach the model to call a calculator.
 
     Returns:
-        The card (seed, target, tools, steps, parameters and the held-out correct, total and accuracy), and whether
-        the model is new.
+        The card, and whether the model is new.
 
     Raises:
         UserError: ``folder`` contains something else or another pocket model, or training misses the target.
@@ -119,7 +132,11 @@ def make(
     if not 0 < target < 1:
         raise UserError(f"accuracy is {target}; expected a number between 0 and 1")
     folder = folder.resolve()
-    if (earlier := _earlier(folder)) and not force:
+    card_file = folder / CARD
+    earlier: Card | None = json.loads(card_file.read_text()) if card_file.is_file() else None
+    if earlier is None and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not a pocket model; choose another folder")
+    if earlier and not force:
         asked = {"seed": seed, "target": target, "tools": tools}
         has = {name: earlier.get(name, False) for name in asked}
         if has == asked:
@@ -139,7 +156,7 @@ def make(
         write_tokenizer(aside, [problem.row(phrasing, calls) for problem in pool])
         tokenizer = load_tokenizer(aside)
         model, steps, score = _train(tokenizer, pool, measured, seed, target, calls)
-        card = {
+        card: Card = {
             "seed": seed,
             "target": target,
             "tools": tools,
@@ -152,19 +169,6 @@ def make(
         write_model(aside, model, tokenizer)
         _write_json(aside / CARD, card)
     return card, True
-
-
-def _earlier(folder: Path) -> dict[str, Any] | None:
-    """Return the card of the pocket model in ``folder``; None if the folder is absent or empty.
-
-    Raises:
-        UserError: ``folder`` contains something else.
-    """
-    if folder.is_dir() and (folder / CARD).is_file():
-        return json.loads((folder / CARD).read_text())
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not a pocket model; choose another folder")
-    return None
 
 
 # ---- problems
@@ -217,7 +221,7 @@ class Problem:
             {"role": "assistant", "content": str(self.answer)},
         ]
 
-    def row(self, rng: random.Random, calls: float = 0.0) -> dict[str, Any]:
+    def row(self, rng: random.Random, calls: float = 0.0) -> Row:
         """Return the problem as a training row, in a random wording; a sum's operands come in random order.
 
         Args:
@@ -244,7 +248,7 @@ def split_problems(seed: int) -> tuple[list[Problem], list[Problem], list[Proble
 
 
 def _train(
-    tokenizer: Any, pool: Sequence[Problem], held_out: Sequence[dict], seed: int, target: float, calls: float
+    tokenizer: Any, pool: Sequence[Problem], held_out: Sequence[Row], seed: int, target: float, calls: float
 ) -> tuple[TransformerDecoder, int, Score]:
     """Train a model until it reaches the target; return it with its steps and score.
 
@@ -255,8 +259,7 @@ def _train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     batches = batches_of(tokenizer, pool, random.Random(f"batches {seed}"), calls=calls)
     score = Score(0, len(held_out))
-    bar = tqdm(desc="training", unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
-    with bar:
+    with tqdm(desc="training", unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
         for step in range(1, MAX_STEPS + 1):
             # Slow down towards the target: at the full learning rate accuracy jumps by ten points in five steps.
             pace = min(1.0, step / WARMUP) * (1.0 if calls else max(0.03, (1 - score.accuracy / target) ** 2))
@@ -296,7 +299,7 @@ def update(model: TransformerDecoder, optimizer: torch.optim.Optimizer, tokens: 
     return loss
 
 
-def accuracy(model: TransformerDecoder, tokenizer: Any, rows: Sequence[dict[str, Any]]) -> Score:
+def accuracy(model: TransformerDecoder, tokenizer: Any, rows: Sequence[Row]) -> Score:
     """Count the greedy answers to the rows without their last message that end with the number in ``answer``."""
     requests = [
         Request(str(i), 0, 0, tuple(render_prompt(tokenizer, row["messages"][:-1]))) for i, row in enumerate(rows)
@@ -337,7 +340,7 @@ def batches_of(
 # ---- files
 
 
-def write_tokenizer(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_tokenizer(folder: Path, rows: Sequence[Row]) -> None:
     """Train a byte-level BPE with Qwen's pre-tokenisation on ``rows`` and write its files into ``folder``.
 
     The vocabulary has every byte, merges of the most frequent words, and last Qwen2.5's special tokens.

@@ -10,11 +10,11 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.types import Json
 
 _FULL = (
     "no space left to write {}: the disk is full, or a quota or size limit is reached. "
@@ -107,7 +107,7 @@ def replace_file(path: Path) -> Iterator[Path]:
         raise
 
 
-def rewrite_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+def rewrite_lines(path: Path, keep: Callable[[Json], bool]) -> None:
     """Rewrite a file of JSON lines without the lines that ``keep`` rejects; the old file stays until the new one is
     complete.
 
@@ -118,7 +118,7 @@ def rewrite_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
         file.writelines(json.dumps(line) + "\n" for line in read_lines(path) if keep(line))
 
 
-def read_lines(path: Path, keys: Sequence[str] = (), problems: list[str] | None = None) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, keys: Sequence[str] = (), problems: list[str] | None = None) -> Iterator[Json]:
     """The objects in a file of JSON lines; none if the file does not exist.
 
     The reader skips an incomplete last line: a process is writing it, or was killed meanwhile.
@@ -157,7 +157,7 @@ def read_lines(path: Path, keys: Sequence[str] = (), problems: list[str] | None 
         problems.append(f"{path}: skipped {lines}")
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> Json | None:
     """Read a record of a run, a file with one JSON object; None if it does not exist.
 
     Raises:
@@ -178,7 +178,7 @@ def _unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"cannot read {path}: {error.strerror or error}. Nothing was changed; check the disk")
 
 
-def json_object(content: bytes) -> dict[str, Any] | None:
+def json_object(content: bytes) -> Json | None:
     """The JSON object in ``content``; None if it is anything else."""
     try:
         value = json.loads(content)

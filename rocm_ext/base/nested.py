@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, refuse
 
 
-def flatten(nested: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(nested: object, prefix: str = "") -> dict[str, object]:
     """Values by dotted path: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``. Lists and empty mappings are values."""
     if not isinstance(nested, Mapping) or not nested:
         return {prefix: nested}
@@ -49,12 +49,11 @@ def parse(kind: Any, value: Any, where: str) -> Any:
     raise UserError(f"{where} is {repr(value)[:60]}, expected {expected}")
 
 
-def _dataclass(kind: Any, value: Mapping[str, Any], where: str) -> Any:
+def _dataclass(kind: Any, value: Mapping[str, object], where: str) -> Any:
     known = {field.name: field for field in fields(kind)}
-    if unknown := sorted(set(value) - set(known)):
-        raise UserError(f"{where} has the unknown key {unknown[0]!r}; known: {', '.join(known)}")
+    unknown = sorted(set(value) - set(known))
+    refuse(f"{where} has the unknown key {key!r}; known: {', '.join(known)}" for key in unknown)
     required = [name for name, field in known.items() if field.default is field.default_factory is MISSING]
-    if missing := [name for name in required if name not in value]:
-        raise UserError(f"{where} lacks {missing[0]!r}")
+    refuse(f"{where} lacks {name!r}" for name in required if name not in value)
     hints = get_type_hints(kind)
     return kind(**{name: parse(hints[name], item, f"{where}.{name}") for name, item in value.items()})

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.types import Json
 
 try:  # httpx's successor has the same interface; it needs Python 3.11
     import httpx2 as httpx
@@ -147,7 +148,7 @@ async def _received(client: Any, method: str, url: str, json: Any) -> Any:
     return httpx.Response(response.status_code, headers=headers, content=bytes(body))
 
 
-def json_object(url: str, response: Any) -> dict[str, Any]:
+def json_object(url: str, response: Any) -> Json:
     """Return the JSON object in a response.
 
     Raises:

@@ -48,13 +48,6 @@ def survive_terminal() -> None:
             os.close(nowhere)
 
 
-def end_with_launcher() -> None:
-    """Call :func:`end_with_parent` under torchrun: ranks that outlive their launcher would hold the GPUs and go on
-    writing."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
-
-
 def end_with_parent() -> None:
     """Let the kernel kill this process when its parent ends or is killed; on Linux only.
 

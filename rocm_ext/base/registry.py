@@ -40,7 +40,6 @@ _CALL = re.compile(
 DECIDED = "ROCM_EXT_ENVIRONMENT"
 
 
-# ----------------------------------------------------------------------------------------------- the recipes
 class Recipe:
     """A recipe.
 
@@ -101,12 +100,13 @@ def find(name: str, *folders: Path) -> Recipe:
         UserError: the name is unknown, or the file lacks the call of ``recipe_main`` or the defaults.
     """
     folders = (*folders, Path.cwd())
+    looked = " or ".join(dict.fromkeys(map(str, folders)))
     if name in TITLES:
         return _shipped(name)
     if name.endswith(".py"):
         if path := next((folder / name for folder in folders if (folder / name).is_file()), None):
             return read_recipe(path)
-        raise UserError(f"recipe {name} is not a file in {' or '.join(dict.fromkeys(map(str, folders)))}")
+        raise UserError(f"recipe {name} is not a file in {looked}")
     known = recipes()
     if name in known:
         return known[name]
@@ -114,7 +114,6 @@ def find(name: str, *folders: Path) -> Recipe:
         call = _recipe_main_call(path)
         if call and call[0] == name:
             return read_recipe(path)
-    looked = " or ".join(dict.fromkeys(map(str, folders)))
     raise UserError(
         f"recipe {name} is unknown: no Python file in {looked} calls recipe_main({name!r}, …){nearest(name, known)}"
     )

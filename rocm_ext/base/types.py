@@ -1,8 +1,9 @@
-"""Types of objects whose keys are not this library's: a dataset, a server or another program chooses them."""
+"""Types of objects whose keys no code fixes: a YAML file, a dataset, a server or another program chooses them."""
 
 from collections.abc import Mapping
 from typing import Any
 
+Config = dict[str, Any]  # a YAML file, or a block of one: its keys and their values
 Row = Mapping[str, Any]  # a dataset's row: its columns and their values
 Message = dict[str, Any]  # a message of a conversation in OpenAI's form: role, content, tool_calls, …
 Json = dict[str, Any]  # a JSON object

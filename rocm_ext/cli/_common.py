@@ -80,8 +80,7 @@ def take_model(args: argparse.Namespace) -> str:
     args.overrides = [item for item in args.overrides if item not in names]
     names += [args.model] if args.model else []
     expected = "expected one MODEL, such as the output_dir of a run, and key=value"
-    if len(names) != 1:
-        raise UserError(f"{expected}; found {' and '.join(names) or 'none'}", 2)
+    refuse_first((len(names) != 1, f"{expected}; found {' and '.join(names) or 'none'}"))
     return names[0]
 
 

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"[{len(measured)}/{sweep.most}] {outcome}", file=sys.stderr, flush=True)
 
     with TemporaryDirectory() as folder:
-        environ = {key: value for key, (value, _) in environment_for(profile, machine, os.environ).items()}
+        environ = {name: new.value for name, new in environment_for(profile, machine, os.environ).items()}
         environ["PYTORCH_TUNABLEOP_FILENAME"] = f"{folder}/tunableop.csv"  # else in the current folder
         runner.run(spec, sweep.following, args.timeout, note, environ)
     busy = others.cores()

@@ -9,7 +9,6 @@ Exit code 0: fine, 1: warnings, 2: training will not work, or --root holds no ma
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rocm_ext.cli._common import add_json, console, exits_with, print_json, printable, table
 from rocm_ext.machine.doctor import exit_code, judge, verdict
@@ -42,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
             facts = recorded_facts(args.save)
     findings = judge(facts)
     if args.json:
-        content: dict[str, Any] = {"machine": facts.title, "profile": facts.profile and facts.profile.name}
-        content |= {"exit_code": exit_code(findings), "verdict": verdict(facts, findings)}
-        print_json({**content, "rows": [asdict(finding) for finding in findings]})
+        named = {"machine": facts.title, "profile": facts.profile and facts.profile.name}
+        judged = {"exit_code": exit_code(findings), "verdict": verdict(facts, findings)}
+        print_json({**named, **judged, "rows": [asdict(finding) for finding in findings]})
     else:
         _print(facts, findings)
     return exit_code(findings)

@@ -7,7 +7,7 @@ with --verifier, it samples answers to prompts, verifies them, and prints pass@1
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.base import registry
-from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import is_hub_name
+from rocm_ext.base.types import Json
 from rocm_ext.cli._common import (
     add_format,
     add_json,
@@ -55,9 +55,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_format(parser)
     option("--verifier", metavar="NAME", help="MathAnswer, PythonTests, …, or my_module.MyVerifier")
     option("--samples", type=count, metavar="N", help="answers drawn per prompt for pass@k, beside the greedy one")
-    option(
-        "--show", type=number(int, 0, 10**6), default=3, metavar="N", help="print this many wrong answers (default: 3)"
-    )
+    wrong = "print this many wrong answers (default: 3)"
+    option("--show", type=number(int, 0, 10**6), default=3, metavar="N", help=wrong)
     output = "keep answers, verdicts and scores, or the losses of rows, in this new folder; rocm-ext compare takes two"
     option("--output", type=Path, metavar="DIR", help=output)
     add_json(parser)
@@ -97,25 +96,16 @@ def _check(args: argparse.Namespace, adapter: Path | None, target: ChosenModel, 
 
 def _check_new(folder: Path | None) -> None:
     """Refuse to write among other files: some may have the names of ours."""
-    if folder is not None and folder.exists():
-        used = not folder.is_dir() or any(folder.iterdir())
-        if used:
-            raise UserError(f"--output {folder} exists and is not empty; choose a new folder")
+    used = folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    refuse_first((used, f"--output {folder} exists and is not empty; choose a new folder"), code=1)
 
 
-def _keys(target: ChosenModel, overrides: Sequence[str]) -> Mapping[str, Any]:
-    return config.defaults(target.recipe(overrides))
-
-
-def _content(measured: Sequence[Any], compare: Callable[..., Any]) -> dict[str, Any]:
+def _content(measured: Sequence[Any], compare: Callable[..., Any]) -> Json:
     """Return the JSON: the scores, and with ``--base`` also the base model's and the comparison."""
     content = dict(measured[0].scores)
     if len(measured) > 1:
         content |= {"base": measured[1].scores, "paired": compare(*measured)}
     return content
-
-
-# ---- answers and verdicts
 
 
 def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -> None:
@@ -152,7 +142,7 @@ def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None
 
 def _sampling(args: argparse.Namespace, target: ChosenModel) -> DictConfig:
     """Return the config of the sampling; keys that only RAFT has may be set for any recipe's config."""
-    known = _keys(target, args.overrides)
+    known = config.defaults(target.recipe(args.overrides))
     more = config.defaults(registry.RAFT).keys() - known.keys()
     later = [item for item in args.overrides if item.partition("=")[0].split(".")[0] in more]
     cfg = target.load([*(item for item in args.overrides if item not in later), "output_dir=eval"])
@@ -168,7 +158,7 @@ def _sampling(args: argparse.Namespace, target: ChosenModel) -> DictConfig:
     return OmegaConf.merge(cfg, OmegaConf.from_dotlist(later))  # type: ignore[return-value]
 
 
-def _source(args: argparse.Namespace) -> dict[str, Any]:
+def _source(args: argparse.Namespace) -> dict[str, str]:
     split = args.split or ("test" if is_hub_name(args.data) else "train")  # a file has the split train alone
     return {"source": args.data, "split": split, **({"name": args.name} if args.name else {})}
 
@@ -188,9 +178,6 @@ def _print_wrong(evaluation: "Evaluation", most: int) -> None:
         print(f"    said:  {shortened(answer['text'], -_TAIL)}")
 
 
-# ---- held-out rows
-
-
 def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -> None:
     from rocm_ext.evaluate.rows import compare, keep, measure
     from rocm_ext.recipes.dpo_rocm import DPO
@@ -199,8 +186,8 @@ def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -
     _check_new(args.output)
     cfg = target.load(args.overrides)
     if args.data:
-        if not isinstance(cfg.dataset.get("source"), str):
-            raise UserError("--data replaces dataset.source, which this config's dataset does not have")
+        lacks = not isinstance(cfg.dataset.get("source"), str)
+        refuse_first((lacks, "--data replaces dataset.source, which this config's dataset does not have"), code=1)
         kept = {key: value for key, value in cfg.dataset.items() if key not in ("data_files", "name")}  # of its source
         cfg.dataset_val, cfg.validation_fraction = {**kept, **_source(args)}, 0.0
     of_pairs = registry.family(registry.find(cfg.recipe)) == registry.DPO

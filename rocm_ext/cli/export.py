@@ -8,7 +8,6 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.hub import is_hub_name
 from rocm_ext.base.log import setup_logging
@@ -51,8 +50,7 @@ def run(args: argparse.Namespace) -> None:
     setup_logging()
     source = replace(open_source(args.source, args.base, args.trust_config), base_name=args.base_name)
     lacks = source.adapter is None and (args.card or args.push)
-    if lacks:
-        raise UserError(f"{args.source} has no adapter; --card and --push are for trained adapters")
+    refuse_first((lacks, f"{args.source} has no adapter; --card and --push are for trained adapters"), code=1)
     files: list[Path] = []
     modelfile = None
     if args.merged:
@@ -84,5 +82,4 @@ def _check_new(args: argparse.Namespace) -> None:
     files = [*models, *(path.with_suffix(".Modelfile") for path in models), *([args.card] if args.card else [])]
     for number, path in enumerate(files):
         twice = check_new_file(path, args.force) in files[:number]
-        if twice:
-            raise UserError(f"{path} would be written twice; choose another name", 2)
+        refuse_first((twice, f"{path} would be written twice; choose another name"))

@@ -7,6 +7,7 @@ and NVIDIA's through nvidia-ml-py, and needs no root. A missing field is a count
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import signal
 import sys
@@ -24,11 +25,12 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors
 from rocm_ext.base.log import duration
 from rocm_ext.cli._common import console, count, number, refuse_first, table
-from rocm_ext.machine.counters import Counters, HardwareLog
+from rocm_ext.machine.counters import Counters, HardwareLog, Reading
 from rocm_ext.report import hardware
 from rocm_ext.runs.progress import progress
 
-_Show = Callable[[dict[str, Any], dict[str, Any] | None], None]  # takes a reading and the progress of a run
+_Run = Mapping[str, Any]  # the progress of a run, see rocm_ext.runs.progress
+_Show = Callable[[Reading, _Run | None], None]
 _VALUES = {  # format of a value in a run's progress
     "cycle": "cycle {}",
     "phase": "{}",
@@ -94,14 +96,12 @@ def run(args: argparse.Namespace) -> None:
             show(reading, progress(args.out[0]) if args.out and not args.web else None)
 
 
-def _readings(read: Callable[[], dict[str, Any]], interval: float, most: int | None) -> Iterator[dict[str, Any]]:
+def _readings(read: Callable[[], Reading], interval: float, most: int | None) -> Iterator[Reading]:
     due = time.monotonic() + 0.1  # the first processor load covers the time since the counters were opened
-    done = 0
-    while most is None or done < most:
+    for _ in itertools.islice(itertools.count(), most):
         time.sleep(max(0.0, due - time.monotonic()))
         due = max(due + interval, time.monotonic())
         yield read()
-        done += 1
 
 
 @contextlib.contextmanager
@@ -114,7 +114,7 @@ def _browser(args: argparse.Namespace, notes: Sequence[str]) -> Iterator[_Show]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         print(f"http://127.0.0.1:{server.server_port}/  (Ctrl-C ends)", flush=True)
         try:
-            yield lambda reading, run: page.take(reading)
+            yield lambda reading, run: page.take({**reading})
         finally:
             server.shutdown()
 
@@ -144,10 +144,7 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, earlier)
 
 
-# ---- readings as text
-
-
-def _line(reading: Mapping[str, Any], run: Mapping[str, Any] | None) -> str:
+def _line(reading: Reading, run: _Run | None) -> str:
     """A reading as one line of text."""
     columns, rows, _ = hardware.table(reading)
     parts = [time.strftime("%H:%M:%S", time.localtime(reading["time"])), *["no GPU"] * (not reading["gpus"])]
@@ -157,7 +154,7 @@ def _line(reading: Mapping[str, Any], run: Mapping[str, Any] | None) -> str:
     return "  ".join([*parts, *([] if run is None else [f"run: {run_text(run)}"])])
 
 
-def _screen(reading: Mapping[str, Any], run: Mapping[str, Any] | None, interval: float) -> Group:
+def _screen(reading: Reading, run: _Run | None, interval: float) -> Group:
     """Draw a reading: a table of the GPUs and the host, and the progress of the run."""
     now = time.strftime("%H:%M:%S", time.localtime(reading["time"]))
     columns, rows, names = hardware.table(reading)
@@ -171,7 +168,7 @@ def _screen(reading: Mapping[str, Any], run: Mapping[str, Any] | None, interval:
     return Group(*parts, *(() if run is None else ["", Text(f"run: {run_text(run)}")]))
 
 
-def run_text(run: Mapping[str, Any]) -> str:
+def run_text(run: _Run) -> str:
     """Put the result of :func:`rocm_ext.runs.progress.progress` into words."""
     if "problem" in run:
         return run["problem"]

@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
-from rocm_ext.cli._common import add_force, add_trust, check_new_file, count, seed
+from rocm_ext.base.types import Row
+from rocm_ext.cli._common import add_force, add_trust, check_new_file, count, refuse_first, seed
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.pairs import Answer, choose_pairs, choose_single, read_answers
 
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     output = check_new_file(args.output or args.run_dir / f"{'single' if args.single else 'pairs'}.jsonl", args.force)
     answers, left_out = read_answers(folder, args.last)
     choice = {"per_prompt": args.per_prompt, "limit": args.limit, "seed": args.seed}
-    chosen: list[tuple[str, dict[str, Any]]]  # prompt and columns of a row
+    chosen: list[tuple[str, Row]]  # id of the prompt, and the other columns
     if args.single:
         single = choose_single(answers, **choice)
         chosen = [(answer.prompt_id, {"completion": answer.text, "label": answer.right}) for answer in single]
@@ -57,9 +58,8 @@ def run(args: argparse.Namespace) -> None:
         chosen = [(right.prompt_id, {"chosen": right.text, "rejected": wrong.text}) for right, wrong in pairs]
     for problem in folder.problems:
         print(f"warning: {problem}", file=sys.stderr)
-    if not chosen:
-        lacks = "right or wrong answer" if args.single else "prompt with a right and a wrong answer"
-        raise UserError(f"{args.run_dir} has no {lacks}: {_counts(answers, left_out)}")
+    lacks = "right or wrong answer" if args.single else "prompt with a right and a wrong answer"
+    refuse_first((not chosen, f"{args.run_dir} has no {lacks}: {_counts(answers, left_out)}"), code=1)
     rows = _rows(folder, chosen, args.trust_config)
     replace_text(output, "".join(json.dumps(row) + "\n" for row in rows))
     prompts, what = len({prompt for prompt, _ in chosen}), "answers" if args.single else "pairs"
@@ -72,7 +72,7 @@ def _counts(answers: Sequence[Answer], left_out: Any) -> str:
     return counts + "".join(f"; left out: {number:,} {what}" for what, number in sorted(left_out.items()))
 
 
-def _rows(folder: RunFolder, chosen: Sequence[tuple[str, dict[str, Any]]], trusted: bool) -> list[dict[str, Any]]:
+def _rows(folder: RunFolder, chosen: Sequence[tuple[str, Row]], trusted: bool) -> list[Row]:
     """Return rows with the prompts that the run's config names.
 
     Args:
@@ -94,7 +94,7 @@ def _rows(folder: RunFolder, chosen: Sequence[tuple[str, dict[str, Any]]], trust
             f"{len(missing)} prompts of the run, such as {min(missing)}, are not in its data any more; restore the "
             "data that `prompts` in its config.yaml names"
         )
-    rows = []
+    rows: list[Row] = []
     for prompt_id, columns in chosen:
         prompt = known[prompt_id]
         tools = {"tools": list(prompt.tools)} if prompt.tools else {}

@@ -16,9 +16,11 @@ from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration, log
-from rocm_ext.cli._common import add_json, add_overrides, console, count, print_json, table
+from rocm_ext.base.types import Json
+from rocm_ext.cli._common import add_json, add_overrides, console, count, print_json, refuse_first, table
 from rocm_ext.config.algorithms import describe, filled
 from rocm_ext.config.checks import check_config
+from rocm_ext.config.layers import by_key
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import find_chip, load_profile
 
@@ -60,7 +62,10 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         Exit code: 0 if the config fits, else 1.
     """
-    chip = _take_machine(args)
+    chip = None
+    if args.machine is not None:
+        profile, chip = find_chip(args.machine, by_key(args.overrides).get("hardware"))
+        args.overrides = [f"hardware={profile}", *args.overrides]
     recipe = config.recipe_of(args.config, args.overrides)
     cfg = _load(args, recipe)
     if registry.extended(recipe) == registry.GRPO and not args.json:
@@ -131,32 +136,19 @@ def _ways_to_fit(
     return ways
 
 
-def _take_machine(args: argparse.Namespace) -> str | None:
-    """Turn ``--machine`` into ``hardware=…``; return the chip's name."""
-    if args.machine is None:
-        return None
-    hardware = [override.partition("=")[2] for override in args.overrides if override.startswith("hardware=")]
-    profile, chip = find_chip(args.machine, hardware[-1] if hardware else None)
-    args.overrides = [f"hardware={profile}", *args.overrides]
-    return chip
-
-
 def _check_sizes(args: argparse.Namespace, cfg: Any) -> None:
     """Refuse sizes above the config's limits."""
     answers = cfg.max_new_tokens if "prompts" in cfg else None  # evaluations of SFT and DPO are not planned
     window = cfg.tokenizer.get("max_seq_len")
-    limits = (("answer-tokens", "max_new_tokens", answers), ("row-tokens", "tokenizer.max_seq_len", window))
-    useless = args.answer_tokens and not answers
-    if useless:
-        raise UserError(f"--answer-tokens is for recipes that sample; {args.config} samples no answers", 2)
-    for option, key, most in limits:
-        given = getattr(args, option.replace("-", "_")) or 0
-        above = isinstance(most, int) and given > most
-        if above:
-            raise UserError(f"--{option} {given} is above {key}={most}; also raise the latter")
-
-
-# ---- as text
+    useless = f"--answer-tokens is for recipes that sample; {args.config} samples no answers"
+    refuse_first((args.answer_tokens and not answers, useless))
+    limits = (
+        ("answer-tokens", args.answer_tokens, "max_new_tokens", answers),
+        ("row-tokens", args.row_tokens, "tokenizer.max_seq_len", window),
+    )
+    for option, given, key, most in limits:
+        above = isinstance(most, int) and (given or 0) > most
+        refuse_first((above, f"--{option} {given} is above {key}={most}; also raise the latter"), code=1)
 
 
 def _print(name: str, plan: "RunPlan", ways: Sequence[tuple[str, int]]) -> None:
@@ -208,11 +200,7 @@ def _memory(plan: "RunPlan", choice: "Choice") -> dict[str, int]:
     """Return a choice's memory in bytes, by part, with its peak."""
     memory = choice.memory
     return {
-        "weights": memory.weights,
-        "gathered": memory.gathered,
-        "adapter": memory.adapter,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
+        **{part: getattr(memory, part) for part in ("weights", "gathered", "adapter", "gradients", "optimizer")},
         "activations": memory.activations(choice.checkpointed),
         "activations_without_checkpointing": memory.activations(()),
         "activations_with_checkpointing": memory.activations(range(memory.layers)),
@@ -338,10 +326,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds < 10 else duration(seconds)
 
 
-# ---- as JSON
-
-
-def _content(plan: "RunPlan") -> dict[str, Any]:
+def _content(plan: "RunPlan") -> Json:
     """Return the plan for JSON; speeds and times are computed, ``published`` has the shares that runs reach."""
     from rocm_ext.plan.planner import dtype_name
 
@@ -378,7 +363,7 @@ def _content(plan: "RunPlan") -> dict[str, Any]:
     }
 
 
-def _choice_content(plan: "RunPlan", choice: "Choice") -> dict[str, Any]:
+def _choice_content(plan: "RunPlan", choice: "Choice") -> Json:
     return {
         "tokens_per_micro_batch": choice.micro_batch,
         "checkpointed_layers": len(choice.checkpointed),

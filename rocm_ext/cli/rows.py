@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rocm_ext import config
 from rocm_ext.base import registry
-from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import setup_logging
 from rocm_ext.base.types import Json
 from rocm_ext.cli._common import (
@@ -29,6 +28,7 @@ from rocm_ext.cli._common import (
     number,
     print_json,
     printable,
+    refuse_first,
     table,
 )
 from rocm_ext.config.checks import check_config
@@ -81,9 +81,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _chosen(args: argparse.Namespace, lengths: list[int]) -> list[int]:
     """Return the numbers of the rows that the user named; empty: none."""
-    last = max(args.row or [0])
-    if args.row and last >= len(lengths):
-        raise UserError(f"there is no row {last}; the kept rows are 0 to {len(lengths) - 1:,}", 2)
+    last = max(args.row or [-1])
+    refuse_first((last >= len(lengths), f"there is no row {last}; the kept rows are 0 to {len(lengths) - 1:,}"))
     return [*(args.row or ()), *range(min(args.show or 0, len(lengths)))]
 
 
@@ -125,9 +124,6 @@ def _prompts(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
     prompts.render(tokenizer)
     window = decoder.max_seq_len
     return prompts.overview(tokenizer, window), lambda: prompts.check_length(window)
-
-
-# ---- as text
 
 
 def _print_rows(content: Json) -> None:

@@ -39,6 +39,7 @@ from rocm_ext.base.files import disk_errors, read_lines
 from rocm_ext.base.log import duration
 from rocm_ext.base.process import adopt_orphans, signal_at_parents_end, stop_signals, survive_terminal
 from rocm_ext.base.supervised import APART, NOTES, RETRY
+from rocm_ext.base.types import Json
 from rocm_ext.cli._common import count, note, number, refuse_first
 from rocm_ext.runs.progress import position, slowest_step
 
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
                 _say(f"supervise: the run stopped {segment}; another process goes on")
                 continue
             wrong_command = attempt.code == 2  # as argparse of tune and torchrun ends
-            died: dict[str, Any] = {"error": why, "code": 2 if wrong_command else RETRY}
+            died: Json = {"error": why, "code": 2 if wrong_command else RETRY}
             error = next((line for line in notes if "error" in line), died)
             reached = position(out)
             deaths, furthest = (1 if reached > furthest else deaths + 1), max(reached, furthest)
@@ -121,8 +122,7 @@ def _command(words: Sequence[str]) -> tuple[list[str], Path]:
     Raises:
         UserError: the system is not Linux, the words start no recipe, or the config cannot be read.
     """
-    if sys.platform != "linux":
-        raise UserError("supervise needs Linux; on Windows use WSL2", 2)
+    refuse_first((sys.platform != "linux", "supervise needs Linux; on Windows use WSL2"))
     words = list(words)[1:] if words[:1] == ["--"] else list(words)
     table = registry.recipes()
     at = next((i for i, word in enumerate(words) if word in table or registry.is_recipe_file(word)), None)

@@ -10,9 +10,9 @@ import psutil
 import yaml
 from omegaconf import OmegaConf
 
-from rocm_ext.base.errors import UserError
-from rocm_ext.cli._common import add_format, add_json, count, print_json
-from rocm_ext.config.components import check_components
+from rocm_ext.base.errors import refuse
+from rocm_ext.cli._common import add_format, add_json, count, print_json, refuse_first
+from rocm_ext.config.components import component_faults
 from rocm_ext.verifiers import Verdict
 from rocm_ext.verifiers.selfcheck import self_check
 
@@ -46,10 +46,9 @@ def run(args: argparse.Namespace) -> None:
     verifier = {"_component_": path}
     for item in args.arguments:
         key, equals, value = item.partition("=")
-        if not equals:
-            raise UserError(f"invalid argument {item!r}; expected key=value", code=2)
+        refuse_first((not equals, f"invalid argument {item!r}; expected key=value"))
         verifier[key] = yaml.safe_load(value)
-    check_components(OmegaConf.create({"verifier": verifier}), {})
+    refuse(component_faults(OmegaConf.create({"verifier": verifier}), {}))
     prompts = prompt_dataset(source=args.data, format=args.format, name=args.name, split=args.split)
     rows = [(prompt.origin, prompt.row) for prompt in prompts]
     workers = args.workers or psutil.cpu_count(logical=False) or 1
@@ -65,5 +64,5 @@ def run(args: argparse.Namespace) -> None:
         print(f"{summary.rows} right answers: {counts}; mean reward {mean}")
         for failure in failures:
             print("{origin}: {verdict} {detail}".format(**failure))
-    if wrong := summary.rows - summary.verdicts[Verdict.CORRECT]:
-        raise UserError(f"{wrong} of {summary.rows} right answers failed verification")
+    wrong = summary.rows - summary.verdicts[Verdict.CORRECT]
+    refuse_first((wrong, f"{wrong} of {summary.rows} right answers failed verification"), code=1)

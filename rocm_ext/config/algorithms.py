@@ -1,13 +1,14 @@
 """The policy-gradient algorithms: the values of a config's null keys, and the number of updates in a step."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.importing import COMPONENT
+from rocm_ext.base.types import Config
 
 KEYS = ("center", "scale", "clip_low", "clip_high", "clip_dual", "kl_in")
 
@@ -37,8 +38,8 @@ class Algorithm:
     kl_in: str | None = "loss"
 
 
-_UNCLIPPED: dict[str, Any] = {"clip_low": None, "clip_high": None, "clip_dual": None}
-_ON_POLICY: dict[str, Any] = {"scale": "none", "ratio": "none", "normalize": 1.0, "kl_in": "reward", **_UNCLIPPED}
+_UNCLIPPED = Algorithm(clip_low=None, clip_high=None, clip_dual=None)
+_ON_POLICY = replace(_UNCLIPPED, scale="none", ratio="none", normalize=1.0, kl_in="reward")
 ALGORITHMS = {
     "grpo": Algorithm(normalize="sequences"),  # arXiv:2402.03300
     "dr_grpo": Algorithm(scale="none", normalize=None),  # arXiv:2503.20783
@@ -46,11 +47,11 @@ ALGORITHMS = {
     "gspo": Algorithm(  # arXiv:2507.18071
         ratio="sequence", normalize="sequences", clip_low=3e-4, clip_high=4e-4, clip_dual=None
     ),
-    "cispo": Algorithm(frozen=True, **(_UNCLIPPED | {"clip_high": 4.0})),  # arXiv:2506.13585; limit of ScaleRL and TRL
-    "rloo": Algorithm(center="leave_one_out", **_ON_POLICY),  # arXiv:2402.14740
-    "reinforce": Algorithm(center="none", **_ON_POLICY),  # Williams 1992
+    "cispo": replace(_UNCLIPPED, frozen=True, clip_high=4.0),  # arXiv:2506.13585; limit of ScaleRL and TRL
+    "rloo": replace(_ON_POLICY, center="leave_one_out"),  # arXiv:2402.14740
+    "reinforce": replace(_ON_POLICY, center="none"),  # Williams 1992
 }
-_OF_COMPONENT = Algorithm(kl_in=None, **_UNCLIPPED)
+_OF_COMPONENT = replace(_UNCLIPPED, kl_in=None)
 MISMATCH_LIMITS = {
     **{("truncate", level): (0.0, 2.0) for level in ("token", "sequence", "geometric")},  # TIS
     ("mask", "token"): (0.5, 5.0),  # IcePop, of the paper of Ring-1T, arXiv:2510.18855
@@ -59,7 +60,7 @@ MISMATCH_LIMITS = {
 }
 
 
-def complete(loss: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def complete(loss: Any, given: Config) -> Config:
     """Replace None by the algorithm's value; UserError: a value is given, and the algorithm has no such limit.
 
     Args:
@@ -89,8 +90,8 @@ def filled(cfg: DictConfig) -> DictConfig:
     named = isinstance(cfg.loss, str)
     copy = OmegaConf.create(cfg)
     copy.update(complete(cfg.loss, {key: cfg[key] for key in KEYS}))
-    if not named and (unread := [key for key in ("kl_coef", "entropy_coef") if cfg[key]]):
-        raise UserError(f"{unread[0]} is {cfg[unread[0]]!r}, and loss is a component: set loss.{unread[0]} instead")
+    unread = [key for key in ("kl_coef", "entropy_coef") if not named and cfg[key]]
+    refuse(f"{key} is {cfg[key]!r}, and loss is a component: set loss.{key} instead" for key in unread)
     if named:
         copy.mismatch_limits = limits_of(cfg.mismatch, cfg.mismatch_level, cfg.mismatch_limits)
     elif cfg.mismatch_limits is not None:

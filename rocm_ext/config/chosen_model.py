@@ -1,7 +1,7 @@
 """The model that a command samples from or measures, named by a config, a run's output folder or a model's folder."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from safetensors import safe_open
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import is_hub_name
+from rocm_ext.base.types import Config, Json
 from rocm_ext.config.components import COMPONENT, check_from_folder
-from rocm_ext.config.layers import defaults, find, load, read, recipe_of, requested_hardware
+from rocm_ext.config.layers import by_key, defaults, find, load, read, recipe_of, requested_hardware
 from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder, complete, layers_of
 
 BASE = "base"  # the value of ``teacher`` that stands for the model in training without its adapter
@@ -38,7 +39,7 @@ class ChosenModel:
 
     name: str
     adapter: Path | None
-    content: Mapping[str, Any] | None = None
+    content: Config | None = None
     run: bool = False
 
     @property
@@ -54,8 +55,7 @@ class ChosenModel:
         """Return the value of ``hardware`` that :meth:`load` would resolve."""
         if self.has_file:
             return requested_hardware(self.name, overrides)
-        stated = [item.partition("=")[2] for item in overrides if item.startswith("hardware=")]
-        return stated[-1] if stated else "auto"
+        return by_key(overrides).get("hardware", "auto")
 
     def load(self, overrides: Iterable[str] = ()) -> DictConfig:
         """Return the config, which starts from :attr:`adapter`, if set; errors as :func:`rocm_ext.config.load`."""
@@ -136,7 +136,7 @@ def _matching(pattern: Any, adapter: Path) -> Any:
 
 
 def _model(name: str, adapter: Path | None) -> ChosenModel:
-    model: dict[str, Any] = {COMPONENT: FROM_CHECKPOINT, "checkpoint_dir": name, "lora_rank": 1}
+    model: Config = {COMPONENT: FROM_CHECKPOINT, "checkpoint_dir": name, "lora_rank": 1}
     if adapter is not None:
         settings = _read_adapter(adapter)
         given = {ours: settings.get(theirs) for theirs, ours in _ADAPTER.items()}
@@ -149,7 +149,7 @@ def _model(name: str, adapter: Path | None) -> ChosenModel:
     return ChosenModel(name, adapter, {"recipe": registry.RAFT, "model": model, "optimizer": optimizer})
 
 
-def _read_adapter(folder: Path) -> dict[str, Any]:
+def _read_adapter(folder: Path) -> Json:
     path = folder / "adapter_config.json"
     if folder.is_file():
         raise UserError(f"the adapter {folder} is a file; name its folder, which holds {path.name}")

@@ -10,8 +10,9 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from rocm_ext.base import registry
-from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.errors import UserError, explain_errors, nearest
 from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.types import Config
 from rocm_ext.machine.profile import profile_names
 
 # Keys whose value is a component
@@ -62,12 +63,8 @@ def instantiate(block: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
             inspect.signature(component).bind(*args, **arguments)
     except TypeError as error:
         raise UserError(f"{key}: {block[COMPONENT]}: {error}") from error
-    try:
+    with explain_errors(f"{key}: {block[COMPONENT]}"):
         return component(*args, **arguments)
-    except UserError:
-        raise
-    except Exception as error:  # whatever the component raises
-        raise UserError(f"{key}: {block[COMPONENT]}: {one_line(error)}") from error
 
 
 def takes(block: DictConfig, argument: str, key: str) -> bool:
@@ -98,26 +95,26 @@ def data_weights(dataset: Any) -> tuple[float, ...]:
     return tuple(map(float, given.values()))
 
 
-def check_components(cfg: DictConfig, defaults: Mapping[str, Any]) -> None:
-    """Raise a UserError for keys that lack their component, and for arguments that a component does not take.
+def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
+    """Yield a message for each key that lacks its component, and each argument that a component does not take.
 
     A key whose default is a name, such as ``loss: dapo``, may hold a name instead of a component.
     """
     names = {key for key, default in defaults.items() if isinstance(default, str) and default != "???"}
     for key, block in cfg.items():
         if isinstance(block, ListConfig) and key in _COMPONENTS - _LISTS:
-            raise UserError(f"{key} is {block!r}; expected one _component_ and its arguments")
+            yield f"{key} is {block!r}; expected one _component_ and its arguments"
         mixed = key == "dataset" and isinstance(block, ListConfig)
         if mixed:
             data_weights(block)
         for part in block if isinstance(block, ListConfig) else [block]:
             if isinstance(part, DictConfig) and COMPONENT in part:
-                _check_arguments(str(key), part, (COMPONENT, WEIGHT) if mixed else (COMPONENT,))
+                yield from _argument_faults(str(key), part, (COMPONENT, WEIGHT) if mixed else (COMPONENT,))
             elif key in _COMPONENTS and part is not None and not (key in names and isinstance(part, str)):
-                raise UserError(f"{key} is {part!r}; expected a _component_ and its arguments")
+                yield f"{key} is {part!r}; expected a _component_ and its arguments"
 
 
-def check_from_folder(content: Mapping[str, Any], file: Path) -> None:
+def check_from_folder(content: Config, file: Path) -> None:
     """Raise a UserError for a folder's config that could run code: a run or an adapter may come from anybody.
 
     ``content`` is the part of the config that is used, ``file`` its file, for the message.
@@ -153,7 +150,7 @@ def leaves(block: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         yield path, block
 
 
-def _check_arguments(key: str, block: DictConfig, others: Sequence[str]) -> None:
+def _argument_faults(key: str, block: DictConfig, others: Sequence[str]) -> Iterator[str]:
     """Check the arguments of a component: all keys of ``block`` except ``others``."""
     parameters = _parameters(block, key)
     if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -163,11 +160,11 @@ def _check_arguments(key: str, block: DictConfig, others: Sequence[str]) -> None
             continue
         if name not in parameters:
             hint = "; it is for a list of data sets to train on" if key in _LISTS and name == WEIGHT else ""
-            raise UserError(f"unknown key {key}.{name} for {block[COMPONENT]}{hint or nearest(name, parameters)}")
+            yield f"unknown key {key}.{name} for {block[COMPONENT]}{hint or nearest(name, parameters)}"
         kinds = str(getattr(parameters[name].annotation, "__name__", parameters[name].annotation)).split(" | ")
         value = None if OmegaConf.is_interpolation(block, name) else block[name]
         if isinstance(value, str) and set(kinds) - {"None"} in ({"int"}, {"float"}, {"int", "float"}):
-            raise UserError(f"{key}.{name} is {value!r}; expected a number")
+            yield f"{key}.{name} is {value!r}; expected a number"
 
 
 def _parameters(block: DictConfig, key: str) -> Mapping[str, inspect.Parameter] | None:

@@ -25,11 +25,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rocm_ext.base import registry
-from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.errors import UserError, nearest, one_line, refuse
 from rocm_ext.base.log import log
 from rocm_ext.base.nested import flatten
+from rocm_ext.base.types import Config
 from rocm_ext.config import references
-from rocm_ext.config.components import COMPONENT, check_components, leaves
+from rocm_ext.config.components import COMPONENT, component_faults, leaves
 from rocm_ext.config.model_folder import complete
 from rocm_ext.machine.bench_file import of_this_machine
 from rocm_ext.machine.detect import detect
@@ -72,7 +73,7 @@ _LOSSES_OF_PAIRS = {"Preference", "UnpairedPreference", "DPOLoss", "RSOLoss"}  #
 
 
 def load(
-    recipe: str | registry.Recipe, name: str, overrides: Iterable[str] = (), content: Mapping[str, Any] | None = None
+    recipe: str | registry.Recipe, name: str, overrides: Iterable[str] = (), content: Config | None = None
 ) -> DictConfig:
     """Return the config of a run.
 
@@ -98,7 +99,7 @@ def load(
     given = read(find(name)) if content is None else dict(content)
     given.pop("low_cpu_ram", None)  # in torchtune's QLoRA configs; here weights are always loaded one by one
     run, overrides = _without_removed(given, name, list(overrides))
-    on_command_line = _by_key(overrides)
+    on_command_line = by_key(overrides)
     known = defaults(recipe)
     _check_recipe(name, run, on_command_line, recipe, folder, guess=content is None)
     if content is not None:
@@ -117,17 +118,17 @@ def load(
         _expand_home(cfg)
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:  # OmegaConf raises them, too
         raise UserError(f"config {name}: {_first_line(error)}") from error
-    check_components(cfg, known)
+    refuse(component_faults(cfg, known))
     return cfg
 
 
-def defaults(recipe: str | registry.Recipe) -> dict[str, Any]:
+def defaults(recipe: str | registry.Recipe) -> Config:
     """Return every key of a recipe, with its default.
 
     ``extends`` in a defaults file names a recipe whose keys it inherits. ``include`` lists files in the same folder,
     without ``.yaml``, whose keys it adds; an included file may include others.
     """
-    merged: dict[str, Any] = {}
+    merged: Config = {}
     recipe = registry.find(recipe) if isinstance(recipe, str) else recipe
     for part in reversed(registry.chain(recipe)):
         merged |= _with_included(part.defaults)
@@ -137,17 +138,17 @@ def defaults(recipe: str | registry.Recipe) -> dict[str, Any]:
     return merged
 
 
-def _with_included(path: Path) -> dict[str, Any]:
+def _with_included(path: Path) -> Config:
     content = read(path)
     if not isinstance(include := content.pop("include", []), list):
         raise UserError(f"{path}: include is {include!r}; expected a list of names, such as [common]")
-    merged: dict[str, Any] = {}
+    merged: Config = {}
     for name in include:
         merged |= _with_included(path.with_name(f"{name}.yaml"))
     return merged | content
 
 
-def trainer_config(cfg: DictConfig) -> dict[str, Any]:
+def trainer_config(cfg: DictConfig) -> Config:
     """Return the config of a training run inside another recipe: the SFT recipe's keys, with defaults for keys that
     ``cfg`` lacks, and keys that a user's recipe adds. Keys of data are null: the recipe brings its data."""
     settings: Any = OmegaConf.to_container(cfg)
@@ -165,12 +166,12 @@ def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
     library that knows the most of their keys.
     """
     path = find(name)
-    content, on_command_line = read(path), _by_key(overrides)
+    content, on_command_line = read(path), by_key(overrides)
     stated = on_command_line.get("recipe") or content.get("recipe")
     return _guessed(content, on_command_line) if stated is None else registry.find(str(stated), path.parent)
 
 
-def _guessed(content: Mapping[str, Any], on_command_line: Mapping[str, str]) -> registry.Recipe:
+def _guessed(content: Config, on_command_line: Mapping[str, str]) -> registry.Recipe:
     loss = on_command_line.get("loss") or content.get("loss")
     component = loss.get(COMPONENT) if isinstance(loss, Mapping) else loss
     if str(component).rpartition(".")[2] in _LOSSES_OF_PAIRS:
@@ -183,15 +184,16 @@ def requested_hardware(name: str, overrides: Iterable[str] = (), recipe: registr
 
     ``recipe`` runs the config; None: :func:`recipe_of` it.
     """
-    stated = _by_key(overrides).get("hardware") or read(find(name)).get("hardware")
+    stated = by_key(overrides).get("hardware") or read(find(name)).get("hardware")
     return str(stated or defaults(recipe or recipe_of(name, overrides))["hardware"])
 
 
-def _by_key(overrides: Iterable[str]) -> dict[str, str]:
+def by_key(overrides: Iterable[str]) -> dict[str, str]:
+    """Return the values of ``key=value …`` as texts, the last of each key."""
     return dict(item.split("=", 1) for item in overrides if "=" in item)
 
 
-def _without_removed(run: dict[str, Any], name: str, overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
+def _without_removed(run: Config, name: str, overrides: list[str]) -> tuple[Config, list[str]]:
     """Return a run YAML without the keys that ``~key`` removes, and the other overrides."""
     if strange := [item for item in overrides if "=" not in item and not item.startswith("~")]:
         raise UserError(f"cannot read override {strange[0]!r}; expected key=value or ~key", code=2)
@@ -204,12 +206,7 @@ def _without_removed(run: dict[str, Any], name: str, overrides: list[str]) -> tu
 
 
 def _check_recipe(
-    name: str,
-    run: Mapping[str, Any],
-    on_command_line: Mapping[str, str],
-    recipe: registry.Recipe,
-    folder: Path,
-    guess: bool,
+    name: str, run: Config, on_command_line: Mapping[str, str], recipe: registry.Recipe, folder: Path, guess: bool
 ) -> None:
     """Refuse a config that names another recipe, unless the running recipe extends that one.
 
@@ -264,7 +261,7 @@ def find(name: str) -> Path:
     raise UserError(f"config {name} is neither a file nor one of this library's{near}")
 
 
-def difference(old: Mapping[str, Any], new: Mapping[str, Any], free: frozenset[str]) -> list[str]:
+def difference(old: Config, new: Config, free: frozenset[str]) -> list[str]:
     """Return ``key: was A, is B`` for every value that differs, except under the keys in ``free``."""
     flat_old, flat_new = flatten(old), flatten(new)
     return [
@@ -274,7 +271,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any], free: frozenset[s
     ]
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Config:
     """Read a config's file without resolving interpolations; UserError: it is unreadable, or holds no mapping."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -284,7 +281,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=32)  # a run reads the defaults of its recipe dozens of times
-def _parsed(path: Path, text: str) -> dict[str, Any]:
+def _parsed(path: Path, text: str) -> Config:
     try:
         loaded = OmegaConf.load(StringIO(text))
     except yaml.YAMLError as error:
@@ -296,7 +293,7 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
     return OmegaConf.to_container(loaded, resolve=False)  # type: ignore[return-value]
 
 
-def _resolve_hardware(requested: Any) -> tuple[str, dict[str, Any]]:
+def _resolve_hardware(requested: Any) -> tuple[str, Config]:
     """Return name and settings of the profile; ``auto`` adds what `rocm-ext bench` measured on this machine."""
     if requested != "auto":
         return str(requested), load_profile(str(requested)).settings
@@ -309,11 +306,9 @@ def _resolve_hardware(requested: Any) -> tuple[str, dict[str, Any]]:
     return profile.name, {**profile.settings, **measured}
 
 
-def _merged(
-    known: Mapping[str, Any], profile: Mapping[str, Any], run: Mapping[str, Any], on_command_line: Mapping[str, str]
-) -> dict[str, Any]:
+def _merged(known: Config, profile: Config, run: Config, on_command_line: Mapping[str, str]) -> Config:
     """Merge the layers, lowest first; ``hardware=…`` on the command line lifts the profile over the run."""
-    merged: dict[str, Any] = {}
+    merged: Config = {}
     for layer in [known, profile, run, *([profile] if "hardware" in on_command_line else [])]:
         _unset_rivals(merged, layer, known)
         merged |= {key: _over(merged.get(key), value) for key, value in layer.items()}
@@ -322,7 +317,7 @@ def _merged(
     return merged
 
 
-def _unset_rivals(merged: dict[str, Any], layer: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+def _unset_rivals(merged: Config, layer: Mapping[str, object], defaults: Config) -> None:
     layer = {str(key).split(".")[0]: value for key, value in layer.items()}  # the command line's keys have parts
     for key, rival in _RIVALS.items():
         if rival in defaults and layer.get(key) not in (None, "null", "None") and layer.get(rival) is None:
@@ -336,7 +331,7 @@ def _over(lower: Any, value: Any) -> Any:
     return {**lower, **value} if value.get(COMPONENT, lower[COMPONENT]) == lower[COMPONENT] else value
 
 
-def _replace_components(merged: dict[str, Any], overrides: list[str]) -> list[str]:
+def _replace_components(merged: Config, overrides: list[str]) -> list[str]:
     """Apply overrides like ``lr_scheduler=null``, and return the others.
 
     torchtune reads ``key=VALUE`` as ``key._component_=VALUE`` if ``key`` is a component, even if VALUE is null or a
@@ -375,9 +370,7 @@ def _expand_home(config: Any, prefix: str = "") -> None:
             raise UserError(f"{prefix}{key} is {value!r}; expected a path, such as ./{value}")
 
 
-def _check_known(
-    run: Mapping[str, Any], on_command_line: Mapping[str, str], known: Mapping[str, Any], recipe: registry.Recipe
-) -> None:
+def _check_known(run: Config, on_command_line: Mapping[str, str], known: Config, recipe: registry.Recipe) -> None:
     """Refuse unknown keys. A key to which a value refers, as in ``${key}``, is a variable of the user's."""
     texts = (value for _, value in leaves(run) if isinstance(value, str))
     variables = {name for text in texts for name in re.findall(r"\$\{\.*([^${}.:\[\]]+)[.\[}]", text)}
@@ -396,7 +389,7 @@ def _check_known(
         raise UserError(f"unknown key {key}{hint}")
 
 
-def _check_complete(cfg: DictConfig, defaults: Mapping[str, Any], name: str) -> None:
+def _check_complete(cfg: DictConfig, defaults: Config, name: str) -> None:
     missing = set(OmegaConf.missing_keys(cfg))
     missing |= {key for key, default in defaults.items() if default == "???" and cfg._get_node(key)._is_none()}  # type: ignore
     # a missing key of the recipe explains the missing values that refer to it

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from rocm_ext.base import registry, supervised
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log, setup_logging
-from rocm_ext.base.process import end_with_launcher, stop_signals, survive_terminal, tell_launcher
+from rocm_ext.base.process import end_with_parent, stop_signals, survive_terminal, tell_launcher
 from rocm_ext.config.layers import find, load
 from rocm_ext.config.model_folder import check_model_folder
 from rocm_ext.machine.detect import detect
@@ -55,7 +55,8 @@ def recipe_main(
             if not gc.isenabled():  # see rocm_ext.config.startup
                 gc.enable()
                 gc.freeze()  # what was imported stays
-            end_with_launcher()
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks that outlive torchrun would hold the GPUs and go on writing
+                end_with_parent()
             # torchrun's SIGTERM must end a rank that waits for another in C++ code
             if int(os.environ.get("WORLD_SIZE", 1)) == 1:
                 for signum in stop_signals():

@@ -6,16 +6,16 @@ import shlex
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import how_to_download, is_hub_name
 from rocm_ext.base.importing import COMPONENT
+from rocm_ext.base.types import Config
 
 FROM_CHECKPOINT = "rocm_ext.model.from_checkpoint"
-_BLOCKS: dict[str, dict[str, Any]] = {
+_BLOCKS: dict[str, dict[str, str]] = {
     "checkpointer": {
         COMPONENT: "rocm_ext.model.HFCheckpointer",
         "checkpoint_dir": "${model.checkpoint_dir}",
@@ -35,7 +35,7 @@ def layers_of(key: str) -> re.Pattern[str]:
     return re.compile(rf"(.*\.)?({key})$")
 
 
-def complete(merged: dict[str, Any], on_command_line: Mapping[str, str]) -> None:
+def complete(merged: Config, on_command_line: Mapping[str, str]) -> None:
     """Fill in ``checkpointer`` and ``tokenizer`` of a config whose model is :data:`FROM_CHECKPOINT`.
 
     ``merged`` changes in place. Given keys stay, and so does a block that names another component.
@@ -60,11 +60,11 @@ def check_model_folder(cfg: DictConfig, config: Path | None) -> None:
         config: file of the config; a comment in it may give the download command. None: the config of a run, whose
             relative paths start in the folder where it started.
     """
-    checkpointer = cfg.get("checkpointer")
-    component = str(checkpointer.get(COMPONENT)) if isinstance(checkpointer, DictConfig) else ""
-    if config is not None and not component.startswith(("rocm_ext.", "torchtune.")):
+    block = cfg.get("checkpointer")
+    checkpointer = block if isinstance(block, DictConfig) else {}
+    if config is not None and not str(checkpointer.get(COMPONENT)).startswith(("rocm_ext.", "torchtune.")):
         return
-    folder = checkpointer.get("checkpoint_dir") if isinstance(checkpointer, DictConfig) else None
+    folder = checkpointer.get("checkpoint_dir")
     if not (isinstance(folder, str) and folder) or os.path.exists(folder):
         return
     if is_hub_name(folder) and cfg.model.get("checkpoint_dir") == folder:

@@ -15,8 +15,8 @@ from omegaconf.resolvers.oc import env
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.nested import flatten
+from rocm_ext.base.types import Config
 
-_UNSET = object()
 _NO_TEXT = "{name} is computed from a variable of the environment; refer to one itself, as in ${{oc.env:NAME}}"
 _renamed = "replace" in signature(OmegaConf.register_resolver).parameters  # from OmegaConf 2.4 on
 _register: Any = OmegaConf.register_resolver if _renamed else OmegaConf.register_new_resolver
@@ -32,11 +32,9 @@ def kept() -> Iterator[None]:
         _register("oc.env", env, replace=True)
 
 
-def _text(key: str, default: Any = _UNSET) -> str:
-    if default is _UNSET:
-        return f"${{oc.env:{key}}}"
-    quoted = "null" if default is None else json.dumps(str(default), ensure_ascii=False)
-    return f"${{oc.env:{key},{quoted}}}"
+def _text(key: str, *default: Any) -> str:
+    quoted = ["null" if value is None else json.dumps(str(value), ensure_ascii=False) for value in default]
+    return f"${{oc.env:{','.join([key, *quoted])}}}"
 
 
 def resolve(cfg: DictConfig, plain: Collection[str]) -> None:
@@ -75,7 +73,7 @@ def digests(cfg: DictConfig) -> dict[str, str]:
     return {key: _digest(key, values[key]) for key in texts if texts[key] != values[key]}
 
 
-def begun_as(cfg: DictConfig, begun: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
+def begun_as(cfg: DictConfig, begun: Config, known: Mapping[str, str]) -> dict[str, object]:
     """Flatten a recorded config to compare it with ``cfg``, the config of this start.
 
     ``known`` are the :func:`digests` of ``begun``. A text that the environment still has stands as ``cfg`` writes it.
@@ -86,9 +84,8 @@ def begun_as(cfg: DictConfig, begun: Mapping[str, Any], known: Mapping[str, str]
     return was
 
 
-def _flat(cfg: DictConfig, resolve: bool) -> dict[str, Any]:
-    content: Any = OmegaConf.to_container(cfg, resolve=resolve)
-    return flatten(content)
+def _flat(cfg: DictConfig, resolve: bool) -> dict[str, object]:
+    return flatten(OmegaConf.to_container(cfg, resolve=resolve))
 
 
 def _digest(key: str, value: Any) -> str:

@@ -74,7 +74,7 @@ def _begin_tune(arguments: Sequence[str]) -> None:
     ranks = _ranks(arguments[:at], machine)
     environ = {**os.environ, "WORLD_SIZE": str(ranks)} if ranks > 1 else os.environ
     missing = environment_for(profile, machine, environ)
-    put({name: value for name, (value, _) in missing.items()})
+    put(missing)
     os.environ.setdefault(registry.DECIDED, "")  # child processes inherit it
     if at == 0 and missing:
         replace_process(launch.command(table.get(arguments[0]), arguments))

@@ -3,13 +3,12 @@
 import json
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log
+from rocm_ext.base.types import Config, Json
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import COMPILE
 
@@ -28,9 +27,9 @@ class BenchFile:
     """
 
     date: str
-    machine: Mapping[str, Any]
-    figures: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    machine: Json
+    figures: Json
+    settings: Config
 
     @classmethod
     def read(cls, path: Path) -> "BenchFile":
@@ -71,7 +70,7 @@ def cache_folder() -> Path | None:
     return cache / "torchtune-rocm" if cache.is_absolute() else None
 
 
-def machine_key(machine: Machine) -> dict[str, Any]:
+def machine_key(machine: Machine) -> dict[str, str | int | None]:
     """The machine's identity: a measurement is valid for machines with an equal key."""
     return {
         "backend": machine.backend,

@@ -13,11 +13,11 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import psutil
 
@@ -27,6 +27,8 @@ from rocm_ext.machine.sysfs import cards, listing, read_number, read_text
 log = logging.getLogger("rocm_ext")
 HARDWARE_LOG = "hardware.jsonl"  # in a run's folder; a line is what Counters.read() gives
 
+_Values = dict[str, float | None]  # counters; None: unreadable
+_NvidiaGpu = tuple[str, str, Callable[[], _Values]]  # PCI address, name and reader
 _TAIL = 1 << 20  # bytes; a line is a few kB at most
 _PATIENCE = 2  # seconds to wait for the last reading; the files of a GPU that hangs may block for long
 
@@ -47,19 +49,28 @@ _MOST = {  # larger values are impossible
 }
 
 
+class Reading(TypedDict):
+    """A line of ``hardware.jsonl``, without the values that could not be read.
+
+    Attributes:
+        time: Unix seconds.
+        gpus: in the order of their PCI addresses, with this address as ``id``, and ``name``; ``busy`` in percent;
+            ``vram_used``, ``vram_total``, ``gtt_used`` and ``gtt_total`` in bytes; ``power`` in W; ``temperature`` of
+            the hottest spot and ``memory_temperature`` in °C; ``clock`` and ``memory_clock`` in MHz; ``fan`` in
+            revolutions per minute.
+        host: ``cpu`` in percent of all cores; ``memory_used``, ``memory_total``, ``swap_used`` and the resident
+            ``process_memory`` in bytes.
+    """
+
+    time: float
+    gpus: list[dict[str, str | float]]
+    host: dict[str, float]
+
+
 class Counters:
-    """The counters of this machine. A reading is a line of ``hardware.jsonl``, without the values it could not read::
+    """The counters of this machine.
 
-        {"time": Unix seconds,
-         "gpus": [{"id": PCI address, "name": str, "busy": percent,
-                   "vram_used", "vram_total", "gtt_used", "gtt_total": bytes, "power": W,
-                   "temperature": °C of the hottest spot, "memory_temperature": °C,
-                   "clock", "memory_clock": MHz, "fan": revolutions per minute}],
-         "host": {"cpu": percent of all cores, "memory_used", "memory_total", "swap_used": bytes,
-                  "process_memory": resident bytes}}
-
-    GPUs are in the order of their PCI addresses. On unified memory ``gtt_used`` may leave out HIP's allocations
-    (ROCm#5444); the host's ``memory_used`` counts them.
+    On unified memory ``gtt_used`` may leave out HIP's allocations (ROCm#5444); the host's ``memory_used`` counts them.
 
     Use it in the thread that made it: psutil counts processor time per thread.
 
@@ -80,16 +91,14 @@ class Counters:
         _attempt(psutil.cpu_percent)  # the next call returns the share since this one
         self._cpu_asked = time.monotonic()
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Reading:
         """Take a reading."""
         gpus = [gpu for card in cards(self.root) if (gpu := self._amd(card))]
         gpus += [{"id": id, "name": name, **_plausible(read())} for id, name, read in self._nvidia]
-        gpus.sort(key=lambda gpu: gpu["id"].zfill(16))
+        gpus.sort(key=lambda gpu: str(gpu["id"]).zfill(16))
         return {"time": round(time.time(), 3), "gpus": gpus, "host": self._host()}
 
-    # ---- AMD
-
-    def _amd(self, card: Path) -> dict[str, Any] | None:
+    def _amd(self, card: Path) -> dict[str, str | float] | None:
         device = card / "device"
         if read_text(device / "vendor") != "0x1002":  # another vendor's, or a partition of a listed GPU
             return None
@@ -107,9 +116,7 @@ class Counters:
             self._known[numbers] = match[1].strip() if match else f"AMD GPU {numbers[0]}".strip()
         return self._known[numbers]
 
-    # ---- NVIDIA
-
-    def _open_nvml(self) -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
+    def _open_nvml(self) -> list[_NvidiaGpu]:
         """PCI address, name and reader of the NVIDIA GPUs."""
         gpus = []
         try:
@@ -127,12 +134,10 @@ class Counters:
             self.notes.append(f"the counters of the NVIDIA GPUs cannot be read: {one_line(error)}")
         return gpus
 
-    # ---- host
-
-    def _host(self) -> dict[str, Any]:
+    def _host(self) -> dict[str, float]:
         if not self._live:
             return {}
-        values: dict[str, Any] = {}
+        values: _Values = {}
         now = time.monotonic()
         if now - self._cpu_asked >= 0.05:  # processor time is counted in hundredths of a second
             values["cpu"] = _attempt(psutil.cpu_percent)
@@ -146,9 +151,9 @@ class Counters:
         return {key: value for key, value in values.items() if value is not None}
 
 
-def _read_amd(device: Path) -> dict[str, float | None]:
+def _read_amd(device: Path) -> _Values:
     """Files and units: docs.kernel.org/gpu/amdgpu/thermal.html and driver-misc.html."""
-    values: dict[str, float | None] = {key: read_number(device / f"mem_info_{key}") for key in _MEMORY}
+    values: _Values = {key: read_number(device / f"mem_info_{key}") for key in _MEMORY}
     if read_text(device / "power/runtime_status") == "suspended":  # older kernels wake it up: rocm-systems#8024
         return values
     values["busy"] = read_number(device / "gpu_busy_percent")
@@ -178,10 +183,10 @@ def _has_nvidia() -> bool:
     return any(map(os.path.exists, _NVIDIA)) or (os.name == "nt" and shutil.which("nvidia-smi") is not None)
 
 
-def _nvidia_gpu(nvml: Any, index: int) -> tuple[str, str, Callable[[], dict[str, Any]]]:
+def _nvidia_gpu(nvml: Any, index: int) -> _NvidiaGpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
 
-    def read() -> dict[str, Any]:
+    def read() -> _Values:
         memory = _attempt(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
         milliwatts = _attempt(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
         return {
@@ -211,7 +216,7 @@ def _attempt(read: Callable[[], Any]) -> Any:
         return None
 
 
-def _plausible(values: dict[str, Any]) -> dict[str, Any]:
+def _plausible(values: _Values) -> dict[str, float]:
     """``values`` without the unreadable and impossible ones."""
     numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
     return {key: round(number, 3) for key, number in numbers.items() if 0 <= number <= _MOST[key]}
@@ -241,7 +246,7 @@ class HardwareLog:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
-    def write(self, reading: Mapping[str, Any]) -> None:
+    def write(self, reading: Reading) -> None:
         """Append one line.
 
         Raises:

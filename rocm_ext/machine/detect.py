@@ -8,6 +8,7 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import psutil
 
 from rocm_ext.machine.sysfs import cards, listing, read_number, read_text, to_number
 
-_UNIFIED = {"gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"}  # is_integrated is missing on some wheels
+# AMD's GPUs that share the host's memory: torch's is_integrated is missing on some wheels
+UNIFIED = {"gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"}
 STRIX_HALO = "0x1586"  # PCI device number
 VISIBLE_VARIABLES = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
@@ -127,20 +129,21 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
     """
     build, amd_archs = torch.build, tuple(dict.fromkeys(amd_gpus(root)))
     kernel = kernel_release(root) if system == "Linux" else ""
-    host: dict[str, Any] = {
-        "system": system,
-        "kernel": kernel,
-        "wsl": "microsoft" in kernel.lower(),
-        "torch": torch.version,
-        "torch_build": build,
-        "rocm": _rocm_version(torch.version, root) if build == "rocm" else None,
-        "amd_archs": amd_archs,
-    }
+    machine_with = partial(
+        Machine,
+        system=system,
+        kernel=kernel,
+        wsl="microsoft" in kernel.lower(),
+        torch=torch.version,
+        torch_build=build,
+        rocm=_rocm_version(torch.version, root) if build == "rocm" else None,
+        amd_archs=amd_archs,
+    )
     if not torch.gpus:
         hidden = next((name for name in VISIBLE_VARIABLES if environ.get(name) in ("", "-1")), None)
         # x86 lists avx512_bf16 or amx_bf16, Arm bf16; torch's test also accepts emulation
         bf16 = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(read_text(root / "proc/cpuinfo").split()))
-        return Machine("cpu", total_memory=host_total, bf16=bf16, hidden_by=hidden, **host)
+        return machine_with("cpu", total_memory=host_total, bf16=bf16, hidden_by=hidden)
 
     gpu = torch.gpus[0]
     if build == "rocm":
@@ -151,16 +154,15 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
         bf16 = _amd_bf16(arch)
     else:
         arch, bf16 = gpu.kind, gpu.major >= 8
-    return Machine(
+    return machine_with(
         build,
         total_memory=gpu.total_memory,
         bf16=bf16,
         arch=arch or None,
         name=gpu.name,
         gpu_count=len(list(takewhile(lambda other: other.kind == gpu.kind, torch.gpus))),
-        unified=gpu.integrated or is_unified(arch),
+        unified=gpu.integrated or arch in UNIFIED,
         native_archs=torch.kernels if build == "rocm" else (),
-        **host,
     )
 
 
@@ -174,11 +176,6 @@ def parse_version(text: str) -> tuple[int, ...]:
     """The leading numbers of a version: ``6.18.4-arch1-1`` -> (6, 18, 4); () without numbers."""
     match = re.match(r"[0-9]{1,9}(\.[0-9]{1,9})*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
-
-
-def is_unified(arch: str | None) -> bool:
-    """Whether an AMD GPU of this architecture shares the host's memory."""
-    return arch in _UNIFIED
 
 
 def amd_gpus(root: Path) -> list[str]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import refuse
 from rocm_ext.base.registry import DECIDED
 from rocm_ext.machine.detect import Machine, parse_version
 from rocm_ext.machine.profile import Profile, Variable
@@ -24,18 +24,15 @@ _CONDITIONS = {  # of Variable.when
 }
 
 
-def environment_for(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """The variables that ``profile`` adds to the user's, as {name: (value, reason)}.
+def environment_for(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> dict[str, Variable]:
+    """The variables that ``profile`` adds to the user's, by name.
 
     Raises:
         UserError: the allocator's variables contradict one another.
     """
     check_environment(profile, machine, environ)
-    return {
-        name: (variable.value, variable.reason)
-        for name, variable in _missing(profile, environ).items()
-        if _CONDITIONS[variable.when](profile, machine, environ)
-    }
+    missing = _missing(profile, environ)
+    return {name: new for name, new in missing.items() if _CONDITIONS[new.when](profile, machine, environ)}
 
 
 def _missing(profile: Profile, environ: Mapping[str, str]) -> dict[str, Variable]:
@@ -53,8 +50,7 @@ def check_environment(profile: Profile, machine: Machine, environ: Mapping[str, 
         UserError: the allocator's variables contradict one another.
     """
     conflicts = list(environment_conflicts(profile, machine, environ))
-    if fatal := next((conflict for conflict in conflicts if conflict.fatal), None):
-        raise UserError(str(fatal))
+    refuse(str(conflict) for conflict in conflicts if conflict.fatal)
     return [str(conflict) for conflict in conflicts]
 
 
@@ -108,18 +104,21 @@ def preset(profile: Profile) -> list[str]:
     Returns:
         A line about variables that came after the import of torch, which reads some of them.
     """
-    added = {name: new.value for name, new in _missing(profile, os.environ).items() if new.when == "always"}
+    added = {name: new for name, new in _missing(profile, os.environ).items() if new.when == "always"}
     put(added)
     if not added or "torch" not in sys.modules:
         return []
-    exports = " ".join(f"{name}={value}" for name, value in added.items())
-    return [f"torch was imported before these variables were set; `tune run` sets them in time, or: export {exports}"]
+    return [f"torch was imported before these variables were set; `tune run` sets them in time, or: {_export(added)}"]
 
 
-def put(added: Mapping[str, str]) -> None:
+def _export(added: Mapping[str, Variable]) -> str:
+    return f"export {' '.join(f'{name}={new.value}' for name, new in added.items())}"
+
+
+def put(added: Mapping[str, Variable]) -> None:
     """Set variables and list them as this library's."""
     if added:
-        os.environ.update(added)
+        os.environ.update({name: new.value for name, new in added.items()})
         os.environ[DECIDED] = ",".join(sorted(_ours() | set(added)))
 
 
@@ -148,7 +147,7 @@ def apply_environment(profile: Profile, machine: Machine, restart: bool = False)
     """
     before = _ours()
     added = environment_for(profile, machine, os.environ)
-    put({name: value for name, (value, _) in added.items()})
+    put(added)
     ours = before | set(added)
     # neither an interactive session nor a script from stdin can run again
     repeatable = sys.argv[:1] not in ([""], ["-"]) and len(sys.orig_argv) > 1
@@ -158,8 +157,7 @@ def apply_environment(profile: Profile, machine: Machine, restart: bool = False)
     if kept := [f"{name}={os.environ[name]}" for name in profile.environment if name in ours & set(os.environ)]:
         lines.append(f"environment: {' '.join(kept)} (`rocm-ext doctor` says why)")
     if added and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-        exports = " ".join(f"{name}={value}" for name, (value, _) in added.items())
-        lines.append(f"HIP has already started without these; before starting Python: export {exports}")
+        lines.append(f"HIP has already started without these; before starting Python: {_export(added)}")
     return lines
 
 

@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 
 from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.nested import parse
-from rocm_ext.machine.detect import Machine, is_unified, parse_version
+from rocm_ext.base.types import Config
+from rocm_ext.machine.detect import UNIFIED, Machine, parse_version
 
 # Values of the keys that choose among kernels
 ATTENTION = ("auto", "flash", "efficient", "math", "eager")
@@ -116,12 +117,12 @@ class Profile:
 
     name: str
     title: str
-    memory: dict[str, Any]
-    match: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
+    memory: Config
+    match: Config = field(default_factory=dict)
+    settings: Config = field(default_factory=dict)
     locked: dict[str, Lock] = field(default_factory=dict)
     environment: dict[str, Variable] = field(default_factory=dict)
-    floor: dict[str, dict[str, Any]] = field(default_factory=dict)
+    floor: dict[str, Config] = field(default_factory=dict)
     bad_builds: tuple[BadBuild, ...] = ()
     chips: dict[str, Chip] = field(default_factory=dict)
     reached: dict[str, float] = field(default_factory=dict)
@@ -236,7 +237,7 @@ def intended_machine(machine: Machine) -> tuple[Machine, Profile | None]:
     """
     if machine.backend == "cpu":
         for arch in machine.amd_archs:
-            usable = replace(machine, backend="rocm", arch=arch, unified=is_unified(arch))
+            usable = replace(machine, backend="rocm", arch=arch, unified=arch in UNIFIED)
             if profile := _profile_of(usable):
                 return usable, profile
     return machine, _profile_of(machine)
@@ -352,7 +353,7 @@ def _is_newer_build(kernel: str, other: str) -> bool:
     return bool(have[2]) and have[2] == least[2] and have >= least
 
 
-def check_locked(profile: Profile, settings: Mapping[str, Any], overrides: list[str]) -> list[str]:
+def check_locked(profile: Profile, settings: Config, overrides: list[str]) -> list[str]:
     """Check ``settings`` against the profile's locks.
 
     Args:
@@ -377,10 +378,8 @@ def check_locked(profile: Profile, settings: Mapping[str, Any], overrides: list[
     if refused:
         keys = [line.split("=")[0] for line in refused]
         raise UserError(f"{'; '.join(refused)}. To insist: hardware_overrides: [{', '.join(keys)}]")
-    lines += [
-        f"hardware_overrides: {profile.name} does not lock {key}" for key in overrides if key not in profile.locked
-    ]
-    return lines
+    needless = [key for key in overrides if key not in profile.locked]
+    return lines + [f"hardware_overrides: {profile.name} does not lock {key}" for key in needless]
 
 
 # ---------------------------------------------------------------------------------------------------- chips

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -20,6 +19,7 @@ from torch.profiler import ProfilerActivity
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import replace_file, replace_text
 from rocm_ext.base.log import log
+from rocm_ext.base.types import Json
 
 TRAINING, PREFILL, DECODING = "training", "prefill", "decoding"
 FOLDER = "profile"
@@ -40,7 +40,7 @@ class _Recording:
     """
 
     seen: int = 0
-    parts: list[dict[str, Any]] = field(default_factory=list)
+    parts: list[Json] = field(default_factory=list)
     table: str = ""
 
     @property
@@ -122,7 +122,7 @@ class Trace:
         if len(recording.parts) == self._steps or recording.events > _MOST_EVENTS:
             self._finish(kind)
 
-    def _exported(self, profiler: torch.profiler.profile) -> dict[str, Any]:
+    def _exported(self, profiler: torch.profiler.profile) -> Json:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f".rank{self._rank}.tmp"
         try:
@@ -179,7 +179,7 @@ class Trace:
         log.info("profile of %s, %s, %.3g s%s: %s", kind, which, total, share, where)
 
 
-def seconds(events: list[dict[str, Any]], kind: str) -> tuple[float, float]:
+def seconds(events: list[Json], kind: str) -> tuple[float, float]:
     """Seconds of the recorded steps, and the part of them in which a kernel or copy of a GPU ran.
 
     Args:

@@ -12,7 +12,7 @@ from torchtune import config as torchtune_config
 
 from rocm_ext import config, verifiers
 from rocm_ext.base import registry
-from rocm_ext.config.checks import check_grpo_values
+from rocm_ext.config.checks import check_sampled_values
 from rocm_ext.losses import Preference, objective_of
 from rocm_ext.machine.profile import check_locked, load_profile
 from rocm_ext.model.download import published, published_models
@@ -81,7 +81,7 @@ def test_it_runs_on_its_own_machine_and_with_hardware_cpu_on_any(name):
 def check_values(cfg: DictConfig) -> None:
     """Let the recipe check its values; nothing is read or built for that."""
     if cfg.recipe == "grpo_rocm":
-        check_grpo_values(cfg)
+        check_sampled_values(cfg, "grpo_rocm")
     elif cfg.recipe == "raft_rocm":
         assert RAFT(cfg).sampling.temperature == 1.0
     elif cfg.recipe == "dpo_rocm":

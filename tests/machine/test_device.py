@@ -146,7 +146,7 @@ def test_profiles_are_whole(name):
     assert bool(profile.install) == (profile.match["backend"] == "rocm")
     assert check_locked(profile, profile.settings, []) == []
     for user in ({}, {"WORLD_SIZE": "8"}):
-        ours = {key: value for key, (value, _) in environment_for(profile, STRIX, user).items()}
+        ours = {name: new.value for name, new in environment_for(profile, STRIX, user).items()}
         check_environment(profile, STRIX, ours)  # does not contradict itself
 
 
@@ -247,8 +247,8 @@ def test_locked_settings():
 def test_the_user_s_environment_comes_first():
     profile = load_profile("strix_halo")
     ours = environment_for(profile, STRIX, {})
-    assert ours["HSA_ENABLE_SDMA"][0] == "0"
-    assert "unproven" in ours["HSA_ENABLE_SDMA"][1]
+    assert ours["HSA_ENABLE_SDMA"].value == "0"
+    assert "unproven" in ours["HSA_ENABLE_SDMA"].reason
     assert "HSA_OVERRIDE_GFX_VERSION" not in ours, "harmful where torch has kernels"
     foreign = replace(STRIX, native_archs=("gfx942",))
     assert "HSA_OVERRIDE_GFX_VERSION" in environment_for(profile, foreign, {})
@@ -256,7 +256,7 @@ def test_the_user_s_environment_comes_first():
     assert "HSA_OVERRIDE_GFX_VERSION" not in environment_for(profile, other, {}), "it is no gfx1151"
     assert "HSA_ENABLE_SDMA" not in environment_for(profile, STRIX, {"HSA_ENABLE_SDMA": "1"})
     several = environment_for(load_profile("mi300x"), MI300X, {"WORLD_SIZE": "8"})
-    assert several["GPU_MAX_HW_QUEUES"][0] == "2"
+    assert several["GPU_MAX_HW_QUEUES"].value == "2"
     assert environment_for(load_profile("mi300x"), MI300X, {}) == {}
     cpu = {"GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}
     assert set(environment_for(load_profile("cpu"), CPU, {})) == cpu

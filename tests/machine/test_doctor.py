@@ -731,8 +731,8 @@ def test_a_crash_while_computing_keeps_what_torch_said(monkeypatch):
     lines = f"{{not json}}\n{MARK}{told}\n{MARK}{{torn"
     monkeypatch.setattr(this_machine, "PROBE", ("-c", f"import sys; print({lines!r}); sys.exit(3)"))
     said = this_machine._ask_torch()
-    assert said["torch"].build == "rocm"
-    (row,) = said["canaries"]
+    assert said.torch.build == "rocm"
+    (row,) = said.canaries
     assert (row.level, row.found) == ("error", "the test program ended with status 3")
 
 

@@ -8,7 +8,7 @@ import pytest
 from rocm_ext.base.errors import UserError
 from rocm_ext.cli import main
 from rocm_ext.machine.bench_file import machine_key
-from rocm_ext.machine.detect import is_unified
+from rocm_ext.machine.detect import UNIFIED
 from rocm_ext.machine.profile import chips_of, find_chip, load_profile, profile_names
 from rocm_ext.plan.speeds import figures_for
 from tests.kit.plans import plan
@@ -34,7 +34,7 @@ def test_data_sheets_are_whole():
             assert chip.memory < chip.bandwidth < 10_000
             assert chip.fp32 <= (chip.bf16 or chip.fp16)
             assert bool(chip.bf16) == (chip.arch not in ("gfx906", "sm_70", "sm_75"))
-            assert not (chip.link and is_unified(chip.arch))
+            assert not (chip.link and chip.arch in UNIFIED)
             assert name not in seen
             assert find_chip(name) == (profile.name, name)
             seen.add(name)

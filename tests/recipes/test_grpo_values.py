@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from rocm_ext.recipes import grpo_rocm
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.config.algorithms import ALGORITHMS, KEYS, describe, filled
-from rocm_ext.config.checks import check_grpo_values, check_raft_values
+from rocm_ext.config.checks import check_sampled_values
 from rocm_ext.losses.policy_gradient import PolicyGradient, loss_config
 from rocm_ext.plan.workload import old_logprobs
 from tests.config.test_run_configs import CONFIGS
@@ -23,6 +24,7 @@ from tests.kit.grpo_runs import write_run
 from tests.kit.tiny import exit_code, write_yaml
 from tests.recipes.test_bad_input import ANY
 
+check_grpo_values = partial(check_sampled_values, family="grpo_rocm")
 DEFAULTS = config.defaults("grpo_rocm")
 COMMON = {"recipe", "include", *OmegaConf.load(CONFIGS / "defaults" / "common.yaml")}
 OWN = sorted(OmegaConf.load(CONFIGS / "defaults" / "grpo_rocm.yaml").keys() - COMMON)
@@ -122,7 +124,7 @@ def test_a_key_that_is_set_and_not_read_is_named(changes, unread, caplog):
 
 def test_raft_names_them_too(caplog):
     with caplog.at_level("INFO", "rocm_ext"):
-        check_raft_values(config.load("raft_rocm", "cpu_pocket_raft", ["max_turns=4", "clip_high=0.1"]))
+        check_sampled_values(config.load("raft_rocm", "cpu_pocket_raft", ["max_turns=4", "clip_high=0.1"]), "raft_rocm")
     assert [record.getMessage() for record in caplog.records] == [
         "not read without an environment: max_turns=4", "not read with objective=raft: clip_high=0.1"
     ]  # fmt: skip
@@ -136,8 +138,9 @@ def test_every_key_of_its_own_is_checked(key):
 
 @pytest.mark.parametrize("key", sorted(OF_RAFT - {"include"}))
 def test_every_key_of_raft_is_checked(key):
+    cfg = config.load("raft_rocm", "cpu_pocket_raft", ["hardware=cpu"]) | {key: [7]}
     with pytest.raises(UserError, match=f"^{key} is "):
-        check_raft_values(config.load("raft_rocm", "cpu_pocket_raft", ["hardware=cpu"]) | {key: [7]})
+        check_sampled_values(cfg, "raft_rocm")
 
 
 PLAIN = ANY.filter(lambda value: "${" not in str(value))  # OmegaConf refuses others before a recipe sees them

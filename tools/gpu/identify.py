@@ -28,7 +28,7 @@ def identify(here: Here) -> Iterator[Row]:
         "machine": f"{said}, {machine.total_memory / GIB:.1f} GiB",
         "versions": ", ".join([f"Python {platform.python_version()}", *_versions()]),
         "profile": profile.name,
-        "environment": {name: value for name, (value, _) in environment_for(profile, machine, os.environ).items()},
+        "environment": {name: new.value for name, new in environment_for(profile, machine, os.environ).items()},
     }
 
 

@@ -3,20 +3,11 @@
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base import registry
-from rocm_ext.config.checks.rollouts import check_distil_values, check_grpo_values, check_raft_values
+from rocm_ext.config.checks.rollouts import check_sampled_values
 from rocm_ext.config.checks.training import check_max_seq_len, check_values
 from rocm_ext.config.layers import trainer_config
 
-__all__ = [
-    "check_config",
-    "check_distil_values",
-    "check_grpo_values",
-    "check_max_seq_len",
-    "check_raft_values",
-    "check_values",
-]
-
-_SAMPLED = {registry.RAFT: check_raft_values, registry.GRPO: check_grpo_values, registry.DISTIL: check_distil_values}
+__all__ = ["check_config", "check_max_seq_len", "check_sampled_values", "check_values"]
 
 
 def check_config(cfg: DictConfig, family: str) -> None:
@@ -26,7 +17,8 @@ def check_config(cfg: DictConfig, family: str) -> None:
         cfg: config of the run.
         family: recipe of this library that runs it or that its recipe extends; empty: none, so nothing is checked.
     """
-    if family:
-        check_values(OmegaConf.create(trainer_config(cfg)) if family in registry.SAMPLED else cfg)
-    if family in _SAMPLED:
-        _SAMPLED[family](cfg)
+    if family in registry.SAMPLED:
+        check_values(OmegaConf.create(trainer_config(cfg)))
+        check_sampled_values(cfg, family)
+    elif family:
+        check_values(cfg)

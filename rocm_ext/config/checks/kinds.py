@@ -35,7 +35,7 @@ class Kind:
         return f"{', '.join(most)}, or {last}" if most else last
 
 
-def check(config: Mapping[str, Any] | DictConfig, kinds: Mapping[str, Kind], where: str = "") -> None:
+def check(config: Mapping[str, object] | DictConfig, kinds: Mapping[str, Kind], where: str = "") -> None:
     """Raise a UserError for values that do not fit a table; the message names key, value and what was expected.
 
     Args:

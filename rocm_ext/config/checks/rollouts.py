@@ -127,25 +127,15 @@ _UNREAD: tuple[tuple[str, Callable[[DictConfig], bool], tuple[str, ...]], ...] =
 )  # fmt: skip
 
 
-def check_raft_values(cfg: DictConfig) -> None:
-    """Raise a UserError for wrong values of RAFT's keys, except SFT's keys and the arguments of ``Sampling``."""
-    check(cfg, _SHARED | _RAFT)
-    refuse(_shared_faults(cfg, registry.RAFT))
-    refuse(_raft_faults(cfg))
+def check_sampled_values(cfg: DictConfig, family: str) -> None:
+    """Raise a UserError for wrong values of the keys of RAFT, GRPO or distillation, whichever recipe ``family`` is.
 
-
-def check_grpo_values(cfg: DictConfig) -> None:
-    """Do as :func:`check_raft_values` for GRPO."""
-    check(cfg, _SHARED | _GRPO)
-    refuse(_shared_faults(cfg, registry.GRPO))
-    refuse(_grpo_faults(cfg))
-
-
-def check_distil_values(cfg: DictConfig) -> None:
-    """Do as :func:`check_raft_values` for distillation."""
-    check(cfg, _SHARED | _DISTIL)
-    refuse(_shared_faults(cfg, registry.DISTIL))
-    refuse(_distil_faults(cfg))
+    SFT's keys and the arguments of ``Sampling`` are checked elsewhere.
+    """
+    kinds, faults = _OF_RECIPE[family]
+    check(cfg, _SHARED | kinds)
+    refuse(_shared_faults(cfg, family))
+    refuse(faults(cfg))
 
 
 def _shared_faults(cfg: DictConfig, recipe: str) -> Iterator[str]:
@@ -298,3 +288,10 @@ def _staleness_faults(cfg: DictConfig) -> Iterator[str]:
             f"max_staleness={cfg.max_staleness} trains on answers of earlier adapters, and with mismatch=none nothing "
             "weighs them by how likely the present one gives them; set mismatch=truncate or mask, or max_staleness=0"
         )
+
+
+_OF_RECIPE: dict[str, tuple[dict[str, Kind], Callable[[DictConfig], Iterator[str]]]] = {
+    registry.RAFT: (_RAFT, _raft_faults),
+    registry.GRPO: (_GRPO, _grpo_faults),
+    registry.DISTIL: (_DISTIL, _distil_faults),
+}

@@ -152,15 +152,14 @@ def environment(facts: Facts) -> Iterator[Finding]:
         yield Finding(name, "error" if conflict.fatal else "warning", conflict.setting, conflict.why, fix)
     alone = environment_for(profile, facts.fit, {"WORLD_SIZE": str(facts.gpu_count)})  # nothing set by the user
     taken = {*environ, *(ALLOCATOR_VARIABLES if environ.keys() & set(ALLOCATOR_VARIABLES) else ())}
-    for name, (value, why) in alone.items():
+    for name, ours in alone.items():
         if name not in taken:
-            yield Finding(name, "ok", f"not set; the recipe sets {value}", why)
+            yield Finding(name, "ok", f"not set; the recipe sets {ours.value}", ours.reason)
     for name in sorted(environ.keys() - {name for conflict in conflicts for name in conflict.variables}):
         value, why = environ[name], ""
-        wanted, reason = alone.get(name, (value, ""))
         found = value or "empty"
-        if value != wanted and name not in ALLOCATOR_VARIABLES:
-            found, why = f"{value}; the recipe would set {wanted}", reason
+        if name in alone and value != alone[name].value and name not in ALLOCATOR_VARIABLES:
+            found, why = f"{value}; the recipe would set {alone[name].value}", alone[name].reason
         elif name in DEBUGGING and value not in ("", "0"):
             why = f"slow: {DEBUGGING[name]}"
         elif name == "PYTORCH_TUNABLEOP_ENABLED" and value == "1" and profile.name != "mi300x":

@@ -83,10 +83,12 @@ class Facts:
         may_be_strix = [card for card in amd_cards if card.device in (STRIX_HALO, "")] or amd_cards  # or Gorgon Halo
         self.strix_mes = [card.mes for card in may_be_strix if fit.arch == "gfx1151"]
         nodes = said.device_nodes or {}  # of the GPU: /dev/kfd and the render nodes
-        self.gpu_nodes = {
-            path: node for path, node in nodes.items() if re.fullmatch(r"/dev/(kfd|dri/renderD\d+)", path)
+        of_gpu = re.compile(r"/dev/(kfd|dri/renderD\d+)").fullmatch
+        self.gpu_nodes = {path: node for path, node in nodes.items() if of_gpu(path)}
+        self.access = {  # whether the user can read and write them; None: unknown
+            path: node.allows(said.user) if node.access is None else node.access
+            for path, node in self.gpu_nodes.items()
         }
-        self.access = {path: node.may_open(said.user) for path, node in self.gpu_nodes.items()}
         render = [path for path in self.gpu_nodes if "renderD" in path]
         exist = {"/dev/kfd": "/dev/kfd" in self.gpu_nodes, "/dev/dri/renderD*": bool(render)}
         self.missing_nodes = [path for path in exist if not exist[path]]
@@ -94,16 +96,14 @@ class Facts:
         # ---- numbers of GPUs like the one that trains
         self.listed_gpus = files.amd_gpus.count(fit.arch or "")  # by KFD
         self.gpu_count = machine.gpu_count or self.listed_gpus
-        by_torch = machine.backend == "rocm"
-        self.seen_gpus, self.seen_by = (
-            (machine.gpu_count, "torch sees") if by_torch else (self.listed_gpus, "KFD lists")
-        )
+        self.seen_gpus, self.seen_by = self.listed_gpus, "KFD lists"
+        if machine.backend == "rocm":
+            self.seen_gpus, self.seen_by = machine.gpu_count, "torch sees"
         largest = max(self.cards, key=lambda card: card.vram or 0, default=None)
         equal = sum(card.device == largest.device for card in self.cards) if largest and largest.device else 0
         there = max(self.listed_gpus, equal, files.accelerators)
-        self.installed_gpus = (
-            min(there, len(render)) if said.container and render else there
-        )  # or given to the container
+        # or given to the container
+        self.installed_gpus = min(there, len(render)) if said.container and render else there
 
         # ---- unified memory, in bytes
         self.unified = profile is not None and profile.memory["of"] == "unified"
@@ -127,13 +127,6 @@ class Facts:
         fit = self.fit
         gpu = f"{max(1, self.gpu_count)} x {fit.name or 'AMD GPU'} ({fit.arch})"
         return f"{gpu if fit.arch else self.files.cpu or 'CPU'}, {fit.system} {fit.kernel}".strip()
-
-    @property
-    def canaries_ok(self) -> bool:
-        """Whether all canaries ran and passed."""
-        return bool(self.said.canaries) and all(canary.level == "ok" for canary in self.said.canaries or ())
-
-    # ---- fixes
 
     def choose_gpus(self, arch: str) -> str:
         """The command that hides all GPUs of other architectures from torch."""

@@ -52,10 +52,6 @@ class DeviceNode:
     group: str
     access: bool | None = None  # the user's access, if an ACL decides
 
-    def may_open(self, user: User | None) -> bool | None:
-        """Whether the user can read and write it; None: unknown."""
-        return self.allows(user) if self.access is None else self.access
-
     def allows(self, user: User | None) -> bool | None:
         """Whether owner, group and mode let the user read and write it; None: the user's groups are unknown."""
         bits = int(self.mode, 8) if re.fullmatch("[0-7]{1,4}", self.mode) else 0

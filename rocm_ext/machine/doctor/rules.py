@@ -203,7 +203,7 @@ CHECKS: Mapping[str, Sequence[Rule] | Callable[[Facts], Iterator[Finding]]] = {
         Rule(None, lambda f: f.machine.backend != "rocm"),
         Rule("not recorded", lambda f: not f.machine.native_archs),
         Rule("ok", lambda f: f.machine.has_kernels, lambda f: f"for {f.machine.arch}"),
-        Rule(lambda f: "warning" if f.canaries_ok else "error", always,
+        Rule(lambda f: "warning" if {c.level for c in f.said.canaries or ()} == {"ok"} else "error", always,
              lambda f: f"only for {', '.join(f.machine.native_archs)}", lambda f: f"none for {f.machine.arch}",
              lambda f: f.reinstall if f.profile else f"install a torch built for {f.machine.arch}"),
     ),
@@ -291,3 +291,21 @@ def judge(facts: Facts) -> list[Finding]:
             level, found, why, fix = (part(facts) if callable(part) else part for part in parts)
             findings.append(Finding(name, level, found or level, why, fix))
     return findings
+
+
+def exit_code(findings: list[Finding]) -> int:
+    """0: no problem, 1: warnings, 2: training will not work."""
+    levels = {finding.level for finding in findings}
+    return 2 if "error" in levels else 1 if "warning" in levels else 0
+
+
+def verdict(facts: Facts, findings: list[Finding]) -> str:
+    """The summary, one line."""
+    levels = [finding.level for finding in findings]
+    count = {level: levels.count(level) for level in ("error", "warning", "not recorded")}
+    counts = [f"{count[level]} {level}{'s' * (count[level] != 1)}" for level in ("error", "warning")]
+    counts += [f"{count['not recorded']} not recorded"] if count["not recorded"] else []
+    known = "as far as recorded, " if facts.said.torch is None and not count["error"] else ""
+    where = " on the CPU" if facts.fit.backend == "cpu" or facts.machine.hidden_by else ""
+    will = "will not train" if count["error"] else f"will train{where}"
+    return f"{known}this machine {will}: {', '.join(counts)}"

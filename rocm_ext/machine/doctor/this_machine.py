@@ -8,15 +8,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from rocm_ext.base import pins
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.nested import parse
+from rocm_ext.base.types import Json
 from rocm_ext.machine.detect import VISIBLE_VARIABLES
 from rocm_ext.machine.doctor.checks import COMPILERS, DEBUGGING
 from rocm_ext.machine.doctor.facts import Facts
@@ -39,7 +40,8 @@ def live_facts() -> Facts:
     nodes = _device_nodes() if linux else {}
     user = _user([node.group for node in nodes.values()]) if linux else None
     sandbox, host = _sandbox() if linux else None, psutil.virtual_memory()
-    said = Recorded(
+    said = replace(
+        _ask_torch(),
         system=platform.system(),
         release="" if linux else platform.version(),
         cpu="" if linux else platform.processor(),
@@ -55,7 +57,7 @@ def live_facts() -> Facts:
         memory_limit=_memory_limit(),
         host_memory=None if files.memory else Memory(host.total, host.available),
     )
-    return Facts(replace(said, **_ask_torch()), files, ROOT)
+    return Facts(said, files, ROOT)
 
 
 def _variables() -> list[str]:
@@ -66,16 +68,9 @@ def _variables() -> list[str]:
     return sorted({*profiles, *others, *ALLOCATOR_VARIABLES, *VISIBLE_VARIABLES, *DEBUGGING})
 
 
-# ------------------------------------------------------------------------------------------------------ access
 def _device_nodes() -> dict[str, DeviceNode]:
     import grp
     import pwd
-
-    def name(find: Any, number: int) -> str:
-        try:
-            return find(number)[0]
-        except KeyError:  # a group of the host that the container does not know
-            return str(number)
 
     nodes = {}
     render = [f"/dev/dri/{name}" for name in listing(Path("/dev/dri")) if name.startswith("renderD")]
@@ -84,9 +79,16 @@ def _device_nodes() -> dict[str, DeviceNode]:
             status = os.stat(path)
         except OSError:
             continue
-        owner, group = name(pwd.getpwuid, status.st_uid), name(grp.getgrgid, status.st_gid)
+        owner, group = _name(pwd.getpwuid, status.st_uid), _name(grp.getgrgid, status.st_gid)
         nodes[path] = DeviceNode(f"{status.st_mode & 0o777:04o}", owner, group)
     return nodes
+
+
+def _name(find: Callable[[int], Sequence], number: int) -> str:
+    try:
+        return find(number)[0]
+    except KeyError:  # a user or group of the host that the container does not know
+        return str(number)
 
 
 def _with_access(path: str, node: DeviceNode, user: User | None) -> DeviceNode:
@@ -100,12 +102,7 @@ def _user(of_devices: list[str]) -> User:
     import pwd
 
     wanted = {*_GROUPS, *of_devices}
-    names = set()
-    for number in (*os.getgroups(), os.getegid()):
-        try:
-            names.add(grp.getgrgid(number).gr_name)
-        except KeyError:
-            names.add(str(number))
+    names = {_name(grp.getgrgid, number) for number in (*os.getgroups(), os.getegid())}
     try:
         name = pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -113,7 +110,6 @@ def _user(of_devices: list[str]) -> User:
     return User(name, tuple(sorted(names & wanted)), os.geteuid() == 0)
 
 
-# ------------------------------------------------------------------------------------------------------- tools
 def _sandbox() -> SandboxState | None:
     from rocm_ext.verifiers.sandbox import Sandbox, bubblewrap, seccomp
 
@@ -147,9 +143,8 @@ def _memory_limit() -> int | None:
     return min((limit for limit in limits if limit is not None and limit < 2**60), default=None)
 
 
-# ------------------------------------------------------------------------------------------------------- torch
-def _ask_torch() -> dict[str, Any]:
-    """Run the probe; return its facts, also if it crashed or hung later."""
+def _ask_torch() -> Recorded:
+    """Run the probe; return its facts alone, also if it crashed or hung later."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+", errors="replace") as complaints:
         probe = subprocess.Popen([sys.executable, *PROBE], stdin=subprocess.DEVNULL,
                                  stdout=output, stderr=complaints)  # fmt: skip
@@ -160,26 +155,23 @@ def _ask_torch() -> dict[str, Any]:
             status = None
         output.seek(0)
         complaints.seek(0)
-        parts = _parts(output.read())
+        said = _said(output.read())
         last = next((line for line in reversed(complaints.read().splitlines()) if line.strip()), "")
-    if status != 0 and not parts.keys() & {"canaries", "torch_error"}:
+    if status != 0 and said.canaries is None and not said.torch_error:
         failure = f"no answer in {PATIENCE} s" if status is None else f"the test program ended with status {status}"
         last = re.sub(re.escape(str(Path.home())) + r"(?=/|$)", "~", last)
         canary = Finding("canaries", "error", failure, last, "sudo dmesg | grep -i -e amdgpu -e nvrm")
-        if "torch" in parts:
-            parts["canaries"] = (canary,)
-        else:
-            parts["torch_error"] = f"{failure}: {last}"
-    return parts
+        return replace(said, canaries=(canary,)) if said.torch else replace(said, torch_error=f"{failure}: {last}")
+    return said
 
 
-def _parts(text: str) -> dict[str, Any]:
+def _said(text: str) -> Recorded:
     """The facts in the probe's lines; libraries may print other lines."""
-    parts: dict[str, Any] = {}
+    parts: Json = {}
     for line in text.splitlines():
         if line.startswith(MARK):
             try:
                 parts |= json.loads(line.removeprefix(MARK))
             except ValueError:  # cut off by a crash
                 continue
-    return {name: getattr(parse(Recorded, {name: value}, "probe"), name) for name, value in parts.items()}
+    return parse(Recorded, parts, "probe")
