@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rocm_ext.data.batches import Layout, StepLoader, Steps, collate, count_labels, cut
+from rocm_ext.data.batches import Layout, StepLoader, Steps, collate, count_labels, cut, shared_beginnings
 from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows, labelled
@@ -104,6 +104,18 @@ def test_weights_decide_shares_of_epochs_and_steps(parts, per_step, seed):
     assert [short[i] for i in range(short.per_epoch)] == [steps[i] for i in range(short.per_epoch)]
     in_order = Steps(total, per_step, mixture=replace(mixture, weights=()), data_seed=seed or 0)
     assert in_order[0] == Steps(total, per_step, data_seed=seed or 0)[0]
+
+
+def test_a_sequence_shares_a_long_beginning_and_keeps_a_token():
+    first = np.arange(20)
+    for length, shared in ((20, 19), (17, 16), (16, 0)):
+        assert shared_beginnings(np.concatenate([first, first[:length]]), (20, length)) == [0, shared]
+
+
+def test_every_epoch_has_an_order_of_its_own():
+    orders = [Steps(20, 3).order(epoch) for epoch in range(3)]
+    assert all(sorted(order) == [*range(20)] for order in orders)
+    assert len({*map(tuple, orders)}) == 3
 
 
 def test_workers_are_forks():

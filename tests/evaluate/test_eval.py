@@ -17,6 +17,7 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from transformers import AutoModelForCausalLM
 
 from rocm_ext import cli
+from rocm_ext.evaluate.rows import Measured, compare
 from rocm_ext.runs.intervals import paired_ratio
 from tests.kit.grpo_runs import lines
 from tests.kit.parity import finetune, prepare
@@ -126,6 +127,13 @@ def test_rows_can_be_named(run, tmp_path, capsys):
     first, worst = capsys.readouterr().out.splitlines()[:2]
     assert first.startswith(f"loss {said['loss']:.4f}, perplexity {said['perplexity']:.3f} (6 rows, ")
     assert worst.startswith(("highest losses: row ", "rejected answers that are the more probable ones: row "))
+
+
+def test_bad_answers_do_not_count_in_a_comparison():
+    def model(*losses: float) -> Measured:
+        return Measured({}, [{"tokens": 9 - i, "loss": loss, "good": i != 1} for i, loss in enumerate(losses)])
+
+    assert compare(model(1, 7, 2), model(1.5, 3, 2.5))["difference"] == pytest.approx(-0.5)
 
 
 def test_an_interval_of_paired_rows_covers_the_truth_at_its_rate():

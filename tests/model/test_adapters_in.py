@@ -77,12 +77,12 @@ def prepare(folders, base: str, out: Path, adapter: Path | None, **changes) -> L
 @pytest.mark.parametrize(
     ("base", "options"),
     [
-        ("qwen2", {}),
-        ("qwen2", {"use_rslora": True}),
-        ("llama", {"use_rslora": True, "use_dora": True}),
+        ("qwen2", {"use_rslora": True, "use_dora": True, **PATTERNS}),
         ("llama", {"use_rslora": True, "r": 3, "lora_alpha": 5, "init_lora_weights": "gaussian"}),
         ("llama", {"r": 3, "lora_alpha": 5, **PATTERNS}),
-        ("qwen2", {"use_rslora": True, "use_dora": True, **PATTERNS}),
+        ("llama", {"use_rslora": True, "use_dora": True}),
+        ("qwen2", {"use_rslora": True}),
+        ("qwen2", {}),
     ],
     ids=str,
 )

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.models.gemma2 import gemma2
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.model.attention import choose_attention, sdpa
+from rocm_ext.model.attention import choose_attention, sdpa, shares_beginnings
 from rocm_ext.model.native.decoder import native
 from rocm_ext.model.sampler import sampler_of
 from rocm_ext.sampling import Request, Sampling
@@ -99,6 +99,13 @@ def test_the_sampler_uses_the_same_kernel(kernel):
     found, names = answers(kernel)
     assert names == {KERNELS[kernel]}
     assert found == expected
+
+
+def test_beginnings_are_shared_unless_dropout_differs_between_them():
+    decoder = model("qwen2", "lora")
+    assert shares_beginnings(decoder)
+    decoder.layers[0].attn.q_proj.dropout = torch.nn.Dropout(0.1)
+    assert not shares_beginnings(decoder)
 
 
 def test_masks_and_scales_are_those_of_torch():

@@ -7,9 +7,11 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from rocm_ext.recipes.raft_rocm import main
 from safetensors.torch import load_file
 
@@ -178,6 +180,33 @@ def test_killed_in_training(reference, make, tmp_path, prepare):
     for cycle in (1, 2):
         assert [line["steps"] for line in lines(out, cycle, "train")] == [cycle_row(out, cycle)["steps"]]
     assert moments(out)["step"] == moments(reference)["step"]
+
+
+def trainer(**attributes) -> CycleTrainer:
+    made = object.__new__(CycleTrainer)
+    vars(made).update(attributes)
+    return made
+
+
+def test_the_rate_decays_with_each_cycle_that_trained():
+    cfg = OmegaConf.create({
+        "seed": 0, "cudnn_deterministic_mode": None, "start_from": "previous", "optimizer_state": "cycle",
+        "optimizer": {"lr": 1.0}, "lr_decay": 0.5, "lr_floor": 0.0,
+    })  # fmt: skip
+    rates, nothing = [], SimpleNamespace(state_dict=lambda: {"state": {}}, adapter_state=dict)
+    made = trainer(cfg=cfg, step=4, trained=[1, 3], learner=nothing, optimizer=nothing, scaler=nothing,
+                   build=lambda updates: rates.append(cfg.optimizer.lr))  # fmt: skip
+    made._begin_cycle(1)
+    assert (rates, cfg.optimizer.lr) == ([0.25], 1.0)
+
+
+def test_the_best_adapter_stays_beside_the_last_ones(tmp_path):
+    made = trainer(cfg=OmegaConf.create({"keep_last_n_adapters": 1}), ranks=SimpleNamespace(is_main=True), lines=[],
+                   folder=SimpleNamespace(path=tmp_path), trained=[1, 2, 4], best={"step": 1})  # fmt: skip
+    for cycle in made.trained:
+        made.adapter_folder(cycle).mkdir(parents=True)
+    made._write_summary()
+    assert [cycle for cycle in made.trained if made.adapter_folder(cycle).exists()] == [1, 4]
 
 
 @pytest.mark.wide

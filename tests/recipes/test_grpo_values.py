@@ -87,7 +87,8 @@ def test_takes(changes):
     ({"loss": OWN_LOSS, "mismatch_limits": [0.5, 5]}, "set loss.mismatch_limits instead"),
     ({"mismatch": "none", "mismatch_limits": [0.5, 5]}, "mismatch_limits=[0.5, 5] needs mismatch=truncate or mask"),
     ({"loss": OWN_LOSS, "clip_dual": "none"}, "'none', and loss is a component, which does not read it"),
-    ({"top_p": 0.9}, "top_p is 0.9, and GRPO samples from the full distribution"),
+    *[({key: value}, f"{key} is {value}, and GRPO samples from the full distribution")
+      for key, value in (("top_k", 40), ("top_p", 0.9), ("min_p", 0.1))],
     ({"truncation_margin": 1025}, "truncation_margin is 1025; expected at most max_new_tokens, 1024"),
     ({"temperature": 0}, "temperature is 0; expected a number above 0, because a group needs different answers"),
     ({"max_length_share": 1.5}, "max_length_share is 1.5; expected a share above 0, at most 1, or null"),

@@ -362,6 +362,15 @@ def test_what_is_excluded_is_never_drawn(logits, options):
         assert (above <= kept.sum() * sampling.top_p * (1 + 1e-4)).all()
 
 
+def test_a_flat_row_keeps_its_nucleus_beside_a_peaked_one():
+    """The most probable tokens, which a peaked row takes top_p from, are too few for a flat one."""
+    logits = torch.randn(2, 1700, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.3], [9.0]])
+    numbers, sampling = torch.arange(200).double() / 200, Sampling(1, top_p=0.8)
+    alone = [draw(row.expand(200, -1), numbers, sampling)[0] for row in logits]
+    beside, _ = draw(logits.repeat_interleave(200, 0), numbers.repeat(2), sampling)
+    assert torch.equal(beside, torch.cat(alone))
+
+
 @pytest.mark.parametrize(
     "bad",
     [

@@ -64,7 +64,7 @@ BOXES = "\\(\\boxed{1}\\) and \\(\\boxed{-2}\\)."  # a gold answer may have seve
     ("\\fbox{6},x=\\boxed{72}", "72", "WRONG"), ("#### 72\n#### 73", "72", "WRONG"), ("#### 72 73", "72", "WRONG"),
     ("\\boxed{72} or is it #### 73", "72", "WRONG"), ("\\boxed{72\\text{ or }73}", "72", "WRONG"),
     ("\\boxed{72 \\text{ or 73}}", "72", "WRONG"), ("\\boxed{72, 73}", "72", "WRONG"),
-    ("\\boxed{[0, 100]}", "72", "WRONG"), ("\\boxed{72 \\pm 1}", "72", "WRONG"), ("\\boxed{x}", "72", "WRONG"),
+    ("\\boxed{[0, 100]}", "72", "WRONG"), ("\\boxed{72 \\pm 1}", "72", "WRONG"), ("\\boxed{x}", "72", "WRONG"), ("\\boxed{72_8}", "72", "WRONG"),
     ("I do not know", "72", "UNPARSED"), ("", "72", "UNPARSED"), ("\\boxed{}", "72", "UNPARSED"),
     ("<think>So \\boxed{72}.</think>\nI do not know.", "72", "UNPARSED"), ("<think>72", "72", "UNPARSED"),
     ("It is 71.</think>72", "72", "CORRECT"), ("\\boxed{72", "\\boxed{7}", "WRONG"),

@@ -213,6 +213,9 @@ def test_verifiers_are_combined():
     assert (quarter.verdict, quarter.reward) == (Verdict.WRONG, 0.25)
     assert quarter.parts == {"Regex": 1, "ExactMatch": 0}
     node = {"_component_": HERE + "Weighted", "verifiers": [DIGIT, EXACT], "weights": [1, 3]}
+    partly = build({"_component_": HERE + "All", "verifiers": [{**node, "threshold": 0.25}, DIGIT]})
+    least = partly("8", {"answer": "7"})
+    assert (least.verdict, least.reward) == (Verdict.CORRECT, 0.25), "the least reward, not the last"
     assert Weighted([node, DIGIT, DIGIT], [1, 1, 0])("8", {"answer": "7"}).parts == {
         "Weighted": 0.25, "Weighted/Regex": 1, "Weighted/ExactMatch": 0, "Regex 2": 1, "Regex 3": 1
     }  # fmt: skip
