@@ -187,6 +187,26 @@ class HFTokenizer:
         return self.encoder.decode(tokens)
 
 
+def to_text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Decode ``tokens`` [s] and skip ids that the tokenizer does not know.
+
+    A model's embeddings are padded beyond its vocabulary, so a sample may contain such ids. torchtune's
+    tokenizers raise on them.
+    """
+    try:
+        return tokenizer.decode(list(tokens))
+    except (TypeError, KeyError, IndexError, OverflowError):
+        return tokenizer.decode([token for token in tokens if _known(tokenizer, token)])
+
+
+def _known(tokenizer: Any, token: int) -> bool:
+    try:
+        tokenizer.decode([token])
+    except (TypeError, KeyError, IndexError, OverflowError):
+        return False
+    return True
+
+
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Compile a pattern that matches any of the texts, the longest first."""
     longest = sorted(texts, key=len, reverse=True)

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from torchtune import training
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.files import disk_errors, remove_folder, replace_folder, replace_text
+from rocm_ext.base.files import append_line, disk_errors, remove_folder, replace_folder, replace_text, rewrite_lines
 from rocm_ext.base.log import log
 from rocm_ext.data.batches import StepLoader, Steps, rows_per_step
 from rocm_ext.data.rows import Rows
@@ -27,7 +27,7 @@ from rocm_ext.sampling import sample_seed
 from rocm_ext.train.builders import nothing_changed
 from rocm_ext.train.checkpoint import FREE_KEYS
 from rocm_ext.train.loop import Training
-from rocm_ext.train.metrics import Metrics, read_metrics, summarize
+from rocm_ext.train.metrics import read_metrics, summarize
 from rocm_ext.verifiers import Result
 
 # Keys that a resumed RAFT run may change, in addition to FREE_KEYS
@@ -166,8 +166,9 @@ class CycleTrainer(PolicyTrainer):
         steps = Steps(len(rows), rows_per_step(cfg, self.ranks.world), *limits)
         log.info("%s rows, %d per step, %d steps per epoch", f"{len(rows):,}", steps.per_step, steps.per_epoch)
         before = None if self.done else self._begin_cycle(steps.per_epoch * cfg.epochs)
-        path = self.cycle_folder(cycle) / "metrics.jsonl"
-        self._cycle_metrics = Metrics(path, lambda line: line["step"] <= self.done) if self.ranks.is_main else None
+        path = self._cycle_metrics = self.cycle_folder(cycle) / "metrics.jsonl"
+        if self.ranks.is_main:
+            rewrite_lines(path, lambda line: line["step"] <= self.done)
         loader = StepLoader(rows, steps, self.learner.layout, pin_memory=cfg.pin_memory)
         self.learner.model.train()
         self.train_epochs(loader, steps.per_epoch, f"in cycle {cycle} ")
@@ -186,9 +187,9 @@ class CycleTrainer(PolicyTrainer):
 
     def log_update(self, to_logger: bool, values: dict[str, float]) -> None:
         """Log the values of an update in the cycle's ``metrics.jsonl``."""
-        if self._cycle_metrics is not None:
+        if self.ranks.is_main:
             epoch = (self.done - 1) * self.cfg.epochs // self.total_steps + 1
-            self._cycle_metrics.write(step=self.done, epoch=epoch, **values)
+            append_line(self._cycle_metrics, {"step": self.done, "epoch": epoch, **values})
         if to_logger and self.metric_logger is not None:
             self.metric_logger.log_dict(values, step=self.count)
 

@@ -5,7 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors
 from rocm_ext.base.log import log
 from rocm_ext.distributed.ranks import Ranks, local_world_size
-from rocm_ext.machine.detect import host_memory
+from rocm_ext.machine.sysfs import host_memory
 from rocm_ext.model.lora import adapters
 from rocm_ext.model.token_rows import trained_tokens
 from rocm_ext.plan.memory import frozen_bytes
@@ -269,12 +269,13 @@ def open_engines(
         "stopped": stopped,
         "trace": learner.runtime.trace,
     }
-    runtime = learner.runtime
+    ranks = learner.runtime.ranks
+    weights = cache(partial(frozen_bytes, learner.decoder, ranks.world))  # first asked once they are loaded
 
     def training_memory() -> int:  # at the peak of training, in addition to the model's weights
-        return max(0, learner.planned_peak - frozen_bytes(learner.decoder, runtime.ranks.world))
+        return max(0, learner.planned_peak - weights())
 
-    room = runtime.ranks, partial(free_memory, cfg, learner, True), training_memory
+    room = ranks, partial(free_memory, cfg, learner, True), training_memory
     if replay := bool(cfg.get("router_replay")):
         offered["routes"] = True
     taken = {name: value for name, value in offered.items() if config.takes(cfg.engine, name, key="engine")}

@@ -19,7 +19,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.base.supervised import beat
 from rocm_ext.config.checks.kinds import NULL, check, integer
-from rocm_ext.data.render import to_text
+from rocm_ext.data.encoder import to_text
 from rocm_ext.machine.trace import DECODING, PREFILL, Trace
 from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder

@@ -5,8 +5,7 @@ import os
 import random
 import re
 import shutil
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -229,31 +228,3 @@ def check_same_run(
             f"{path} belongs to another run: {'; '.join(problems)}. "
             f"Undo these changes{how}, or start a new run in another output_dir"
         )
-
-
-# ---- another number of steps than the run began with
-
-
-def load_for_new_length(optimizer: torch.optim.Optimizer, scheduler: Any, state: Mapping[str, Any], step: int) -> None:
-    """Load an optimiser's ``state`` from a checkpoint, and bring its new schedule, if there is one, to ``step``."""
-    if scheduler is None:
-        optimizer.load_state_dict(dict(state))
-        return
-    advance(scheduler, step)
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    optimizer.load_state_dict(dict(state))
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if rate != (was := float(group["lr"])):
-            log.info("lr_scheduler follows the new number of steps: learning rate %.3g, was %.3g", rate, was)
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-
-
-def advance(scheduler: Any, steps: int) -> None:
-    """Step a schedule ``steps`` times without its optimiser."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch expects optimiser steps in between
-        for _ in range(steps):
-            scheduler.step()
