@@ -86,7 +86,7 @@ class RLRecipe:
         """Return the config of the learner, with all keys of the SFT recipe."""
         return OmegaConf.create(config.trainer_config(self.cfg) | {"loss": self.objective_config()})
 
-    def objective_config(self) -> dict[str, Any]:
+    def objective_config(self) -> dict[str, object]:
         """Return the component of the learner's objective."""
         return {config.COMPONENT: "rocm_ext.losses.CrossEntropy"}
 

@@ -5,14 +5,15 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, remove_folder, replace_folder
@@ -42,6 +43,29 @@ _FREE = {
 FREE_KEYS = frozenset(" ".join(_FREE.values()).split())
 
 
+State = dict[str, Any]  # content of ``state.pt``, by name; see :meth:`rocm_ext.train.loop.Training.save_checkpoint`
+
+
+class Best(TypedDict, total=False):
+    """The best adapter so far, and why it is the best: by its answers' score, or by a metric of validations."""
+
+    step: int
+    adapter: dict[str, Tensor]
+    score: int
+    metric: str
+    value: float
+    loss: float | None
+
+
+class RngState(TypedDict, total=False):
+    """The state of every random generator; ``device`` is missing on a CPU."""
+
+    python: Any
+    numpy: Any
+    torch: Tensor
+    device: Tensor
+
+
 class Checkpoints:
     """The checkpoint folders of a run, such as ``step_00000012``.
 
@@ -63,7 +87,7 @@ class Checkpoints:
             raise UserError(f"cannot read {self.folder}: {error.strerror}") from error
         return sorted(self.folder / name for name in names if re.fullmatch(r"step_\d+", name))
 
-    def save(self, step: int, state: dict[str, Any], write_more: Callable[[Path], None]) -> Path:
+    def save(self, step: int, state: State, write_more: Callable[[Path], None]) -> Path:
         """Write a checkpoint with its checksums, and remove old ones.
 
         Args:
@@ -108,7 +132,7 @@ class Checkpoints:
                     path.rename(aside)
                 log.warning("checkpoint %s is kept as %s", path, aside.name)
 
-    def newest(self, ranks: Ranks) -> tuple[Path, dict[str, Any]] | None:
+    def newest(self, ranks: Ranks) -> tuple[Path, State] | None:
         """Read the newest checkpoint that all ranks can read, and warn about newer ones.
 
         Returns:
@@ -119,7 +143,7 @@ class Checkpoints:
         """
         skipped: list[tuple[Path, str]] = []
         for path in reversed(ranks.agree(self.steps())):
-            state: dict[str, Any] = {}
+            state: State = {}
             problem = None
             try:
                 state = read_state(path)
@@ -140,7 +164,7 @@ class Checkpoints:
         return None
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> State:
     """Read ``state.pt`` in a folder, after its checksums.
 
     Raises:
@@ -170,10 +194,10 @@ def _checksums(folder: Path, names: list[str]) -> bytes:
     return "".join(lines).encode()
 
 
-def rng_state(device: torch.device) -> dict[str, Any]:
+def rng_state(device: torch.device) -> RngState:
     """Return the state of the random generators of Python, numpy and torch, and on a GPU of ``device``."""
     name, keys, *rest = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
+    state: RngState = {
         "python": random.getstate(),
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
         "torch": torch.get_rng_state(),
@@ -183,7 +207,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+def set_rng_state(state: RngState, device: torch.device) -> None:
     """Restore every random generator to a ``state`` from :func:`rng_state`."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -196,9 +220,9 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 def check_same_run(
     path: Path,
-    state: dict[str, Any],
+    state: State,
     cfg: DictConfig,
-    identity: dict[str, Any],
+    identity: Mapping[str, str | int | None],
     free: frozenset[str] = FREE_KEYS,
 ) -> None:
     """Check that this run and the one it resumes are the same.

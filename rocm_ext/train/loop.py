@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import append_line, replace_folder, replace_text
 from rocm_ext.base.log import Progress, log
+from rocm_ext.base.types import Json
 from rocm_ext.config import references
 from rocm_ext.data.batches import StepLoader, Update
 from rocm_ext.machine import numerics
@@ -23,7 +24,7 @@ from rocm_ext.machine.trace import TRAINING
 from rocm_ext.model.adapters.merge import merge
 from rocm_ext.model.attention import has_dropout
 from rocm_ext.train import builders
-from rocm_ext.train.checkpoint import FREE_KEYS, check_same_run, rng_state, set_rng_state
+from rocm_ext.train.checkpoint import FREE_KEYS, Best, State, check_same_run, rng_state, set_rng_state
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, peak_memory
 from rocm_ext.train.output_dir import OutputDir
@@ -103,7 +104,7 @@ class Training:
         self.cfg, self.folder, self.metric_logger = cfg, folder, metric_logger
         self.interrupt = interrupt or Interrupt()
         self.step, self.total_steps = 0, 0
-        self.best: dict[str, Any] | None = None
+        self.best: Best | None = None
         self._updated = False  # whether the run has done an update
 
     def begin(self, total_steps: int) -> None:
@@ -189,7 +190,7 @@ class Training:
         """The number of the next checkpoint: the steps done."""
         return self.step
 
-    def keeps_line(self, line: dict[str, Any]) -> bool:
+    def keeps_line(self, line: Json) -> bool:
         """Return whether a resumed run keeps a line of ``metrics.jsonl``: it repeats later steps."""
         return line["step"] <= self.step
 
@@ -197,7 +198,7 @@ class Training:
         """Return the first values of a line in ``metrics.jsonl``."""
         return {"step": self.step}
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, str | int | None]:
         """Return what a run shares with the one it resumes, in addition to the config."""
         return {
             "base model": self.learner.base_fingerprint,
@@ -206,14 +207,14 @@ class Training:
             _DROPOUT_CUT: self.learner.tokens_per_micro_batch if has_dropout(self.learner.decoder) else None,
         }
 
-    def extra_state(self) -> dict[str, Any]:
+    def extra_state(self) -> State:
         """Return a subclass's part of a checkpoint, tensors and plain values."""
         return {}
 
-    def load_extra_state(self, state: dict[str, Any]) -> None:
+    def load_extra_state(self, state: State) -> None:
         """Restore the values of :meth:`extra_state` from a checkpoint's ``state``; ``step`` is set already."""
 
-    def check_length(self, path: Path, state: dict[str, Any]) -> bool:
+    def check_length(self, path: Path, state: State) -> bool:
         """Return whether the run has as many updates as before its checkpoint ``path``, so that its schedule continues.
 
         Raises:
@@ -529,7 +530,7 @@ class Training:
             replace_text(out / "summary.json", json.dumps(self.summary(), indent=2) + "\n")
         self.ranks.barrier()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """Return the content of ``summary.json``: memory, machine and ranks; only the main rank calls it."""
         return {
             "peak_memory": peak_memory(self.runtime.device),

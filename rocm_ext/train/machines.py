@@ -45,7 +45,7 @@ def check_machines(cfg: DictConfig, dtype: Any, ranks: Ranks) -> None:
     _check_shared(Path(cfg.output_dir), ranks)
 
 
-def check_same(values: Callable[[], Mapping[str, Any]], ranks: Ranks, cure: str) -> None:
+def check_same(values: Callable[[], Mapping[str, object]], ranks: Ranks, cure: str) -> None:
     """Check that ``values`` are the same on every machine; every rank calls this together.
 
     Args:
@@ -58,7 +58,7 @@ def check_same(values: Callable[[], Mapping[str, Any]], ranks: Ranks, cure: str)
     """
     if not several_machines():
         return
-    machines: list[tuple[str, Mapping[str, Any]]] = ranks.gather((platform.node(), values()))
+    machines: list[tuple[str, Mapping[str, object]]] = ranks.gather((platform.node(), values()))
     host, first = machines[0]
     for rank, (other, theirs) in enumerate(machines):
         names = [name for name in sorted({*first, *theirs}) if first.get(name) != theirs.get(name)]
@@ -83,9 +83,9 @@ def _versions() -> dict[str, str]:
     return versions | {"the files of torchtune-rocm": digest.hexdigest()}
 
 
-def _listing(model: Path) -> dict[str, Any]:
+def _listing(model: Path) -> dict[str, str]:
     """The files of a model's folder: sizes of the weights, hashes of the texts."""
-    contents: dict[str, Any] = {}
+    contents: dict[str, str] = {}
     for path in sorted(model.iterdir()) if model.is_dir() else ():
         if path.is_file() and not path.name.startswith("."):
             small = path.suffix not in _WEIGHTS

@@ -13,18 +13,19 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import read_lines
 from rocm_ext.base.log import log
+from rocm_ext.base.types import Json
 from rocm_ext.config import references
 
 _QUARTERS = 4  # parts of a run to compare: single steps have different pairs
 _FEWEST_VALIDATIONS = 3  # validations have the same pairs
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Json]:
     """Read the lines of a ``metrics.jsonl`` without an incomplete last one."""
     return list(read_lines(path))
 
 
-def summarize(path: Path) -> dict[str, Any]:
+def summarize(path: Path) -> dict[str, float]:
     """Summarise the training steps in a ``metrics.jsonl``: their number, losses, tokens, seconds and speed."""
     steps = [line for line in read_metrics(path) if "loss" in line]
     tokens, seconds = sum(s["tokens"] for s in steps), sum(s["seconds"] for s in steps)
@@ -38,7 +39,7 @@ def summarize(path: Path) -> dict[str, Any]:
     }
 
 
-def falling_likelihood(lines: Sequence[Mapping[str, Any]]) -> str | None:
+def falling_likelihood(lines: Sequence[Json]) -> str | None:
     """Return a warning if the chosen answers' likelihood falls all the way.
 
     Losses of pairs see only the margin. It also grows where both sides become less likely, the chosen one less so.
@@ -140,7 +141,7 @@ class TrackioLogger(MetricLoggerInterface):
         """Log one value."""
         self.log_dict({name: data}, step)
 
-    def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
+    def log_dict(self, payload: Mapping[str, float], step: int) -> None:
         """Log the values of a step."""
         self._run.log({name: float(value) for name, value in payload.items()}, step=step)
 

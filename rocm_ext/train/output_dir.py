@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
@@ -21,10 +20,11 @@ from torchtune import training
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, json_object, replace_text, rewrite_lines
+from rocm_ext.base.types import Json
 from rocm_ext.distributed.ranks import Ranks, rank
 from rocm_ext.machine.counters import HARDWARE_LOG, remove_logs
 from rocm_ext.machine.trace import FOLDER
-from rocm_ext.train.checkpoint import Checkpoints
+from rocm_ext.train.checkpoint import Checkpoints, State
 
 _LOCK = ".lock"  # the system's lock is on this file, and ends with the process
 _SOFT = ".lock.pid"  # the lock on a file system without locks
@@ -60,7 +60,7 @@ class OutputDir:
                 f"output_dir {path} holds an earlier run ({', '.join(earlier)}); resume_from_checkpoint=True "
                 "continues it, overwrite_output_dir=True replaces it, or choose another output_dir"
             )
-        self.resumed: tuple[Path, dict[str, Any]] | None = self.checkpoints.newest(ranks) if resume else None
+        self.resumed: tuple[Path, State] | None = self.checkpoints.newest(ranks) if resume else None
 
     @classmethod
     def open(cls, cfg: DictConfig, ranks: Ranks) -> "OutputDir":
@@ -91,7 +91,7 @@ class OutputDir:
             if not os.access(self.path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    def take(self, config: str, step: int | None, keeps: Callable[[dict[str, Any]], bool]) -> None:
+    def take(self, config: str, step: int | None, keeps: Callable[[Json], bool]) -> None:
         """Claim the folder for this run; called once all other set-up has succeeded.
 
         This removes leftovers of killed processes and, if the run overwrites an earlier one, that run's files.
@@ -178,8 +178,8 @@ def hold(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _holder(folder: Path) -> dict[str, Any]:
-    holder: dict[str, Any] = {}
+def _holder(folder: Path) -> Json:
+    holder: Json = {}
     with suppress(OSError):
         holder = json_object((folder / _HOLDER).read_bytes()) or {}
     return holder if {"pid", "host", "started", "command"} <= holder.keys() else {}  # {}: it is not written yet
