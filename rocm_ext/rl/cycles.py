@@ -14,7 +14,15 @@ from omegaconf import DictConfig
 from torchtune import training
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.files import append_line, disk_errors, remove_folder, replace_folder, replace_text, rewrite_lines
+from rocm_ext.base.files import (
+    append_line,
+    disk_errors,
+    read_lines,
+    remove_folder,
+    replace_folder,
+    replace_text,
+    rewrite_lines,
+)
 from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
 from rocm_ext.data.batches import StepLoader, Steps, rows_per_step
@@ -28,7 +36,7 @@ from rocm_ext.sampling import sample_seed
 from rocm_ext.train.builders import nothing_changed
 from rocm_ext.train.checkpoint import FREE_KEYS, State
 from rocm_ext.train.loop import Training
-from rocm_ext.train.metrics import read_metrics, summarize
+from rocm_ext.train.metrics import summarize
 from rocm_ext.verifiers import Result
 
 # Keys that a resumed RAFT run may change, in addition to FREE_KEYS
@@ -177,7 +185,7 @@ class CycleTrainer(PolicyTrainer):
             raise UserError(f"cycle {cycle}: {nothing_changed(self.total_steps, 'the cycle')}")
 
         def measured() -> Json:
-            rate = max(line["lr"] for line in read_metrics(path))
+            rate = max(line["lr"] for line in read_lines(path))
             return {**summarize(path), "lr": rate, "rows": rows.counts, **Training.summary(self)}
 
         return self.ranks.on_main(measured)
@@ -191,8 +199,8 @@ class CycleTrainer(PolicyTrainer):
         if self.ranks.is_main:
             epoch = (self.done - 1) * self.cfg.epochs // self.total_steps + 1
             append_line(self._cycle_metrics, {"step": self.done, "epoch": epoch, **values})
-        if to_logger and self.metric_logger is not None:
-            self.metric_logger.log_dict(values, step=self.count)
+        if to_logger:
+            self.log_numbers(values)
 
     def saves(self, epoch_ends: bool) -> bool:
         """Return whether to save after this update; :meth:`finish_step` saves after the last."""
@@ -256,8 +264,7 @@ class CycleTrainer(PolicyTrainer):
         if step and (self.best is None or scores["correct"] >= self.best["score"]):
             self.best = {"score": scores["correct"], "step": step, "adapter": self.learner.adapter_state()}
         self.log_phase(step, "eval", {"eval": scores, **stats})
-        if self.metric_logger is not None:
-            self.metric_logger.log_dict({"eval_correct": scores["pass_at_1"]}, step=self.count)
+        self.log_numbers({"eval_correct": scores["pass_at_1"]})
         if self.ranks.is_main:
             replace_text(self.cycle_folder(step) / "eval.json", json.dumps(scores, indent=2) + "\n")
         self._write_summary()
@@ -265,9 +272,7 @@ class CycleTrainer(PolicyTrainer):
     def log_phase(self, cycle: int, phase: str, values: Mapping[str, object]) -> None:
         """Write a line of ``metrics.jsonl`` about a phase; the metric logger gets the numbers in it."""
         self.log(False, cycle=cycle, phase=phase, **values)
-        if self.metric_logger is not None:
-            numbers = {f"{phase}_{name}": value for name, value in values.items() if isinstance(value, int | float)}
-            self.metric_logger.log_dict(numbers, step=self.count)
+        self.log_numbers({f"{phase}_{name}": value for name, value in values.items()})
 
     # ---- the outputs
 

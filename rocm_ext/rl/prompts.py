@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.importing import import_component
 from rocm_ext.base.log import warn
 from rocm_ext.base.types import Json
@@ -174,12 +174,12 @@ class PromptSet:
         """Check that every prompt and its answer have at most ``context`` tokens, which the model ``name`` takes."""
         new = workload.longest_answer(self._cfg)
         what = "max_new_tokens" + (" + max_environment_tokens" if self._cfg.environment is not None else "")
-        for prompt in self:
-            if (length := len(self.tokens[prompt.id])) + new > context:
-                raise UserError(
-                    f"{prompt.origin}: {length} tokens and {what} {new} are more than the {context} that the {name} "
-                    f"takes; lower {what} or remove the prompt"
-                )
+        refuse(
+            f"{prompt.origin}: {length} tokens and {what} {new} are more than the {context} that the {name} "
+            f"takes; lower {what} or remove the prompt"
+            for prompt in self
+            if (length := len(self.tokens[prompt.id])) + new > context
+        )
 
     def requests(self, prompts: Sequence[Prompt], step: int) -> list[Request]:
         """Return the requests for ``samples_per_prompt`` answers per prompt; ``step`` is part of the answers' seeds."""

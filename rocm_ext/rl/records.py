@@ -13,6 +13,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -115,11 +116,6 @@ class Sample:
 def packed_routes(routes: np.ndarray) -> str:
     """Return the experts that routers chose, as :class:`Sample` has them."""
     return base64.b64encode(zlib.compress(routes.astype("<i2").tobytes())).decode()
-
-
-def read_records(path: Path) -> list[Json]:
-    """Read the records in a file without an incomplete last one; [] if the file is missing."""
-    return list(read_lines(path, keys=("prompt_id", "sample")))
 
 
 def key_of(record: Json) -> SampleKey:
@@ -462,12 +458,7 @@ def _size(path: Path) -> int:
 
 def _complete(path: Path) -> int:
     """Return a file's bytes up to the end of its last complete line."""
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - 65536)
-            file.seek(start)
-            if (at := file.read(end - start).rfind(b"\n")) >= 0:
-                return start + at + 1
-            end = start
-    return 0
+    if not _size(path):  # an empty file cannot be mapped
+        return 0
+    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+        return content.rfind(b"\n") + 1

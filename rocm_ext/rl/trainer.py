@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from rocm_ext.base.files import read_lines
 from rocm_ext.base.log import Progress, log
 from rocm_ext.base.types import Json
 from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
@@ -22,7 +23,6 @@ from rocm_ext.train.checkpoint import FREE_KEYS, State
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt
 from rocm_ext.train.loop import StepStats, Training
-from rocm_ext.train.metrics import read_metrics
 from rocm_ext.train.output_dir import OutputDir
 
 # Keys that a resumed GRPO run may change, in addition to FREE_KEYS
@@ -79,7 +79,7 @@ class PolicyTrainer(Training):
         if self.ranks.is_main:
             (self.folder.path / "samples.jsonl").touch()  # tells monitor that this is a run of GRPO
         self.ranks.barrier()
-        self.lines = self.ranks.agree(read_metrics(self.folder.path / "metrics.jsonl"))
+        self.lines = self.ranks.agree(list(read_lines(self.folder.path / "metrics.jsonl")))
         if self.fresh:
             self.save_checkpoint()
         self.saved = self.step, self.evaluated
@@ -214,16 +214,14 @@ class PolicyTrainer(Training):
         if step and (self.best is None or scores["correct"] > self.best["score"]):
             self.best = {"score": scores["correct"], "step": step, "adapter": self.learner.adapter_state()}
         self.log(False, eval=scores, seconds=stats["seconds"])
-        if self.metric_logger is not None:
-            self.metric_logger.log_dict({"eval_correct": scores["pass_at_1"]}, step=self.step)
+        self.log_numbers({"eval_correct": scores["pass_at_1"]})
 
     def log(self, to_logger: bool, **values: Any) -> None:
         """Write a line of ``metrics.jsonl``, and add it to ``lines``; the metric logger gets the numbers in it."""
         self.write_metrics(False, **values)
         self.lines.append(self.ranks.agree({**self.position(), **values}))
-        if to_logger and self.metric_logger is not None:
-            numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-            self.metric_logger.log_dict(numbers, step=self.step)
+        if to_logger:
+            self.log_numbers(values)
 
     # ---- checkpoints
 

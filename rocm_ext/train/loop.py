@@ -5,7 +5,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -478,8 +478,14 @@ class Training:
         """Append a line to ``metrics.jsonl``, and give it to the metric logger if ``to_logger`` is set."""
         if self.ranks.is_main:
             append_line(self.folder.path / "metrics.jsonl", {**self.position(), **values})
-        if self.metric_logger is not None and to_logger:
-            self.metric_logger.log_dict(values, step=self.count)
+        if to_logger:
+            self.log_numbers(values)
+
+    def log_numbers(self, values: Mapping[str, object]) -> None:
+        """Give the numbers among ``values`` to the metric logger, if there is one."""
+        if self.metric_logger is not None:
+            numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+            self.metric_logger.log_dict(numbers, step=self.count)
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint: the run's state, and the adapter in PEFT's format.

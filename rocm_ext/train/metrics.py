@@ -20,14 +20,9 @@ _QUARTERS = 4  # parts of a run to compare: single steps have different pairs
 _FEWEST_VALIDATIONS = 3  # validations have the same pairs
 
 
-def read_metrics(path: Path) -> list[Json]:
-    """Read the lines of a ``metrics.jsonl`` without an incomplete last one."""
-    return list(read_lines(path))
-
-
 def summarize(path: Path) -> dict[str, float]:
     """Summarise the training steps in a ``metrics.jsonl``: their number, losses, tokens, seconds and speed."""
-    steps = [line for line in read_metrics(path) if "loss" in line]
+    steps = [line for line in read_lines(path) if "loss" in line]
     tokens, seconds = sum(s["tokens"] for s in steps), sum(s["seconds"] for s in steps)
     return {
         "steps": len(steps),

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from rocm_ext.base import supervised
 from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.base.files import read_lines
 from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
 from rocm_ext.config.checks.training import EVAL_METRIC
@@ -21,7 +22,7 @@ from rocm_ext.train.checkpoint import FREE_KEYS, State
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, Interrupted
 from rocm_ext.train.loop import StepStats, Training
-from rocm_ext.train.metrics import read_metrics, summarize
+from rocm_ext.train.metrics import summarize
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.scoring import set_baseline, validation_loss
 
@@ -254,8 +255,7 @@ class Trainer(Training):
         so_far = self._compare({EVAL_METRIC: share}) if self._by_answers and self.step else ""
         log.info("step %d: held-out %s%s", self.step, Score(scores["correct"], scores["prompts"]), so_far)
         self.write_metrics(False, eval=scores, seconds=seconds)
-        if self.metric_logger is not None:
-            self.metric_logger.log_dict({EVAL_METRIC: share}, step=self.step)
+        self.log_numbers({EVAL_METRIC: share})
 
     @property
     def _by_answers(self) -> bool:
@@ -283,7 +283,7 @@ class Trainer(Training):
         """Return the step of the adapter in ``adapter/``, and the number of evaluations that chose it."""
         if self.best is None or not self.takes_best:
             return self.step, 1
-        lines = read_metrics(self.folder.path / "metrics.jsonl") if self._by_answers else []
+        lines = read_lines(self.folder.path / "metrics.jsonl") if self._by_answers else ()
         return self.best["step"], max(1, sum("eval" in line and line["step"] > 0 for line in lines))
 
     @property
