@@ -52,7 +52,6 @@ class ChatTokenizer:
         self.max_seq_len = getattr(base, "max_seq_len", None)
         self.stop_tokens = list(dict.fromkeys([*getattr(base, "stop_tokens", ()), *ends]))
         self.cuts = False
-        self.decode = base.decode  # found at once: it is called for every answer
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "base":  # copy and pickle look before __init__ has run

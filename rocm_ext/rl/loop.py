@@ -26,12 +26,11 @@ from rocm_ext.plan.workload import rows_of_update
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.ahead import Ahead, RolloutAhead
 from rocm_ext.rl.conversations import ConversationQueue, Limits
-from rocm_ext.rl.engines import Policy, open_engines, verify_workers
+from rocm_ext.rl.engines import Policy, ServerCheck, open_engines, verify_workers
 from rocm_ext.rl.prompts import PromptSet
 from rocm_ext.rl.records import Records, is_correct, key_of
 from rocm_ext.rl.rollout import Answers, Job, OpenSession, Requests, Rollout, Workers
 from rocm_ext.rl.selection import Selected
-from rocm_ext.rl.server_check import ServerCheck
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.records import ROWS
 from rocm_ext.runs.scores import Score
