@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Collection, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,6 @@ class Learner:
         warn(check_quantized(self.decoder, runtime.profile, overrides, runtime.ranks.world, runtime.budget()))
         self.packed = self.decoder.packs
         choose_attention(self.decoder, cfg.attention)
-        self.shares = self.packed and shares_beginnings(self.decoder)
         check_kernel(cfg.attention, runtime.device, runtime.dtype, self.decoder.num_heads, self.decoder.head_dim)
         if cfg.startup_checks:
             checks = numerics.canaries(
@@ -114,6 +113,11 @@ class Learner:
         self.model = CausalLM(self.decoder, self.objective)
         self._base = peft_files.base_model_name(Path(cfg.checkpointer.checkpoint_dir))
         self._first = None if first is None else self._first_adapter(Path(first))
+
+    @cached_property
+    def shares(self) -> bool:
+        """Whether a row stores a common beginning of its sequences once."""
+        return self.packed and shares_beginnings(self.decoder)
 
     @property
     def layout(self) -> Layout:
