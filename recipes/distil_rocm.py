@@ -49,7 +49,7 @@ class Distil(Loop):
 
     # ---- set-up
 
-    def objective_config(self) -> dict[str, Any]:
+    def objective_config(self) -> dict[str, object]:
         """Return the component of the divergence."""
         return loss_config(self.cfg)
 

@@ -15,11 +15,12 @@ from omegaconf import DictConfig
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
 from rocm_ext import config
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import refuse
+from rocm_ext.base.files import read_lines
 from rocm_ext.base.log import warn
 from rocm_ext.data.rows import SIDE, Rows
 from rocm_ext.train.lifecycle import run
-from rocm_ext.train.metrics import falling_likelihood, read_metrics
+from rocm_ext.train.metrics import falling_likelihood
 from rocm_ext.train.scoring import COLUMN, add_reference_logprobs
 
 
@@ -31,12 +32,12 @@ class DPO(LoRAFinetune):
     def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
         """Read and tokenise the pairs, as :meth:`LoRAFinetune.setup_data` does."""
         rows, validation = super().setup_data(tokenizer)
-        for key, part in (("dataset", rows), ("dataset_val", validation)):
-            if part is not None and SIDE not in part.columns:
-                raise UserError(
-                    f"{key} has single answers, and {self.cfg.recipe} needs pairs of a chosen and a rejected one: "
-                    "use rocm_ext.data.preference_dataset"
-                )
+        refuse(
+            f"{key} has single answers, and {self.cfg.recipe} needs pairs of a chosen and a rejected one: "
+            "use rocm_ext.data.preference_dataset"
+            for key, part in (("dataset", rows), ("dataset_val", validation))
+            if part is not None and SIDE not in part.columns
+        )
         return rows, validation
 
     def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
@@ -49,7 +50,8 @@ class DPO(LoRAFinetune):
         """Train as :meth:`LoRAFinetune.train` does, and warn if the chosen answers became less likely all the way."""
         super().train()
         if self.runtime.ranks.is_main:
-            warn(filter(None, [falling_likelihood(read_metrics(self.trainer.folder.path / "metrics.jsonl"))]))
+            lines = list(read_lines(self.trainer.folder.path / "metrics.jsonl"))
+            warn(filter(None, [falling_likelihood(lines)]))
 
 
 @config.recipe_main("dpo_rocm")

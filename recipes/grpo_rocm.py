@@ -12,7 +12,6 @@ To change a part, subclass :class:`GRPO` and override :meth:`GRPO.choose`, :meth
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -61,7 +60,7 @@ class GRPO(Loop):
 
     # ---- set-up
 
-    def objective_config(self) -> dict[str, Any]:
+    def objective_config(self) -> dict[str, object]:
         """Return the component of the policy gradient."""
         return loss_config(self.cfg)
 

@@ -118,6 +118,12 @@ def rewrite_lines(path: Path, keep: Callable[[Json], bool]) -> None:
         file.writelines(json.dumps(line) + "\n" for line in read_lines(path) if keep(line))
 
 
+def append_line(path: Path, values: Json) -> None:
+    """Append an object to a file of JSON lines; a UserError if the disk is full or read-only."""
+    with disk_errors(path), path.open("a") as file:
+        file.write(json.dumps(values) + "\n")
+
+
 def read_lines(path: Path, keys: Sequence[str] = (), problems: list[str] | None = None) -> Iterator[Json]:
     """The objects in a file of JSON lines; none if the file does not exist.
 

@@ -15,7 +15,8 @@ from rocm_ext.base.files import json_object
 from rocm_ext.base.types import Message
 from rocm_ext.chat.stream import Reasoning, TextStream, harmless
 from rocm_ext.config.chosen_model import sample_here, sampling_config
-from rocm_ext.data.render import PlainRenderer, marked_text, render_prompt, to_text
+from rocm_ext.data.encoder import to_text
+from rocm_ext.data.render import PlainRenderer, marked_text, render_prompt
 from rocm_ext.data.tokenizer import defused
 from rocm_ext.environments import Call, Tools, call_id, calls_in, shortened
 from rocm_ext.rl.loop import RLRecipe

@@ -3,8 +3,7 @@
 import os
 from typing import Any, TextIO
 
-from rocm_ext.data.encoder import TextEncoder
-from rocm_ext.data.render import to_text
+from rocm_ext.data.encoder import TextEncoder, to_text
 
 _DIM, _PLAIN = "\033[2m", "\033[0m"
 _BROKEN = "\N{REPLACEMENT CHARACTER}"

@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from os.path import commonprefix
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -183,6 +184,26 @@ class HFTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens`` without special tokens."""
         return self.encoder.decode(tokens)
+
+
+def to_text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Decode ``tokens`` [s] and skip ids that the tokenizer does not know.
+
+    A model's embeddings are padded beyond its vocabulary, so a sample may contain such ids. torchtune's
+    tokenizers raise on them.
+    """
+    try:
+        return tokenizer.decode(list(tokens))
+    except (TypeError, KeyError, IndexError, OverflowError):
+        return tokenizer.decode([token for token in tokens if _known(tokenizer, token)])
+
+
+def _known(tokenizer: Any, token: int) -> bool:
+    try:
+        tokenizer.decode([token])
+    except (TypeError, KeyError, IndexError, OverflowError):
+        return False
+    return True
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:

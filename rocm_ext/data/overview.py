@@ -16,9 +16,9 @@ from rocm_ext.base.files import replace_text
 from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
 from rocm_ext.data.batches import Steps, label_counts, rows_per_step
-from rocm_ext.data.encoder import TextEncoder
+from rocm_ext.data.encoder import TextEncoder, to_text
 from rocm_ext.data.mixture import Mixture
-from rocm_ext.data.render import TemplateRenderer, to_text
+from rocm_ext.data.render import TemplateRenderer
 from rocm_ext.data.rows import SIDE, SIDES, Rows, key, labelled
 from rocm_ext.data.sources import ROW_WEIGHT
 

@@ -15,7 +15,7 @@ from typing import Any
 from torchtune.data import Message
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.data.encoder import TextEncoder
+from rocm_ext.data.encoder import TextEncoder, to_text
 from rocm_ext.data.messages import Turn, to_turns
 from rocm_ext.data.template import ChatTemplate
 
@@ -428,28 +428,8 @@ def unlimited(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def to_text(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Decode ``tokens`` [s] and skip ids that the tokenizer does not know.
-
-    A model's embeddings are padded beyond its vocabulary, so a sample may contain such ids. torchtune's
-    tokenizers raise on them.
-    """
-    try:
-        return tokenizer.decode(list(tokens))
-    except (TypeError, KeyError, IndexError, OverflowError):
-        return tokenizer.decode([token for token in tokens if _known(tokenizer, token)])
-
-
 def marked_text(tokenizer: Any, tokens: Sequence[int]) -> str:
     """Decode an answer with special tokens, which mark calls of tools, but without the final stop token."""
     renderer, stops = getattr(tokenizer, "renderer", None), frozenset(tokenizer.stop_tokens)
     tokens = list(tokens[:-1] if tokens and tokens[-1] in stops else tokens)
     return renderer.text(tokens) if isinstance(renderer, TemplateRenderer) else to_text(tokenizer, tokens)
-
-
-def _known(tokenizer: Any, token: int) -> bool:
-    try:
-        tokenizer.decode([token])
-    except (TypeError, KeyError, IndexError, OverflowError):
-        return False
-    return True

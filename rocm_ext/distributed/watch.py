@@ -23,6 +23,7 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.process import tell_launcher
+from rocm_ext.base.types import Json
 
 _MEET = 60.0  # seconds in which all ranks connect
 _STRANGERS = 256  # connections without the token; above this number the oldest is closed
@@ -56,7 +57,7 @@ class Watch:
         self._closing = True
         self._send({})
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Json) -> None:
         for peer in self._peers.values():
             with suppress(OSError):
                 peer.settimeout(_GRACE)
@@ -80,7 +81,7 @@ class Watch:
                     if messages and messages[0]:  # an empty message says that all went well
                         self._end(messages[0])  # if all ranks fail, rank 0 sends several
 
-    def _parsed(self, line: bytes) -> dict[str, Any] | None:
+    def _parsed(self, line: bytes) -> Json | None:
         """The message in a line; None for anything else."""
         try:
             message = json.loads(line)
@@ -90,7 +91,7 @@ class Watch:
         known = type(rank) is int and 0 <= rank < len(self._machines) and isinstance(text, str)
         return message if known and isinstance(message, dict) else None
 
-    def _end(self, message: dict[str, Any]) -> None:
+    def _end(self, message: Json) -> None:
         """End this process: another rank has failed or is lost."""
         lost, text = message["rank"], message["text"]
         host, machine = self._machines[lost]

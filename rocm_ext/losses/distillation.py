@@ -105,7 +105,7 @@ class Distillation(Objective):
         return value, grad
 
 
-def loss_config(cfg: DictConfig) -> dict[str, Any]:
+def loss_config(cfg: DictConfig) -> dict[str, object]:
     """Return the loss component for a config of ``distil_rocm``."""
     temperature = cfg.temperature or 1.0  # greedy answers: the distributions as they are
     name = "rocm_ext.losses.Distillation"

@@ -1,7 +1,6 @@
 """Policy gradients on sampled answers: GRPO, its variants, and RAFT++, whose advantage is 1 (arXiv:2504.11343)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -192,7 +191,7 @@ class PolicyGradient(Objective):
         return weight.clamp(lowest, highest) if self.mismatch == "truncate" else torch.where(outside, 0.0, weight)
 
 
-def loss_config(cfg: DictConfig) -> dict[str, Any]:
+def loss_config(cfg: DictConfig) -> dict[str, object]:
     """Return the loss component for a GRPO config; a component as ``loss`` stays as it is."""
     if OmegaConf.is_dict(cfg.loss):
         return OmegaConf.to_container(cfg.loss)  # type: ignore[return-value]

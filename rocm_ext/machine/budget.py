@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.supervised import RETRY
-from rocm_ext.machine.detect import Machine, host_memory, parse_version, shared_memory
+from rocm_ext.machine.detect import Machine, parse_version, shared_memory
 from rocm_ext.machine.profile import Profile
+from rocm_ext.machine.sysfs import host_memory
 
 if TYPE_CHECKING:  # `rocm-ext doctor` computes budgets where torch does not import
     import torch

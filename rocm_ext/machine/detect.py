@@ -13,9 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from rocm_ext.machine.sysfs import cards, listing, read_number, read_text, to_number
+from rocm_ext.machine.sysfs import cards, host_memory, listing, read_number, read_text, to_number
 
 # AMD's GPUs that share the host's memory: torch's is_integrated is missing on some wheels
 UNIFIED = {"gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"}
@@ -227,12 +225,3 @@ def _rocm_version(torch_version: str, root: Path) -> str | None:
         return match[1]
     match = re.match(r"\d+\.\d+", read_text(root / "opt/rocm/.info/version"))  # source builds, AMD's images
     return match[0] if match else None
-
-
-def host_memory(root: Path, key: str) -> int:
-    """Bytes of ``key`` ("MemTotal" or "MemAvailable") in /proc/meminfo, or from psutil without that file."""
-    match = re.search(rf"^{key}:\s+(\d{{1,15}}) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
-    if match:
-        return int(match[1]) * 1024
-    memory = psutil.virtual_memory()
-    return memory.available if key == "MemAvailable" else memory.total

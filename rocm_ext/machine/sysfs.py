@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 _MOST = 4 << 20  # bytes; /proc/cpuinfo of 384 threads has 1 MB
 
 
@@ -31,6 +33,15 @@ def to_number(text: str) -> int | None:
         return None
     number = int(text, 16 if text.startswith("0x") else 10)
     return number if number < 2**63 else None
+
+
+def host_memory(root: Path, key: str) -> int:
+    """Bytes of ``key`` ("MemTotal" or "MemAvailable") in /proc/meminfo, or from psutil without that file."""
+    match = re.search(rf"^{key}:\s+(\d{{1,15}}) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
+    if match:
+        return int(match[1]) * 1024
+    memory = psutil.virtual_memory()
+    return memory.available if key == "MemAvailable" else memory.total
 
 
 def listing(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Build a run's model, load its weights, and wrap it with its loss."""
+"""Build a run's model, and load its weights."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,10 +13,7 @@ from torchtune.training import MODEL_KEY, set_default_dtype
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
-from rocm_ext.base.supervised import beat
-from rocm_ext.data.batches import MicroBatch
 from rocm_ext.distributed.ranks import Ranks
-from rocm_ext.losses import Objective
 from rocm_ext.machine.profile import Profile, check_locked
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.lora import (
@@ -34,31 +31,7 @@ from rocm_ext.model.native.decoder import native
 from rocm_ext.model.native.layers import use_fused_norms
 from rocm_ext.model.weights.checkpointer import StoredWeights, on_meta, sample
 from rocm_ext.model.weights.gguf_files import SUFFIX
-from rocm_ext.model.weights.quantized import Quantized, fp8_rows, scaled_products, unpacked_once
-
-
-class CausalLM(nn.Module):
-    """Decoder and objective in one module, so that FSDP2 gathers the output weights once for both.
-
-    Args:
-        decoder: the model.
-        objective: computes the loss from hidden states and labels.
-    """
-
-    def __init__(self, decoder: Decoder, objective: Objective) -> None:
-        super().__init__()
-        self.decoder = decoder
-        self.objective = objective
-
-    def forward(self, batch: MicroBatch) -> Tensor:
-        """Return the objective summed over ``batch.targets``: a scalar in fp32."""
-        beat()
-        columns = {**batch.columns, **self.objective.columns_of(batch)}
-        hidden = self.decoder.hidden_states(batch).flatten(0, 1)[batch.index]
-        if batch.routes is not None and (tally := self.objective.tally) is not None:
-            tally.mean("routing_mismatch", *self.decoder.replay.differing())
-        with unpacked_once():
-            return self.objective(self.decoder.output, hidden, batch.targets, columns, batch.sequence)
+from rocm_ext.model.weights.quantized import Quantized, fp8_rows, scaled_products
 
 
 def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) -> Decoder:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import one_line, refuse
 from rocm_ext.rl.records import Sample
 from rocm_ext.rl.rollout import Answers, Job, OpenSession, Rollout, Workers
 from rocm_ext.sampling import Completion, Request
@@ -115,9 +115,7 @@ class Ahead:
         failures = self._workers.ranks.gather(one_line(self._failed) if self._failed else "")
         if self._failed:
             raise self._failed
-        for rank, why in enumerate(failures):
-            if why:
-                raise UserError(f"rank {rank}: {why}")
+        refuse(f"rank {rank}: {why}" for rank, why in enumerate(failures) if why)
         self._steps.popleft()
         return rollout.job, rollout.finish(waited, free)
 

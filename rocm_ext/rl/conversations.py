@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rocm_ext.base.errors import one_line
+from rocm_ext.base.types import Json, Message, Row
 from rocm_ext.data.messages import Turn, to_tools, to_turns
 from rocm_ext.data.render import marked_text, render_history, render_reply
 from rocm_ext.data.tokenizer import defused
@@ -64,7 +65,7 @@ class _Talk:
     request: Request
     turns: list[Turn]
     context: list[int]
-    tools: list[dict[str, Any]] | None
+    tools: list[Json] | None
     shown: list[Turn] = field(default_factory=list)
     asked: Ask | None = None
     tokens: list[int] = field(default_factory=list)
@@ -74,7 +75,7 @@ class _Talk:
     answers: int = 0
     calls: int = 0
     stopped: bool = False
-    last: dict[str, Any] = field(default_factory=dict)
+    last: Message = field(default_factory=dict)
     text: str = ""
     sampled: str = ""
     cut: str = ""
@@ -105,7 +106,7 @@ class ConversationQueue(RequestQueue):
         tokenizer: Any,
         limits: Limits,
         stopped: Callable[[], bool],
-        rows: Mapping[str, Mapping[str, Any]],
+        rows: Mapping[str, Row],
         turns: PhaseRecords,
     ) -> None:
         self._queue, self._sampling, self._environments = queue, sampling, environments
@@ -232,7 +233,7 @@ class ConversationQueue(RequestQueue):
                     by_tokens.setdefault(request.tokens, []).append(request)
                 self._first += by_tokens.values()
 
-    def _following(self, talk: _Talk, reply: Ask | list[dict[str, Any]]) -> Request | None:
+    def _following(self, talk: _Talk, reply: Ask | list[Message]) -> Request | None:
         """Return the request for the model's next message; None if a limit ends the conversation."""
         request, talk.asked = talk.request, reply if isinstance(reply, Ask) else None
         if talk.asked:
@@ -312,9 +313,9 @@ class ConversationQueue(RequestQueue):
         del self._open[request.key]
         self._ended.append((sample, result))
 
-    def _message(self, talk: _Talk, completion: Completion) -> dict[str, Any]:
+    def _message(self, talk: _Talk, completion: Completion) -> Message:
         """Return a message of the model with its tool calls, in OpenAI's form."""
-        message: dict[str, Any] = {"role": "assistant", "content": completion.text}
+        message: Message = {"role": "assistant", "content": completion.text}
         if talk.asked:
             sizes = {"prompt_tokens": len(completion.request.tokens), "completion_tokens": len(completion.tokens)}
             message |= {"usage": sizes, "finish_reason": completion.finish_reason}

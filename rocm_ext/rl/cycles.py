@@ -7,15 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from torchtune import training
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.files import disk_errors, remove_folder, replace_folder, replace_text
+from rocm_ext.base.files import (
+    append_line,
+    disk_errors,
+    read_lines,
+    remove_folder,
+    replace_folder,
+    replace_text,
+    rewrite_lines,
+)
 from rocm_ext.base.log import log
+from rocm_ext.base.types import Json
 from rocm_ext.data.batches import StepLoader, Steps, rows_per_step
 from rocm_ext.data.rows import Rows
 from rocm_ext.rl.evaluation import stop_reason
@@ -26,9 +34,9 @@ from rocm_ext.runs.folder import PHASES, SampleKey
 from rocm_ext.runs.records import EvalScores
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.builders import nothing_changed
-from rocm_ext.train.checkpoint import FREE_KEYS
+from rocm_ext.train.checkpoint import FREE_KEYS, State
 from rocm_ext.train.loop import Training
-from rocm_ext.train.metrics import Metrics, read_metrics, summarize
+from rocm_ext.train.metrics import summarize
 from rocm_ext.verifiers import Result
 
 # Keys that a resumed RAFT run may change, in addition to FREE_KEYS
@@ -101,15 +109,15 @@ class CycleTrainer(PolicyTrainer):
         """Return nothing: the lines of ``metrics.jsonl`` name their cycle."""
         return {}
 
-    def keeps_line(self, line: dict[str, Any]) -> bool:
+    def keeps_line(self, line: Json) -> bool:
         """Return whether a resumed run keeps a line; it repeats other phases, and evaluations from their records."""
         return line["cycle"] <= (self.evaluated if line["phase"] == "eval" else self.step)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, str | int | None]:
         """Return what a run shares with the one it resumes, in addition to the config."""
         return {**super().identity(), "rows per step": rows_per_step(self.cfg, self.ranks.world)}
 
-    def extra_state(self) -> dict[str, Any]:
+    def extra_state(self) -> State:
         """Return the part of a checkpoint that other trainings do not have."""
         kept = {cycle: [list(key) for key in keys] for cycle, keys in self.kept.items()}
         return super().extra_state() | {
@@ -121,7 +129,7 @@ class CycleTrainer(PolicyTrainer):
             "earlier_updates": self.earlier_updates,
         }
 
-    def load_extra_state(self, state: dict[str, Any]) -> None:
+    def load_extra_state(self, state: State) -> None:
         """Take over what :meth:`extra_state` put into a checkpoint."""
         super().load_extra_state(state)
         self.done, self.trained, self.earlier_updates = state["done"], state["trained"], state["earlier_updates"]
@@ -150,7 +158,7 @@ class CycleTrainer(PolicyTrainer):
             replace_text(self.cycle_folder(cycle) / "kept.jsonl", "".join(kept))
         self.log_phase(cycle, "sample", {**selected.stats, "counts": counts})
 
-    def train_on(self, rows: Rows, groups: Sequence[str]) -> dict[str, Any]:
+    def train_on(self, rows: Rows, groups: Sequence[str]) -> Json:
         """Train on the rows of a cycle, from where a checkpoint stopped.
 
         Args:
@@ -167,16 +175,17 @@ class CycleTrainer(PolicyTrainer):
         steps = Steps(len(rows), rows_per_step(cfg, self.ranks.world), *limits)
         log.info("%s rows, %d per step, %d steps per epoch", f"{len(rows):,}", steps.per_step, steps.per_epoch)
         before = None if self.done else self._begin_cycle(steps.per_epoch * cfg.epochs)
-        path = self.cycle_folder(cycle) / "metrics.jsonl"
-        self._cycle_metrics = Metrics(path, lambda line: line["step"] <= self.done) if self.ranks.is_main else None
+        path = self._cycle_metrics = self.cycle_folder(cycle) / "metrics.jsonl"
+        if self.ranks.is_main:
+            rewrite_lines(path, lambda line: line["step"] <= self.done)
         loader = StepLoader(rows, steps, self.learner.layout, pin_memory=cfg.pin_memory)
         self.learner.model.train()
         self.train_epochs(loader, steps.per_epoch, f"in cycle {cycle} ")
         if before is not None and all(torch.equal(before[k], v) for k, v in self.learner.adapter_state().items()):
             raise UserError(f"cycle {cycle}: {nothing_changed(self.total_steps, 'the cycle')}")
 
-        def measured() -> dict[str, Any]:
-            rate = max(line["lr"] for line in read_metrics(path))
+        def measured() -> Json:
+            rate = max(line["lr"] for line in read_lines(path))
             return {**summarize(path), "lr": rate, "rows": rows.counts, **Training.summary(self)}
 
         return self.ranks.on_main(measured)
@@ -187,18 +196,18 @@ class CycleTrainer(PolicyTrainer):
 
     def log_update(self, to_logger: bool, values: dict[str, float]) -> None:
         """Log the values of an update in the cycle's ``metrics.jsonl``."""
-        if self._cycle_metrics is not None:
+        if self.ranks.is_main:
             epoch = (self.done - 1) * self.cfg.epochs // self.total_steps + 1
-            self._cycle_metrics.write(step=self.done, epoch=epoch, **values)
-        if to_logger and self.metric_logger is not None:
-            self.metric_logger.log_dict(values, step=self.count)
+            append_line(self._cycle_metrics, {"step": self.done, "epoch": epoch, **values})
+        if to_logger:
+            self.log_numbers(values)
 
     def saves(self, epoch_ends: bool) -> bool:
         """Return whether to save after this update; :meth:`finish_step` saves after the last."""
         every = self.cfg.save_every_n_steps
         return self.done < self.total_steps and (self.done % every == 0 if every else epoch_ends)
 
-    def train_on_nothing(self) -> dict[str, Any]:
+    def train_on_nothing(self) -> dict[str, float]:
         """Leave the adapter as it is, because the cycle kept no answer."""
         return {}
 
@@ -222,7 +231,7 @@ class CycleTrainer(PolicyTrainer):
             self.scaler.load_state_dict(scale)
         return self.learner.adapter_state()
 
-    def finish_step(self, selected: Selected, updates: Mapping[str, Any], seconds: float) -> None:
+    def finish_step(self, selected: Selected, updates: Mapping[str, float], seconds: float) -> None:
         """Write the outputs of a cycle, and save; a cycle without updates is skipped."""
         self.step += 1
         if updates:
@@ -255,18 +264,15 @@ class CycleTrainer(PolicyTrainer):
         if step and (self.best is None or scores["correct"] >= self.best["score"]):
             self.best = {"score": scores["correct"], "step": step, "adapter": self.learner.adapter_state()}
         self.log_phase(step, "eval", {"eval": scores, **stats})
-        if self.metric_logger is not None:
-            self.metric_logger.log_dict({"eval_correct": scores["pass_at_1"]}, step=self.count)
+        self.log_numbers({"eval_correct": scores["pass_at_1"]})
         if self.ranks.is_main:
             replace_text(self.cycle_folder(step) / "eval.json", json.dumps(scores, indent=2) + "\n")
         self._write_summary()
 
-    def log_phase(self, cycle: int, phase: str, values: Mapping[str, Any]) -> None:
+    def log_phase(self, cycle: int, phase: str, values: Mapping[str, object]) -> None:
         """Write a line of ``metrics.jsonl`` about a phase; the metric logger gets the numbers in it."""
         self.log(False, cycle=cycle, phase=phase, **values)
-        if self.metric_logger is not None:
-            numbers = {f"{phase}_{name}": value for name, value in values.items() if isinstance(value, int | float)}
-            self.metric_logger.log_dict(numbers, step=self.count)
+        self.log_numbers({f"{phase}_{name}": value for name, value in values.items()})
 
     # ---- the outputs
 
@@ -293,7 +299,7 @@ class CycleTrainer(PolicyTrainer):
             log.info("%s", _table(entries))
         super().write_outputs()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """Return the content of ``summary.json``."""
         return {"cycles": cycle_entries(self.lines)}
 
@@ -301,18 +307,18 @@ class CycleTrainer(PolicyTrainer):
 # ---- entries of ``summary.json``
 
 
-def cycle_entries(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def cycle_entries(lines: Sequence[Json]) -> list[Json]:
     """Return the entries of ``summary.json``, one per finished cycle; cycle 0 is before any training.
 
     Args:
         lines: lines of ``metrics.jsonl``, one per finished phase: ``cycle``, ``phase`` and measurements.
     """
-    of_cycles: dict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
+    of_cycles: dict[int, dict[str, Json]] = defaultdict(dict)
     for line in lines:
         of_cycles[line["cycle"]][line["phase"]] = line
     entries = []
     for cycle, phases in sorted(of_cycles.items()):
-        entry: dict[str, Any] = {"cycle": cycle}
+        entry: Json = {"cycle": cycle}
         counts = phases.get("sample", {}).get("counts", {})
         if counts and not counts["kept"]:
             entry["skipped"] = True
@@ -327,7 +333,7 @@ def cycle_entries(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return entries
 
 
-def _count_answers(selected: Selected, passes: Callable[[Result], bool]) -> dict[str, Any]:
+def _count_answers(selected: Selected, passes: Callable[[Result], bool]) -> Json:
     """Count a cycle's answers for its entry in ``summary.json``; ``pass_rate`` is a mean over prompts."""
     samples, results, dropped = selected.samples, selected.results, selected.dropped
     rates = [rate for rate in pass_rates(results, passes).values() if rate is not None]
@@ -342,14 +348,14 @@ def _count_answers(selected: Selected, passes: Callable[[Result], bool]) -> dict
     }
 
 
-def _in_words(counts: Mapping[str, Any]) -> str:
+def _in_words(counts: Json) -> str:
     """Describe the counts of a selection: ``48 answers: 20 CORRECT, 28 WRONG; 28 below threshold, 20 kept``."""
     rules = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in counts["filter"].items())
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts["verdicts"].items())
     return f"{counts['samples']} answers: {verdicts}; {rules}"
 
 
-def cycle_stop_reason(entries: Sequence[Mapping[str, Any]], cfg: DictConfig) -> str | None:
+def cycle_stop_reason(entries: Sequence[Json], cfg: DictConfig) -> str | None:
     """Decide whether a run stops early.
 
     Args:
@@ -372,7 +378,7 @@ def cycle_stop_reason(entries: Sequence[Mapping[str, Any]], cfg: DictConfig) -> 
     return stop_reason([] if newest is None else [newest], without_gain, "cycle", **limits)
 
 
-def _nothing_trained(entries: Sequence[Mapping[str, Any]]) -> str:
+def _nothing_trained(entries: Sequence[Json]) -> str:
     """Describe why no cycle was trained, and say what to do."""
     empty = [entry for entry in entries if entry.get("skipped")]
     if not empty:
@@ -384,7 +390,7 @@ def _nothing_trained(entries: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _table(entries: Sequence[Mapping[str, Any]]) -> str:
+def _table(entries: Sequence[Json]) -> str:
     """Format the entries of ``summary.json`` as a table."""
     titles = ("cycle", "samples", "pass rate", "kept", "steps", "lr", "loss", "held-out", "95 % interval", "time")
     lines: list[tuple[str, ...]] = [titles]

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from math import sqrt
 from statistics import fmean, median, variance
-from typing import Any
 
 from omegaconf import DictConfig
 
 from rocm_ext.base.log import log
+from rocm_ext.base.types import Json
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import EQUAL
 from rocm_ext.runs.folder import GREEDY, SampleKey
@@ -17,7 +17,7 @@ from rocm_ext.runs.records import EvalScores
 from rocm_ext.runs.scores import passes, wilson
 from rocm_ext.verifiers import Result, Verdict
 
-Lines = Sequence[Mapping[str, Any]]  # lines of ``metrics.jsonl`` in order, for steps and evaluations
+Lines = Sequence[Json]  # lines of ``metrics.jsonl`` in order, for steps and evaluations
 
 ENTROPY_STEPS, LENGTH_STEPS = 3, 10  # newest steps whose mean counts: one step alone is noisy
 _MISMATCH_FACTOR = 5.0  # of the median of all earlier steps
@@ -204,7 +204,7 @@ def _how_flat(flat: Lines) -> tuple[str, str]:
     return rewards, f"Choose prompts of medium difficulty, more samples_per_prompt or a higher temperature, or {check}"
 
 
-def mismatch_warning(lines: Sequence[Mapping[str, Any]]) -> str | None:
+def mismatch_warning(lines: Lines) -> str | None:
     """Return a warning if the newest step's divergence is far above the earlier ones, and was not one step before."""
     values = [line["mismatch_kl"] for line in lines if line.get("mismatch_kl") is not None]
     if not _is_high(values) or _is_high(values[:-1]) or lines[-1].get("mismatch_kl") is None:
@@ -232,7 +232,7 @@ def advice(lines: Lines) -> list[str]:
     return ([rate] if rate else []) + [text for what, text in findings.items() if what not in earlier]
 
 
-def _findings(steps: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _findings(steps: Lines) -> dict[str, str]:
     """Return warnings about the newest steps, by the name of a measurement."""
     findings = {}
     for name, cure in _GROUPS.items():
@@ -290,7 +290,7 @@ def rate_warning(lines: Lines) -> str | None:
     )
 
 
-def _steps(lines: Lines) -> list[Mapping[str, Any]]:
+def _steps(lines: Lines) -> list[Json]:
     return [line for line in lines if "eval" not in line]
 
 

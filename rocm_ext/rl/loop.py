@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,11 @@ from rocm_ext.plan.workload import rows_of_update
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.ahead import Ahead, RolloutAhead
 from rocm_ext.rl.conversations import ConversationQueue, Limits
-from rocm_ext.rl.engines import Policy, open_engines, verify_workers
+from rocm_ext.rl.engines import Policy, ServerCheck, open_engines, verify_workers
 from rocm_ext.rl.prompts import PromptSet
 from rocm_ext.rl.records import Records, is_correct, key_of
 from rocm_ext.rl.rollout import Answers, Job, OpenSession, Requests, Rollout, Workers
 from rocm_ext.rl.selection import Selected
-from rocm_ext.rl.server_check import ServerCheck
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.records import ROWS
 from rocm_ext.runs.scores import Score
@@ -85,7 +85,7 @@ class RLRecipe:
         """Return the config of the learner, with all keys of the SFT recipe."""
         return OmegaConf.create(config.trainer_config(self.cfg) | {"loss": self.objective_config()})
 
-    def objective_config(self) -> dict[str, Any]:
+    def objective_config(self) -> dict[str, object]:
         """Return the component of the learner's objective."""
         return {config.COMPONENT: "rocm_ext.losses.CrossEntropy"}
 
@@ -179,11 +179,16 @@ class RLRecipe:
         with self.interrupt:
             return kind.begin(job, self.workers, open_session)
 
+    @cached_property
+    def evaluation_requests(self) -> Requests:
+        """The requests of every evaluation."""
+        return self.prompts.evaluation_requests(self.sampling)
+
     def answer_held_out(
         self, step: int, open_session: Callable[[Requests], AbstractContextManager[Session]]
     ) -> Answers:
         """Answer the held-out prompts with the present adapter, of ``step``, inside :meth:`verification`."""
-        requests, name = self.prompts.evaluation_requests(self.sampling), f"evaluation at {self.unit} {step}"
+        requests, name = self.evaluation_requests, f"evaluation at {self.unit} {step}"
         job = Job(name, requests, self.prompts.held_out, *self.records.phase(step, "eval"))
         return self.rollout(job, lambda: open_session(requests)).finish()
 

@@ -20,9 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.importing import import_component
 from rocm_ext.base.log import warn
+from rocm_ext.base.types import Json
 from rocm_ext.data.overview import Overview, equal, numbers, sequence, shared
 from rocm_ext.data.prompts import Prompt, check_disjoint
 from rocm_ext.data.render import render_conversation, render_prompt
@@ -69,7 +70,7 @@ class PromptSet:
             raise UserError("stop_after_no_gain needs held-out prompts: set eval_prompts")
         check_disjoint(self.training, self.held_out)
         self.tokens: dict[str, list[int]] = {}
-        self.tools: tuple[Mapping[str, Any], ...] = ()
+        self.tools: tuple[Json, ...] = ()
         self._by_id = {prompt.id: prompt for prompt in self}
 
     def render(self, tokenizer: Any) -> None:
@@ -89,7 +90,7 @@ class PromptSet:
         """Describe the rendered prompts, for a model that takes ``window`` tokens."""
         answer = workload.longest_answer(self._cfg)
 
-        def described(part: list[Prompt]) -> tuple[dict[str, Any], list[int], list[bytes]]:
+        def described(part: list[Prompt]) -> tuple[Json, list[int], list[bytes]]:
             rendered = [self.tokens[prompt.id] for prompt in part]
             tokens, hashes = list(map(len, rendered)), list(map(key, rendered))
             ends_run = [p.origin for p, n in zip(part, tokens, strict=True) if n + answer > window]
@@ -106,7 +107,7 @@ class PromptSet:
             at = (lambda i: self.held_out[i].origin), (lambda i: self.training[i].origin)
             result["validation"] = held_out | equal("trained_on", pairs, *at)
 
-        def show(row: int) -> dict[str, Any]:
+        def show(row: int) -> Json:
             prompt = self.training[row]
             shown = sequence(tokenizer, self.tokens[prompt.id], np.zeros(lengths[row], bool))
             return {"row": row, "origin": prompt.origin, "sequences": [shown]}
@@ -119,7 +120,7 @@ class PromptSet:
     def __getitem__(self, prompt_id: str) -> Prompt:
         return self._by_id[prompt_id]
 
-    def check_verifier(self, required: bool = True) -> dict[str, Any] | None:
+    def check_verifier(self, required: bool = True) -> Json | None:
         """Check that the verifier can run here and can verify every prompt's row, and try it on an answer.
 
         The main rank tries it, unless ``max_error_share`` allows every answer to fail.
@@ -145,7 +146,7 @@ class PromptSet:
             try_out(component, [prompt.row for prompt in self], self._cfg.verify_timeout)
         return component
 
-    def _check_environment(self, component: Any) -> dict[str, Any]:
+    def _check_environment(self, component: Any) -> Json:
         """Check the prompts' rows, begin a conversation as a test, and take the environment's tools."""
         with Environments(component, self._cfg.verify_timeout) as environments:
             arguments = {name: value for name, value in component.items() if name != config.COMPONENT}
@@ -173,12 +174,12 @@ class PromptSet:
         """Check that every prompt and its answer have at most ``context`` tokens, which the model ``name`` takes."""
         new = workload.longest_answer(self._cfg)
         what = "max_new_tokens" + (" + max_environment_tokens" if self._cfg.environment is not None else "")
-        for prompt in self:
-            if (length := len(self.tokens[prompt.id])) + new > context:
-                raise UserError(
-                    f"{prompt.origin}: {length} tokens and {what} {new} are more than the {context} that the {name} "
-                    f"takes; lower {what} or remove the prompt"
-                )
+        refuse(
+            f"{prompt.origin}: {length} tokens and {what} {new} are more than the {context} that the {name} "
+            f"takes; lower {what} or remove the prompt"
+            for prompt in self
+            if (length := len(self.tokens[prompt.id])) + new > context
+        )
 
     def requests(self, prompts: Sequence[Prompt], step: int) -> list[Request]:
         """Return the requests for ``samples_per_prompt`` answers per prompt; ``step`` is part of the answers' seeds."""

@@ -13,6 +13,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -22,6 +23,7 @@ import numpy as np
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, read_lines, rewrite_lines
+from rocm_ext.base.types import Json, Message
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.runs.folder import SampleKey
 from rocm_ext.runs.scores import passes
@@ -57,7 +59,7 @@ class Sample:
     logprobs: list[float]
     routes: str | None = None
     given: Sequence[Given] | None = None
-    messages: Sequence[Mapping[str, Any]] | None = None
+    messages: Sequence[Message] | None = None
 
     @classmethod
     def of(cls, completion: Completion) -> "Sample":
@@ -106,7 +108,7 @@ class Sample:
         rest = self.tokens[at:]
         yield [*ids, *rest], [*sampled, *[True] * len(rest)], slice(begun, len(self.tokens))
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Json:
         """Return the line's content; ``asdict`` would take as long as all other work outside model and verifier."""
         return {key: value for key, value in vars(self).items() if value is not None}
 
@@ -116,22 +118,17 @@ def packed_routes(routes: np.ndarray) -> str:
     return base64.b64encode(zlib.compress(routes.astype("<i2").tobytes())).decode()
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read the records in a file without an incomplete last one; [] if the file is missing."""
-    return list(read_lines(path, keys=("prompt_id", "sample")))
-
-
-def key_of(record: Mapping[str, Any]) -> SampleKey:
+def key_of(record: Json) -> SampleKey:
     """Return which answer a line is about."""
     return record["prompt_id"], record["sample"]
 
 
-def to_sample(record: Mapping[str, Any]) -> Sample:
+def to_sample(record: Json) -> Sample:
     """Convert a line of ``samples.jsonl``."""
     return Sample(**{field: record[field] for field in Sample.__dataclass_fields__.keys() & record.keys()})
 
 
-def to_result(record: Mapping[str, Any]) -> Result:
+def to_result(record: Json) -> Result:
     """Convert a line of ``verdicts.jsonl``."""
     return Result(Verdict(record["verdict"]), record["reward"], record["detail"], record.get("parts", {}))
 
@@ -224,7 +221,7 @@ class Records:
         ranks.barrier()
         records = cls(files, passes)
 
-        def unfinished(line: Mapping[str, Any]) -> bool:
+        def unfinished(line: Json) -> bool:
             return line["step"] > (evaluated if line["phase"] == "eval" else step)
 
         for file in (samples, turns):
@@ -313,19 +310,19 @@ class PhaseRecords:
         records: records of an earlier process and of this rank, by the file's key.
     """
 
-    def __init__(self, file: "RecordFile", scope: Scope, extra: Mapping[str, Any]) -> None:
+    def __init__(self, file: "RecordFile", scope: Scope, extra: Mapping[str, int]) -> None:
         self.file, self._scope, self._extra = file, scope, extra
-        self.records: dict[Any, dict[str, Any]] = file.left.pop(scope, {})
-        self._new: list[dict[str, Any]] = []
+        self.records: dict[Any, Json] = file.left.pop(scope, {})
+        self._new: list[Json] = []
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, record: Json) -> None:
         """Append one record and write it at once."""
         record = {**self._extra, **record}
         self.file.append(self._scope, record)
         self._new.append(record)
         self.records[self.file.key(record)] = record
 
-    def drop(self, unwanted: Callable[[dict[str, Any]], bool]) -> None:
+    def drop(self, unwanted: Callable[[Json], bool]) -> None:
         """Remove the ``unwanted`` records; call it on every rank, on opening or after :meth:`collect`."""
         dropped = {key for key, record in self.records.items() if unwanted(record)}
         if dropped:
@@ -353,10 +350,10 @@ class RecordFile:
         left: records of unfinished phases of an earlier process, until the phase opens.
     """
 
-    def __init__(self, path: Path, ranks: Ranks, key: Callable[[Mapping[str, Any]], Any] = key_of) -> None:
+    def __init__(self, path: Path, ranks: Ranks, key: Callable[[Json], Any] = key_of) -> None:
         self._path, self._ranks, self.key = path, ranks, key
         self.part = path if ranks.is_main else path.with_suffix(f".rank{ranks.rank}.jsonl")
-        self.left: dict[Scope, dict[Any, dict[str, Any]]] = defaultdict(dict)
+        self.left: dict[Scope, dict[Any, Json]] = defaultdict(dict)
         self._handle: Any = None
         self._rewritten = 0  # bytes after the last rewrite
         self._uncollected: set[Scope] = set()  # phases with lines of this process only
@@ -373,22 +370,22 @@ class RecordFile:
                     file.write(source.read(_complete(part)))
                 part.unlink()
 
-    def lines(self) -> Iterable[dict[str, Any]]:
+    def lines(self) -> Iterable[Json]:
         """Read the file line by line."""
         return read_lines(self._path, keys=("step", "phase", "prompt_id", "sample"))
 
-    def keep(self, line: Mapping[str, Any]) -> None:
+    def keep(self, line: Json) -> None:
         """Keep a line of an unfinished phase in :attr:`left`."""
         record = {key: value for key, value in line.items() if key not in ("step", "phase", "round")}
         self.left[_scope(line)][self.key(line)] = record
 
-    def append(self, scope: Scope, record: Mapping[str, Any]) -> None:
+    def append(self, scope: Scope, record: Json) -> None:
         """Write a record of a phase to this rank's part."""
         with self._lock:
             self._uncollected.add(scope)
             self._write([record], scope)
 
-    def _write(self, records: Iterable[Mapping[str, Any]], scope: Scope) -> None:
+    def _write(self, records: Iterable[Json], scope: Scope) -> None:
         step, phase, round_ = scope
         beginning = {"step": step, "phase": phase, **({"round": round_} if round_ else {})}
         with self._lock, disk_errors(self.part):
@@ -398,14 +395,14 @@ class RecordFile:
                 if self._handle.write(content) != len(content):  # on a full disk it may write a part
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def collect(self, scope: Scope, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def collect(self, scope: Scope, new: list[Json]) -> list[Json]:
         """Move a phase's lines, of this rank ``new``, to the main rank's file, and return the records of all ranks."""
         with self._lock:
             self._uncollected.discard(scope)
         if self._ranks.world == 1:
             self.close()
             return new
-        collected: list[dict[str, Any]] = []
+        collected: list[Json] = []
         for start in range(0, max(self._ranks.gather(len(new))), _AT_ONCE):
             of_ranks = self._ranks.gather(new[start : start + _AT_ONCE])
             collected += (record for of_rank in of_ranks for record in of_rank)
@@ -421,7 +418,7 @@ class RecordFile:
                     self.part.unlink(missing_ok=True)
         return collected
 
-    def rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+    def rewrite(self, keep: Callable[[Json], bool]) -> None:
         """Remove lines from the main rank's file; every rank calls it."""
         if self._ranks.is_main:
             with self._lock:
@@ -451,7 +448,7 @@ class RecordFile:
                 self._handle = None
 
 
-def _scope(line: Mapping[str, Any]) -> Scope:
+def _scope(line: Json) -> Scope:
     return line["step"], line["phase"], line.get("round", 0)
 
 
@@ -461,12 +458,7 @@ def _size(path: Path) -> int:
 
 def _complete(path: Path) -> int:
     """Return a file's bytes up to the end of its last complete line."""
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - 65536)
-            file.seek(start)
-            if (at := file.read(end - start).rfind(b"\n")) >= 0:
-                return start + at + 1
-            end = start
-    return 0
+    if not _size(path):  # an empty file cannot be mapped
+        return 0
+    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+        return content.rfind(b"\n") + 1

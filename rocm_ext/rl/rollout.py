@@ -17,6 +17,7 @@ import torch
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import Progress
 from rocm_ext.base.supervised import beat
+from rocm_ext.base.types import Row
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.conversations import ConversationQueue
@@ -98,7 +99,7 @@ class Workers:
     interrupt: Interrupt
     max_error_share: float
     logs_long_rollouts_only: bool = False
-    conversations: Callable[[RequestQueue, Sampling, Mapping[str, Any], PhaseRecords], ConversationQueue] | None = None
+    conversations: Callable[[RequestQueue, Sampling, Mapping[str, Row], PhaseRecords], ConversationQueue] | None = None
     halted: bool = False
 
 
@@ -289,7 +290,7 @@ class _Judge:
         self._done: SimpleQueue[Future] = SimpleQueue()
         self.counts = Counter(record["verdict"] for record in self._records.records.values())
 
-    def submit(self, key: SampleKey, text: str, row: Mapping[str, Any]) -> None:
+    def submit(self, key: SampleKey, text: str, row: Row) -> None:
         """Submit an answer, with its prompt's row."""
         assert self._pool is not None, "an environment judges its conversations itself"
         keys, group = [key], _group(key)

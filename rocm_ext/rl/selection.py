@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import copysign, fsum, sqrt
 from statistics import fmean, pstdev
-from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -181,7 +180,7 @@ class Selected:
         """Return the mean number of steps between the answers' adapters and the adapter that ``step`` trains."""
         return step - 1 - self.stats["policy"] / len(self.samples)
 
-    def measurements(self) -> dict[str, Any]:
+    def measurements(self) -> dict[str, float | None]:
         """Compute the step's entry in ``metrics.jsonl``, without the measurements of training."""
         rewards = [result.reward for result in self.results.values() if result.reward is not None]
         verdicts = Counter(result.verdict for result in self.results.values())

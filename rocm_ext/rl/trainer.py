@@ -9,7 +9,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from rocm_ext.base.files import read_lines
 from rocm_ext.base.log import Progress, log
+from rocm_ext.base.types import Json
 from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
 from rocm_ext.data.batches import StepLoader, label_counts
 from rocm_ext.data.rows import Rows
@@ -18,11 +20,10 @@ from rocm_ext.rl import evaluation
 from rocm_ext.rl.selection import Selected
 from rocm_ext.runs.records import EvalScores
 from rocm_ext.sampling import sample_seed
-from rocm_ext.train.checkpoint import FREE_KEYS
+from rocm_ext.train.checkpoint import FREE_KEYS, State
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt
 from rocm_ext.train.loop import StepStats, Training
-from rocm_ext.train.metrics import read_metrics
 from rocm_ext.train.output_dir import OutputDir
 
 # Keys that a resumed GRPO run may change, in addition to FREE_KEYS
@@ -70,7 +71,7 @@ class PolicyTrainer(Training):
         self._inputs, self.first = inputs, learner.adapter_state()
         self.stopped: str | None = None
         self.evaluated, self.fresh = -1, folder.resumed is None
-        self.lines: list[dict[str, Any]] = []
+        self.lines: list[Json] = []
         self.saved = (-1, -1)
 
     def open(self) -> None:
@@ -79,7 +80,7 @@ class PolicyTrainer(Training):
         if self.ranks.is_main:
             (self.folder.path / "samples.jsonl").touch()  # tells monitor that this is a run of GRPO
         self.ranks.barrier()
-        self.lines = self.ranks.agree(read_metrics(self.folder.path / "metrics.jsonl"))
+        self.lines = self.ranks.agree(list(read_lines(self.folder.path / "metrics.jsonl")))
         if self.fresh:
             self.save_checkpoint()
         self.saved = self.step, self.evaluated
@@ -104,25 +105,25 @@ class PolicyTrainer(Training):
         """Optimiser updates that the steps done take in the schedule."""
         return self.step * self.updates_of_step
 
-    def keeps_line(self, line: dict[str, Any]) -> bool:
+    def keeps_line(self, line: Json) -> bool:
         """Return whether a resumed run keeps a line; it repeats the other steps, and evaluations from their records."""
         return line["step"] <= (self.evaluated if "eval" in line else self.step)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, str | int | None]:
         """Return what a run shares with the one it resumes, in addition to the config."""
         return {**super().identity(), **self._inputs, "first adapter": peft_files.fingerprint(self.first)}
 
-    def extra_state(self) -> dict[str, Any]:
+    def extra_state(self) -> State:
         """Return the part of a checkpoint that other trainings do not have."""
         return {"evaluated": self.evaluated}
 
-    def load_extra_state(self, state: dict[str, Any]) -> None:
+    def load_extra_state(self, state: State) -> None:
         """Take over the step of the last evaluation from a checkpoint's ``state``."""
         self.evaluated = state["evaluated"]
 
     # ---- a step
 
-    def train_on(self, rows: Rows, groups: Sequence[str]) -> dict[str, Any]:
+    def train_on(self, rows: Rows, groups: Sequence[str]) -> dict[str, float]:
         """Do the updates of a step.
 
         Args:
@@ -174,7 +175,7 @@ class PolicyTrainer(Training):
             **{name: (max if name.endswith("_max") else fmean)(values) for name, values in measured.items()},
         }
 
-    def train_on_nothing(self) -> dict[str, Any]:
+    def train_on_nothing(self) -> dict[str, float]:
         """Advance the schedule by a step without rows, and return what :meth:`train_on` returns."""
         self.skip_updates(self.updates_of_step)
         return NO_UPDATES
@@ -193,7 +194,7 @@ class PolicyTrainer(Training):
                     updates.append(indices)
         return updates
 
-    def finish_step(self, selected: Selected, updates: Mapping[str, Any], seconds: float) -> None:
+    def finish_step(self, selected: Selected, updates: Mapping[str, float], seconds: float) -> None:
         """Count a step and log it, with the ``updates`` from :meth:`train_on`."""
         self.step += 1
         lag = {"policy_lag": selected.policy_lag(self.step)}
@@ -214,16 +215,14 @@ class PolicyTrainer(Training):
         if step and (self.best is None or scores["correct"] > self.best["score"]):
             self.best = {"score": scores["correct"], "step": step, "adapter": self.learner.adapter_state()}
         self.log(False, eval=scores, seconds=stats["seconds"])
-        if self.metric_logger is not None:
-            self.metric_logger.log_dict({"eval_correct": scores["pass_at_1"]}, step=self.step)
+        self.log_numbers({"eval_correct": scores["pass_at_1"]})
 
     def log(self, to_logger: bool, **values: Any) -> None:
         """Write a line of ``metrics.jsonl``, and add it to ``lines``; the metric logger gets the numbers in it."""
         self.write_metrics(False, **values)
         self.lines.append(self.ranks.agree({**self.position(), **values}))
-        if to_logger and self.metric_logger is not None:
-            numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-            self.metric_logger.log_dict(numbers, step=self.step)
+        if to_logger:
+            self.log_numbers(values)
 
     # ---- checkpoints
 
@@ -243,7 +242,7 @@ class PolicyTrainer(Training):
         if self.saved != (self.step, self.evaluated):
             self.save_checkpoint()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """Return the content of ``summary.json``."""
         steps = [line for line in self.lines if "eval" not in line]
         keys = ("correct", "prompts", "pass_at_1", "interval")

@@ -19,7 +19,8 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.base.supervised import beat
 from rocm_ext.config.checks.kinds import NULL, check, integer
-from rocm_ext.data.render import to_text
+from rocm_ext.data.encoder import to_text
+from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.machine.trace import DECODING, PREFILL, Trace
 from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder
@@ -164,7 +165,8 @@ class LocalSession:
         trace: Trace | None = None,
         routes: bool = False,
     ) -> None:
-        self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
+        self._decoder, self._free_memory = decoder, free_memory
+        self._tokenizer = tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer  # which decodes
         self._routes = routes
         self._slots, self._trace = slots, trace or Trace()
         self._graphs = Graphs(decoder.device.type == "cuda" if graphs is None else graphs, graphs is True)

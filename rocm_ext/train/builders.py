@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from rocm_ext import config
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, one_line, refuse
 from rocm_ext.base.log import log
 from rocm_ext.data.encoder import HFTokenizer
 
@@ -63,9 +63,8 @@ def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
         # torchtune numbers Llama's reserved tokens in another way, and uses none of them
         if "reserved_special_token" not in token and theirs.token_to_id(token) not in (None, number)
     ]
-    if problems:
-        cure = "set tokenizer.path and its other files to those of checkpointer.checkpoint_dir"
-        raise UserError(f"tokenizer: {problems[0]}; {cure}")
+    cure = "set tokenizer.path and its other files to those of checkpointer.checkpoint_dir"
+    refuse(f"tokenizer: {problem}; {cure}" for problem in problems)
 
 
 # ---- optimiser and schedule

@@ -5,15 +5,15 @@ import os
 import random
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, remove_folder, replace_folder
@@ -43,6 +43,29 @@ _FREE = {
 FREE_KEYS = frozenset(" ".join(_FREE.values()).split())
 
 
+State = dict[str, Any]  # content of ``state.pt``, by name; see :meth:`rocm_ext.train.loop.Training.save_checkpoint`
+
+
+class Best(TypedDict, total=False):
+    """The best adapter so far, and why it is the best: by its answers' score, or by a metric of validations."""
+
+    step: int
+    adapter: dict[str, Tensor]
+    score: int
+    metric: str
+    value: float
+    loss: float | None
+
+
+class RngState(TypedDict, total=False):
+    """The state of every random generator; ``device`` is missing on a CPU."""
+
+    python: Any
+    numpy: Any
+    torch: Tensor
+    device: Tensor
+
+
 class Checkpoints:
     """The checkpoint folders of a run, such as ``step_00000012``.
 
@@ -64,7 +87,7 @@ class Checkpoints:
             raise UserError(f"cannot read {self.folder}: {error.strerror}") from error
         return sorted(self.folder / name for name in names if re.fullmatch(r"step_\d+", name))
 
-    def save(self, step: int, state: dict[str, Any], write_more: Callable[[Path], None]) -> Path:
+    def save(self, step: int, state: State, write_more: Callable[[Path], None]) -> Path:
         """Write a checkpoint with its checksums, and remove old ones.
 
         Args:
@@ -109,7 +132,7 @@ class Checkpoints:
                     path.rename(aside)
                 log.warning("checkpoint %s is kept as %s", path, aside.name)
 
-    def newest(self, ranks: Ranks) -> tuple[Path, dict[str, Any]] | None:
+    def newest(self, ranks: Ranks) -> tuple[Path, State] | None:
         """Read the newest checkpoint that all ranks can read, and warn about newer ones.
 
         Returns:
@@ -120,7 +143,7 @@ class Checkpoints:
         """
         skipped: list[tuple[Path, str]] = []
         for path in reversed(ranks.agree(self.steps())):
-            state: dict[str, Any] = {}
+            state: State = {}
             problem = None
             try:
                 state = read_state(path)
@@ -141,7 +164,7 @@ class Checkpoints:
         return None
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> State:
     """Read ``state.pt`` in a folder, after its checksums.
 
     Raises:
@@ -171,10 +194,10 @@ def _checksums(folder: Path, names: list[str]) -> bytes:
     return "".join(lines).encode()
 
 
-def rng_state(device: torch.device) -> dict[str, Any]:
+def rng_state(device: torch.device) -> RngState:
     """Return the state of the random generators of Python, numpy and torch, and on a GPU of ``device``."""
     name, keys, *rest = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
+    state: RngState = {
         "python": random.getstate(),
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
         "torch": torch.get_rng_state(),
@@ -184,7 +207,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+def set_rng_state(state: RngState, device: torch.device) -> None:
     """Restore every random generator to a ``state`` from :func:`rng_state`."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -197,9 +220,9 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 def check_same_run(
     path: Path,
-    state: dict[str, Any],
+    state: State,
     cfg: DictConfig,
-    identity: dict[str, Any],
+    identity: Mapping[str, str | int | None],
     free: frozenset[str] = FREE_KEYS,
 ) -> None:
     """Check that this run and the one it resumes are the same.
@@ -229,31 +252,3 @@ def check_same_run(
             f"{path} belongs to another run: {'; '.join(problems)}. "
             f"Undo these changes{how}, or start a new run in another output_dir"
         )
-
-
-# ---- another number of steps than the run began with
-
-
-def load_for_new_length(optimizer: torch.optim.Optimizer, scheduler: Any, state: Mapping[str, Any], step: int) -> None:
-    """Load an optimiser's ``state`` from a checkpoint, and bring its new schedule, if there is one, to ``step``."""
-    if scheduler is None:
-        optimizer.load_state_dict(dict(state))
-        return
-    advance(scheduler, step)
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    optimizer.load_state_dict(dict(state))
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if rate != (was := float(group["lr"])):
-            log.info("lr_scheduler follows the new number of steps: learning rate %.3g, was %.3g", rate, was)
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-
-
-def advance(scheduler: Any, steps: int) -> None:
-    """Step a schedule ``steps`` times without its optimiser."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch expects optimiser steps in between
-        for _ in range(steps):
-            scheduler.step()

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Collection, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from torchtune.modules import TransformerDecoder
 from rocm_ext import config
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log, warn
-from rocm_ext.data.batches import Layout, micro_batch_budget, width_multiple
+from rocm_ext.base.supervised import beat
+from rocm_ext.data.batches import Layout, MicroBatch, micro_batch_budget, width_multiple
 from rocm_ext.data.rows import SIDE, Rows
 from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.losses import Objective, UnpairedPreference, objective_of
@@ -26,7 +27,6 @@ from rocm_ext.model.adapters.merge import check_mergeable
 from rocm_ext.model.adapters.peft_files import PeftConfig
 from rocm_ext.model.attention import check_kernel, choose_attention, shares_beginnings
 from rocm_ext.model.build import (
-    CausalLM,
     Weights,
     build_model,
     check_adapter,
@@ -35,8 +35,10 @@ from rocm_ext.model.build import (
     load_weights,
     read_weights,
 )
+from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.download import use_weights
 from rocm_ext.model.lora import adapter_parameters, adapters, quantized
+from rocm_ext.model.weights.quantized import unpacked_once
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.memory import MemoryPlan, apply_checkpointing, checkpointed_layers, readable
 from rocm_ext.plan.planner import TrainingPlanner
@@ -105,11 +107,14 @@ class Learner:
                 kernels=self.decoder.kernels,
             )
             warn(numerics.require(checks))
+        self._pad_id = getattr(tokenizer, "pad_id", 0) or 0
+        self._multiple = width_multiple(cfg.compile, runtime.device, runtime.dtype)
         self.objective = self.setup_loss()
         self.model = CausalLM(self.decoder, self.objective)
+        self._base = peft_files.base_model_name(Path(cfg.checkpointer.checkpoint_dir))
         self._first = None if first is None else self._first_adapter(Path(first))
 
-    @property
+    @cached_property
     def shares(self) -> bool:
         """Whether a row stores a common beginning of its sequences once."""
         return self.packed and shares_beginnings(self.decoder)
@@ -117,16 +122,9 @@ class Learner:
     @property
     def layout(self) -> Layout:
         """The layout of this rank's micro-batches, after :meth:`plan` has chosen their size."""
-        runtime = self.runtime
-        return Layout(
-            runtime.ranks.rank,
-            runtime.ranks.world,
-            self.tokens_per_micro_batch,
-            self.packed,
-            pad_id=getattr(self.tokenizer, "pad_id", 0) or 0,
-            multiple=width_multiple(self.cfg.compile, runtime.device, runtime.dtype),
-            share=self.shares,
-        )
+        ranks = self.runtime.ranks
+        size, pad, multiple = self.tokens_per_micro_batch, self._pad_id, self._multiple
+        return Layout(ranks.rank, ranks.world, size, self.packed, pad, multiple, self.shares)
 
     def setup_model(self) -> TransformerDecoder:
         """Build the decoder: frozen parameters on the meta device, fresh adapters on the runtime's device."""
@@ -296,8 +294,7 @@ class Learner:
         state = self.read_adapter(source)
         check_adapter(self.decoder, state, str(source))
         if (folder := peft_files.config_folder(source)) is not None:
-            base = peft_files.base_model_name(Path(self.cfg.checkpointer.checkpoint_dir))
-            warn(filter(None, [PeftConfig.read(folder).other_base(folder, base)]))
+            warn(filter(None, [PeftConfig.read(folder).other_base(folder, self._base)]))
         return state
 
     def adapter_state(self) -> dict[str, Tensor]:
@@ -319,8 +316,31 @@ class Learner:
 
     def write_adapter(self, folder: Path) -> None:
         """Write the adapter to ``folder`` in PEFT's format, with a chat template that is not the model's."""
-        checkpointer = self.cfg.checkpointer
-        base = peft_files.base_model_name(Path(checkpointer.checkpoint_dir))
-        peft_files.write_adapter(folder, self.decoder, checkpointer.model_type, base)
+        peft_files.write_adapter(folder, self.decoder, self.cfg.checkpointer.model_type, self._base)
         if isinstance(self.tokenizer, ChatTokenizer):
             self.tokenizer.write_template(folder)
+
+
+class CausalLM(nn.Module):
+    """Decoder and objective in one module, so that FSDP2 gathers the output weights once for both.
+
+    Args:
+        decoder: the model.
+        objective: computes the loss from hidden states and labels.
+    """
+
+    def __init__(self, decoder: Decoder, objective: Objective) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.objective = objective
+        self._unpacking = unpacked_once if quantized(decoder) else contextlib.nullcontext
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Return the objective summed over ``batch.targets``: a scalar in fp32."""
+        beat()
+        columns = {**batch.columns, **self.objective.columns_of(batch)}
+        hidden = self.decoder.hidden_states(batch).flatten(0, 1)[batch.index]
+        if batch.routes is not None and (tally := self.objective.tally) is not None:
+            tally.mean("routing_mismatch", *self.decoder.replay.differing())
+        with self._unpacking():
+            return self.objective(self.decoder.output, hidden, batch.targets, columns, batch.sequence)

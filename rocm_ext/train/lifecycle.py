@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+import sys
 import time
 import traceback
 from contextlib import AbstractContextManager
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+import psutil
 import torch
 from omegaconf import DictConfig, OmegaConf
 
@@ -32,7 +34,6 @@ from rocm_ext.model.weights.llama_cpp import way_out
 from rocm_ext.plan.memory import readable
 from rocm_ext.runs.records import read_yaml
 from rocm_ext.train.machines import check_machines
-from rocm_ext.train.metrics import peak_memory
 from rocm_ext.train.output_dir import hold
 
 # ---- signals
@@ -149,6 +150,17 @@ class Runtime:
     def budget(self, taken: int = 0) -> int:
         """Return how many bytes this process may use on its device, including ``taken`` bytes in use."""
         return memory_budget(self.profile, self.machine, taken=taken)[0]
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return this process's peak memory in bytes: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _use_threads(cfg: DictConfig, device: torch.device, ranks: Ranks) -> int | str:

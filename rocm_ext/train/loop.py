@@ -4,6 +4,8 @@ import contextlib
 import json
 import math
 import time
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.base.files import replace_folder, replace_text
+from rocm_ext.base.files import append_line, replace_folder, replace_text
 from rocm_ext.base.log import Progress, log
+from rocm_ext.base.types import Json
 from rocm_ext.config import references
 from rocm_ext.data.batches import StepLoader, Update
 from rocm_ext.machine import numerics
@@ -21,17 +24,9 @@ from rocm_ext.machine.trace import TRAINING
 from rocm_ext.model.adapters.merge import merge
 from rocm_ext.model.attention import has_dropout
 from rocm_ext.train import builders
-from rocm_ext.train.checkpoint import (
-    FREE_KEYS,
-    advance,
-    check_same_run,
-    load_for_new_length,
-    rng_state,
-    set_rng_state,
-)
+from rocm_ext.train.checkpoint import FREE_KEYS, Best, State, check_same_run, rng_state, set_rng_state
 from rocm_ext.train.learner import Learner
-from rocm_ext.train.lifecycle import Interrupt
-from rocm_ext.train.metrics import Metrics, peak_memory
+from rocm_ext.train.lifecycle import Interrupt, peak_memory
 from rocm_ext.train.output_dir import OutputDir
 
 # in a run's identity: the cut of a step decides which masks dropout draws
@@ -109,9 +104,8 @@ class Training:
         self.cfg, self.folder, self.metric_logger = cfg, folder, metric_logger
         self.interrupt = interrupt or Interrupt()
         self.step, self.total_steps = 0, 0
-        self.best: dict[str, Any] | None = None
+        self.best: Best | None = None
         self._updated = False  # whether the run has done an update
-        self.metrics: Metrics | None = None  # of the main rank
 
     def begin(self, total_steps: int) -> None:
         """Build optimiser and schedule, continue the folder's checkpoint, and claim the folder.
@@ -123,13 +117,13 @@ class Training:
             UserError: a component cannot be built, or the checkpoint belongs to another run.
         """
         self.build(total_steps)
-        self._identity = self.identity()
+        self._identity, self._environment = self.identity(), references.digests(self.cfg)
         resumed = self._resume()
         log.info("optimizer: %s", builders.in_force(self.optimizer))
         self.ranks.barrier()  # every rank must read the checkpoint before `take` changes the folder
         if self.ranks.is_main:
             count = self.count if resumed else None
-            self.metrics = self.folder.take(OmegaConf.to_yaml(self.cfg), count, self.keeps_line)
+            self.folder.take(OmegaConf.to_yaml(self.cfg), count, self.keeps_line)
 
     def build(self, total_steps: int) -> None:
         """Build optimiser, loss scaler and schedule for ``total_steps`` updates; 0: their number is not known yet."""
@@ -196,7 +190,7 @@ class Training:
         """The number of the next checkpoint: the steps done."""
         return self.step
 
-    def keeps_line(self, line: dict[str, Any]) -> bool:
+    def keeps_line(self, line: Json) -> bool:
         """Return whether a resumed run keeps a line of ``metrics.jsonl``: it repeats later steps."""
         return line["step"] <= self.step
 
@@ -204,7 +198,7 @@ class Training:
         """Return the first values of a line in ``metrics.jsonl``."""
         return {"step": self.step}
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, str | int | None]:
         """Return what a run shares with the one it resumes, in addition to the config."""
         return {
             "base model": self.learner.base_fingerprint,
@@ -213,14 +207,14 @@ class Training:
             _DROPOUT_CUT: self.learner.tokens_per_micro_batch if has_dropout(self.learner.decoder) else None,
         }
 
-    def extra_state(self) -> dict[str, Any]:
+    def extra_state(self) -> State:
         """Return a subclass's part of a checkpoint, tensors and plain values."""
         return {}
 
-    def load_extra_state(self, state: dict[str, Any]) -> None:
+    def load_extra_state(self, state: State) -> None:
         """Restore the values of :meth:`extra_state` from a checkpoint's ``state``; ``step`` is set already."""
 
-    def check_length(self, path: Path, state: dict[str, Any]) -> bool:
+    def check_length(self, path: Path, state: State) -> bool:
         """Return whether the run has as many updates as before its checkpoint ``path``, so that its schedule continues.
 
         Raises:
@@ -271,12 +265,14 @@ class Training:
         self.load_extra_state(state)
         same_length = self.check_length(path, state)
         self.learner.load_adapter(state["adapter"], str(path))
-        if same_length:
-            self.optimizer.load_state_dict(state["optimizer"])
-            if self.scheduler is not None:
-                self.scheduler.load_state_dict(state["scheduler"])
-        else:
-            load_for_new_length(self.optimizer, self.scheduler, state["optimizer"], self.updates)
+        if not same_length:
+            self.skip_updates(self.updates)
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None and same_length:
+            self.scheduler.load_state_dict(state["scheduler"])
+        elif self.scheduler is not None:
+            self._set_rates(rates)
         self.scaler.load_state_dict(state["scaler"])
         if same_ranks:
             set_rng_state(state["rng"][self.ranks.rank], self.runtime.device)
@@ -285,6 +281,16 @@ class Training:
         log.info("resumed from %s", path)
         self.folder.resumed = None  # frees its tensors
         return True
+
+    def _set_rates(self, rates: Sequence[float]) -> None:
+        """Set the learning rates of a schedule of another length than the checkpoint's."""
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if rate != (was := float(group["lr"])):
+                log.info("lr_scheduler follows the new number of steps: learning rate %.3g, was %.3g", rate, was)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     # ---- a step
 
@@ -375,8 +381,12 @@ class Training:
 
     def skip_updates(self, count: int) -> None:
         """Advance the schedule by ``count`` updates without doing them, after a step with too few rows."""
-        if self.scheduler is not None:
-            advance(self.scheduler, count)
+        if self.scheduler is None:
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch expects optimiser steps in between
+            for _ in range(count):
+                self.scheduler.step()
 
     def _check_dtypes(self, update: Update) -> None:
         """Warn of modules of the decoder that leave the dtype; the objective computes in fp32 on purpose.
@@ -466,10 +476,16 @@ class Training:
 
     def write_metrics(self, to_logger: bool, **values: Any) -> None:
         """Append a line to ``metrics.jsonl``, and give it to the metric logger if ``to_logger`` is set."""
-        if self.metrics is not None:
-            self.metrics.write(**self.position(), **values)
-        if self.metric_logger is not None and to_logger:
-            self.metric_logger.log_dict(values, step=self.count)
+        if self.ranks.is_main:
+            append_line(self.folder.path / "metrics.jsonl", {**self.position(), **values})
+        if to_logger:
+            self.log_numbers(values)
+
+    def log_numbers(self, values: Mapping[str, object]) -> None:
+        """Give the numbers among ``values`` to the metric logger, if there is one."""
+        if self.metric_logger is not None:
+            numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+            self.metric_logger.log_dict(numbers, step=self.count)
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint: the run's state, and the adapter in PEFT's format.
@@ -494,7 +510,7 @@ class Training:
                 "best": self.best,
                 "total_steps": self.total_steps,
                 "config": OmegaConf.to_container(self.cfg),
-                "environment": references.digests(self.cfg),
+                "environment": self._environment,
                 "identity": self._identity,
                 **self.extra_state(),
             }
@@ -520,7 +536,7 @@ class Training:
             replace_text(out / "summary.json", json.dumps(self.summary(), indent=2) + "\n")
         self.ranks.barrier()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """Return the content of ``summary.json``: memory, machine and ranks; only the main rank calls it."""
         return {
             "peak_memory": peak_memory(self.runtime.device),

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import rocm_ext
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.files import disk_errors
 from rocm_ext.base.nested import flatten
 from rocm_ext.config import references
@@ -45,7 +45,7 @@ def check_machines(cfg: DictConfig, dtype: Any, ranks: Ranks) -> None:
     _check_shared(Path(cfg.output_dir), ranks)
 
 
-def check_same(values: Callable[[], Mapping[str, Any]], ranks: Ranks, cure: str) -> None:
+def check_same(values: Callable[[], Mapping[str, object]], ranks: Ranks, cure: str) -> None:
     """Check that ``values`` are the same on every machine; every rank calls this together.
 
     Args:
@@ -58,7 +58,7 @@ def check_same(values: Callable[[], Mapping[str, Any]], ranks: Ranks, cure: str)
     """
     if not several_machines():
         return
-    machines: list[tuple[str, Mapping[str, Any]]] = ranks.gather((platform.node(), values()))
+    machines: list[tuple[str, Mapping[str, object]]] = ranks.gather((platform.node(), values()))
     host, first = machines[0]
     for rank, (other, theirs) in enumerate(machines):
         names = [name for name in sorted({*first, *theirs}) if first.get(name) != theirs.get(name)]
@@ -83,9 +83,9 @@ def _versions() -> dict[str, str]:
     return versions | {"the files of torchtune-rocm": digest.hexdigest()}
 
 
-def _listing(model: Path) -> dict[str, Any]:
+def _listing(model: Path) -> dict[str, str]:
     """The files of a model's folder: sizes of the weights, hashes of the texts."""
-    contents: dict[str, Any] = {}
+    contents: dict[str, str] = {}
     for path in sorted(model.iterdir()) if model.is_dir() else ():
         if path.is_file() and not path.name.startswith("."):
             small = path.suffix not in _WEIGHTS
@@ -110,7 +110,7 @@ def _check_shared(folder: Path, ranks: Ranks) -> None:
                     mine.write_bytes(b"")
             except UserError as error:
                 problem = str(error)
-        _raise_any(ranks.gather(problem))
+        refuse(filter(None, ranks.gather(problem)))
         missing = [number for number, file in files.items() if not file.exists()]
         late = bool(missing)
         end = time.monotonic() + _PATIENCE
@@ -127,12 +127,12 @@ def _check_shared(folder: Path, ranks: Ranks) -> None:
             )
         elif late:
             problem = _late(folder, "created")
-        _raise_any(ranks.gather(problem))
+        refuse(filter(None, ranks.gather(problem)))
         if first:
             mine.unlink()
         ranks.barrier()
         seen = [number for number, file in files.items() if file.exists()]
-        _raise_any(ranks.gather(_late(folder, "removed") if seen else ""))
+        refuse(filter(None, ranks.gather(_late(folder, "removed") if seen else "")))
     finally:
         if first:
             mine.unlink(missing_ok=True)
@@ -143,8 +143,3 @@ def _late(folder: Path, what: str) -> str:
         f"output_dir {folder.absolute()} is shared, but {platform.node()} does not see at once which files others have "
         f"{what}. Mount it without a cache of names: for NFS with the option lookupcache=none, on every machine"
     )
-
-
-def _raise_any(problems: Sequence[str]) -> None:
-    for problem in filter(None, problems):
-        raise UserError(problem)

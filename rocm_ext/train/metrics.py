@@ -1,57 +1,28 @@
-"""A run's measurements: ``metrics.jsonl`` with a line per step, and metric loggers."""
+"""A run's measurements: what the lines of ``metrics.jsonl`` show, and metric loggers."""
 
-import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import psutil
-import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune.training.metric_logging import MetricLoggerInterface, TensorBoardLogger, WandBLogger
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.base.files import disk_errors, read_lines, replace_text
+from rocm_ext.base.files import read_lines
 from rocm_ext.base.log import log
+from rocm_ext.base.types import Json
 from rocm_ext.config import references
 
 _QUARTERS = 4  # parts of a run to compare: single steps have different pairs
 _FEWEST_VALIDATIONS = 3  # validations have the same pairs
 
 
-class Metrics:
-    """Writes ``metrics.jsonl``, one JSON object per line, at once.
-
-    Opening an existing file rewrites it without the lines that ``keep`` rejects and without an incomplete last line.
-
-    Args:
-        path: path of the file.
-        keep: whether to keep a line of an earlier process; a resumed run drops the steps that it will repeat.
-    """
-
-    def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] = lambda line: True) -> None:
-        lines = [line for line in read_metrics(path) if keep(line)]
-        replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))
-        self._path = path
-
-    def write(self, **values: Any) -> None:
-        """Append one line."""
-        with disk_errors(self._path), self._path.open("a") as file:
-            file.write(json.dumps(values) + "\n")
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a ``metrics.jsonl`` without an incomplete last one."""
-    return list(read_lines(path))
-
-
-def summarize(path: Path) -> dict[str, Any]:
+def summarize(path: Path) -> dict[str, float]:
     """Summarise the training steps in a ``metrics.jsonl``: their number, losses, tokens, seconds and speed."""
-    steps = [line for line in read_metrics(path) if "loss" in line]
+    steps = [line for line in read_lines(path) if "loss" in line]
     tokens, seconds = sum(s["tokens"] for s in steps), sum(s["seconds"] for s in steps)
     return {
         "steps": len(steps),
@@ -63,18 +34,7 @@ def summarize(path: Path) -> dict[str, Any]:
     }
 
 
-def peak_memory(device: torch.device) -> int:
-    """Return this process's peak memory in bytes: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return psutil.Process().memory_info().peak_wset
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def falling_likelihood(lines: Sequence[Mapping[str, Any]]) -> str | None:
+def falling_likelihood(lines: Sequence[Json]) -> str | None:
     """Return a warning if the chosen answers' likelihood falls all the way.
 
     Losses of pairs see only the margin. It also grows where both sides become less likely, the chosen one less so.
@@ -176,7 +136,7 @@ class TrackioLogger(MetricLoggerInterface):
         """Log one value."""
         self.log_dict({name: data}, step)
 
-    def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
+    def log_dict(self, payload: Mapping[str, float], step: int) -> None:
         """Log the values of a step."""
         self._run.log({name: float(value) for name, value in payload.items()}, step=step)
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
@@ -20,12 +19,12 @@ from omegaconf import DictConfig
 from torchtune import training
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.files import disk_errors, json_object, replace_text
+from rocm_ext.base.files import disk_errors, json_object, replace_text, rewrite_lines
+from rocm_ext.base.types import Json
 from rocm_ext.distributed.ranks import Ranks, rank
 from rocm_ext.machine.counters import HARDWARE_LOG, remove_logs
 from rocm_ext.machine.trace import FOLDER
-from rocm_ext.train.checkpoint import Checkpoints
-from rocm_ext.train.metrics import Metrics
+from rocm_ext.train.checkpoint import Checkpoints, State
 
 _LOCK = ".lock"  # the system's lock is on this file, and ends with the process
 _SOFT = ".lock.pid"  # the lock on a file system without locks
@@ -61,7 +60,7 @@ class OutputDir:
                 f"output_dir {path} holds an earlier run ({', '.join(earlier)}); resume_from_checkpoint=True "
                 "continues it, overwrite_output_dir=True replaces it, or choose another output_dir"
             )
-        self.resumed: tuple[Path, dict[str, Any]] | None = self.checkpoints.newest(ranks) if resume else None
+        self.resumed: tuple[Path, State] | None = self.checkpoints.newest(ranks) if resume else None
 
     @classmethod
     def open(cls, cfg: DictConfig, ranks: Ranks) -> "OutputDir":
@@ -92,7 +91,7 @@ class OutputDir:
             if not os.access(self.path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    def take(self, config: str, step: int | None, keeps: Callable[[dict[str, Any]], bool]) -> Metrics:
+    def take(self, config: str, step: int | None, keeps: Callable[[Json], bool]) -> None:
         """Claim the folder for this run; called once all other set-up has succeeded.
 
         This removes leftovers of killed processes and, if the run overwrites an earlier one, that run's files.
@@ -102,9 +101,6 @@ class OutputDir:
             step: number of the checkpoint that the run resumes. None: a fresh run, for which ``metrics.jsonl`` loses
                 all lines, and ``hardware.jsonl`` and the records of answers go.
             keeps: whether a resumed run keeps a line of ``metrics.jsonl``.
-
-        Returns:
-            The open ``metrics.jsonl``.
         """
         if self.overwrite and not self.resume:
             self.checkpoints.clear()
@@ -119,7 +115,7 @@ class OutputDir:
                     for file in (self.path / f"{name}.jsonl", *self.path.glob(f"{name}.rank*.jsonl")):
                         file.unlink(missing_ok=True)
         replace_text(self.path / "config.yaml", config)
-        return Metrics(self.path / "metrics.jsonl", lambda line: step is not None and keeps(line))
+        rewrite_lines(self.path / "metrics.jsonl", lambda line: step is not None and keeps(line))
 
 
 def pick_seed(requested: int | None, recorded: int | None, ranks: Ranks) -> int:
@@ -182,8 +178,8 @@ def hold(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _holder(folder: Path) -> dict[str, Any]:
-    holder: dict[str, Any] = {}
+def _holder(folder: Path) -> Json:
+    holder: Json = {}
     with suppress(OSError):
         holder = json_object((folder / _HOLDER).read_bytes()) or {}
     return holder if {"pid", "host", "started", "command"} <= holder.keys() else {}  # {}: it is not written yet

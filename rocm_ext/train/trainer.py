@@ -10,18 +10,20 @@ from omegaconf import DictConfig
 
 from rocm_ext.base import supervised
 from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.base.files import read_lines
 from rocm_ext.base.log import log
+from rocm_ext.base.types import Json
 from rocm_ext.config.checks.training import EVAL_METRIC
 from rocm_ext.data.batches import StepLoader, Steps, Update, rows_per_step
 from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.rows import Rows
 from rocm_ext.runs.records import EvalScores
 from rocm_ext.runs.scores import Score
-from rocm_ext.train.checkpoint import FREE_KEYS
+from rocm_ext.train.checkpoint import FREE_KEYS, State
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, Interrupted
 from rocm_ext.train.loop import StepStats, Training
-from rocm_ext.train.metrics import read_metrics, summarize
+from rocm_ext.train.metrics import summarize
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.scoring import set_baseline, validation_loss
 
@@ -119,7 +121,7 @@ class Trainer(Training):
         """Return step and epoch, from 1."""
         return {"step": self.step, "epoch": (self.step - 1) // self.steps.per_epoch + 1}
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, str | int | None]:
         """Return what a run shares with the one it resumes, in addition to the config."""
         mixture = self.mixture
         return {
@@ -131,17 +133,17 @@ class Trainer(Training):
             "eval prompts": self.evaluation.fingerprint() if self.evaluation is not None else None,
         }
 
-    def keeps_line(self, line: dict[str, Any]) -> bool:
+    def keeps_line(self, line: Json) -> bool:
         """Return whether a line of ``metrics.jsonl`` stays when the run resumes."""
         return line["step"] <= (
             self.validated if "val_loss" in line else self.evaluated if "eval" in line else self.step
         )
 
-    def extra_state(self) -> dict[str, Any]:
+    def extra_state(self) -> State:
         """Return the steps of the last validation and evaluation, and their number since the best."""
         return {"worse": self.worse, "validated": self.validated, "evaluated": self.evaluated}
 
-    def load_extra_state(self, state: dict[str, Any]) -> None:
+    def load_extra_state(self, state: State) -> None:
         """Restore the values of :meth:`extra_state`; a changed metric resets the best."""
         self.validated, self.evaluated = state["validated"], state.get("evaluated", -1)
         metric = self.cfg.early_stopping_metric
@@ -151,7 +153,7 @@ class Trainer(Training):
         log.info("early_stopping_metric is now %s: the best validation is one of those to come", metric)
         self.best = None
 
-    def check_length(self, path: Path, state: dict[str, Any]) -> bool:
+    def check_length(self, path: Path, state: State) -> bool:
         """Check ``epochs`` and ``max_steps_per_epoch`` as :meth:`Training.check_length` does.
 
         Raises:
@@ -254,8 +256,7 @@ class Trainer(Training):
         so_far = self._compare({EVAL_METRIC: share}) if self._by_answers and self.step else ""
         log.info("step %d: held-out %s%s", self.step, Score(scores["correct"], scores["prompts"]), so_far)
         self.write_metrics(False, eval=scores, seconds=seconds)
-        if self.metric_logger is not None:
-            self.metric_logger.log_dict({EVAL_METRIC: share}, step=self.step)
+        self.log_numbers({EVAL_METRIC: share})
 
     @property
     def _by_answers(self) -> bool:
@@ -283,7 +284,7 @@ class Trainer(Training):
         """Return the step of the adapter in ``adapter/``, and the number of evaluations that chose it."""
         if self.best is None or not self.takes_best:
             return self.step, 1
-        lines = read_metrics(self.folder.path / "metrics.jsonl") if self._by_answers else []
+        lines = read_lines(self.folder.path / "metrics.jsonl") if self._by_answers else ()
         return self.best["step"], max(1, sum("eval" in line and line["step"] > 0 for line in lines))
 
     @property
@@ -291,7 +292,7 @@ class Trainer(Training):
         metric = self.cfg.early_stopping_metric
         return {"val_loss": "validation loss", EVAL_METRIC: "held-out score"}.get(metric, metric)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Json:
         """Return the content of ``summary.json``."""
         best, metric = None, self.cfg.early_stopping_metric
         if self.best is not None:

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rocm_ext import cli, config
 from rocm_ext.chat import Reasoning, TextStream, open_chat
 from rocm_ext.chat.stream import Writer
-from rocm_ext.data.encoder import HFTokenizer
-from rocm_ext.data.render import to_text
+from rocm_ext.data.encoder import HFTokenizer, to_text
 from rocm_ext.pocket import load_tokenizer
 from rocm_ext.sampling import Completion
 from rocm_ext.sampling.local import LocalSession

@@ -29,8 +29,8 @@ import torch
 from rocm_ext import cli
 from rocm_ext.base.process import signal_at_parents_end
 from rocm_ext.cli import supervise
-from rocm_ext.model.build import CausalLM
 from rocm_ext.runs.progress import slowest_step
+from rocm_ext.train.learner import CausalLM
 from tests.kit import forks, grpo_runs, raft_runs
 from tests.kit.programs import as_forks
 from tests.recipes.test_resume import assert_equal, at, make, reference, steps, wait_for  # noqa: F401

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rocm_ext import config
-from rocm_ext.rl.records import PhaseRecords, read_records
-from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
+from rocm_ext.rl.records import PhaseRecords
+from tests.kit.tiny import read_records, run_config, write_model, write_rows, write_yaml
 
 SFT_ONLY = ("dataset", "dataset_val", "validation_fraction")
 WEIGHTS = "adapter/adapter_model.safetensors"

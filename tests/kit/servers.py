@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rocm_ext.data.render import to_text
+from rocm_ext.data.encoder import to_text
 from rocm_ext.model.adapters import peft_files
 
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"

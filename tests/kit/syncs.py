@@ -29,7 +29,7 @@ from rocm_ext import config
 from rocm_ext.model import attention
 from rocm_ext.model.build import build_model
 from rocm_ext.model.lora import adapter_parameters
-from rocm_ext.model.native.sampler import NativeSampler
+from rocm_ext.model.native.decoder import NativeSampler
 from rocm_ext.sampling.engine import Request, Sampling
 from rocm_ext.sampling.slots import Graphs, SlotBatch
 from rocm_ext.train.trainer import Trainer

@@ -12,6 +12,8 @@ import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from rocm_ext.base.files import read_lines
+
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
 TEXT = [
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",
@@ -181,6 +183,11 @@ def write_yaml(path: Path, content: dict) -> Path:
     """Write ``content`` as a YAML file."""
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
+
+
+def read_records(path: Path) -> list[dict]:
+    """Return the lines of a run's records, or of a cycle's kept answers; [] if the file is missing."""
+    return list(read_lines(path, keys=("prompt_id", "sample")))
 
 
 def metrics(out: Path, key: str = "loss") -> list[float]:

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from rocm_ext import cli, config
 from rocm_ext.base.errors import UserError
-from rocm_ext.data.render import render_conversation, render_prompt, to_text
+from rocm_ext.data.encoder import to_text
+from rocm_ext.data.render import render_conversation, render_prompt
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.adapters import peft_files

@@ -25,7 +25,6 @@ from rocm_ext.bench.probes import RandomWeights
 from rocm_ext.cli import main as cli
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.losses import CrossEntropy
-from rocm_ext.model.build import CausalLM
 from rocm_ext.model.download import published_models
 from rocm_ext.model.families import read_architecture
 from rocm_ext.model.gguf_folder import folder_of
@@ -34,6 +33,7 @@ from rocm_ext.model.weights.checkpointer import blocks_in
 from rocm_ext.model.weights.gguf_files import GgufFile, parts_of
 from rocm_ext.model.weights.quantized import Quantized, of_blocks
 from rocm_ext.model.weights.unpack import BLOCKS, unpack
+from rocm_ext.train.learner import CausalLM
 from tests.export.test_export import export
 from tests.export.test_export_gguf import ODD, write_sentencepiece
 from tests.kit import hf_models, multimodal_models, parity

@@ -18,13 +18,14 @@ from safetensors.torch import load_file
 from rocm_ext import cli
 from rocm_ext.base import log
 from rocm_ext.rl.cycles import CycleTrainer
-from rocm_ext.rl.records import PhaseRecords, Sample, read_records
+from rocm_ext.rl.records import PhaseRecords, Sample
 from rocm_ext.rl.selection import replay
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.progress import progress
 from tests.kit.forks import RESUME, forked, forked_ranks, kill_and_resume, signal_at, succeed
 from tests.kit.lines import one_line_has
 from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, records
+from tests.kit.tiny import read_records
 
 pytest.importorskip("resource", reason="forks and POSIX signals")
 

@@ -357,7 +357,7 @@ def test_validation_measures_what_a_step_does(whole):
 
 def test_a_run_warns_of_falling_likelihood(top, tmp_path, messages, monkeypatch):
     fallen = [{"val_logprobs_chosen": value} for value in (-10, -11, -12)]
-    monkeypatch.setattr("rocm_ext.recipes.dpo_rocm.read_metrics", lambda path: fallen)
+    monkeypatch.setattr("rocm_ext.recipes.dpo_rocm.read_lines", lambda path: fallen)
     train(dpo_config(top, tmp_path / "run", max_steps_per_epoch=1))
     assert any("fell all the way, from -10.00 to -12.00" in text for text in messages)
 

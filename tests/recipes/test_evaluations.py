@@ -15,13 +15,13 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 
 from rocm_ext.base import supervised
 from rocm_ext.base.errors import UserError
-from rocm_ext.rl.records import PhaseRecords, read_records
+from rocm_ext.rl.records import PhaseRecords
 from rocm_ext.train.trainer import Trainer
 from tests.kit import forks
 from tests.kit.forks import RESUME, forked, kill_and_resume, signal_at, succeed
 from tests.kit.grpo_runs import TIMING, lines
 from tests.kit.raft_runs import WEIGHTS, kill_at_record, loaded, outcome, sampling_config
-from tests.kit.tiny import metrics, run_config, write_yaml
+from tests.kit.tiny import metrics, read_records, run_config, write_yaml
 
 pytest.importorskip("resource", reason="forks and POSIX signals")
 ANSWERS = ("eval_prompts", "verifier", "verify_workers", "max_new_tokens")

@@ -25,13 +25,14 @@ from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.evaluate.answers import evaluate
 from rocm_ext.model.sampler import MIN_ROWS
 from rocm_ext.rl.cycles import CycleTrainer
-from rocm_ext.rl.records import PhaseRecords, Records, read_records
+from rocm_ext.rl.records import PhaseRecords, Records
 from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.sampling.slots import SlotBatch
 from tests.kit import forks
 from tests.kit.forks import RESUME, forked, several_ranks, signal_at, succeed
 from tests.kit.lines import one_line_has
 from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_row, loaded, records, trained
+from tests.kit.tiny import read_records
 from tests.recipes.test_resume import tree
 
 resource = pytest.importorskip("resource", reason="forks, POSIX signals and limits")

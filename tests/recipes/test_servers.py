@@ -20,8 +20,8 @@ from rocm_ext.base import files
 from rocm_ext.base.errors import UserError
 from rocm_ext.evaluate.answers import evaluate
 from rocm_ext.model.lora import adapters
+from rocm_ext.rl.engines import _share
 from rocm_ext.rl.records import PhaseRecords
-from rocm_ext.rl.server_check import _share
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.train.learner import Learner
 from tests.kit import grpo_runs, raft_runs

@@ -24,21 +24,19 @@ from torchtune.modules import RMSNorm
 from transformers.generation import logits_process as hf
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.data.render import to_text
+from rocm_ext.data.encoder import to_text
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.attention import SlotCache, Slots
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters, merged_linear
-from rocm_ext.model.native.decoder import native
-from rocm_ext.model.native.sampler import NativeSampler
+from rocm_ext.model.native.decoder import NativeSampler, native
 from rocm_ext.model.sampler import copied_bytes, sampler_of
 from rocm_ext.model.token_rows import TokenRows, attach, is_tied
 from rocm_ext.plan.costs import CostCounter
 from rocm_ext.sampling import LocalEngine, RequestQueue, Sampling, sample_seed
-from rocm_ext.sampling.draw import draw, uniforms
 from rocm_ext.sampling.local import LocalSession
-from rocm_ext.sampling.slots import SlotBatch
+from rocm_ext.sampling.slots import SlotBatch, draw, uniforms
 from tests.kit.forks import several_ranks, succeed_on_ranks
 from tests.kit.samples import Words, answers_of, ask, prompts, train
 

@@ -13,10 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from rocm_ext import cli
 from rocm_ext.losses import CrossEntropy
 from rocm_ext.model import attention
-from rocm_ext.model.build import CausalLM
 from rocm_ext.sampling.slots import SlotBatch
 from rocm_ext.train import lifecycle
-from rocm_ext.train.learner import Learner
+from rocm_ext.train.learner import CausalLM, Learner
 from tests.kit import grpo_runs, raft_runs
 from tests.kit.forks import forked, forked_ranks, several_ranks, succeed
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml

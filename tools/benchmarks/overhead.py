@@ -23,7 +23,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
-from rocm_ext.base.files import read_lines
+from rocm_ext.base.files import append_line, read_lines
 from rocm_ext.config import algorithms
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl import evaluation
@@ -31,7 +31,6 @@ from rocm_ext.rl.prompts import choose_by_curriculum
 from rocm_ext.rl.records import Records, to_result, to_sample
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import select
-from rocm_ext.train.metrics import Metrics
 from tests.kit.grpo_runs import write_run
 from tools.benchmarks.work import LORA, POCKET_STEPS, pocket, run_python, write_random_model
 
@@ -92,7 +91,7 @@ class Synthetic:
         self._out, self._cfg, self._rng = out, algorithms.filled(cfg), random.Random(0)
         self._ids = [str(i) for i in range(prompts)]
         self.records = Records.open(out, Ranks(torch.device("cpu")), 0, -1)
-        self._metrics, self._lines = Metrics(out / "metrics.jsonl"), list[dict[str, Any]]()
+        self._metrics, self._lines = out / "metrics.jsonl", list[dict[str, Any]]()
 
     def step(self, number: int) -> float:
         """Do step ``number``, and every tenth time an evaluation; return the seconds of the bookkeeping."""
@@ -129,7 +128,7 @@ class Synthetic:
                      {key: to_result(record) for key, record in verdicts.records.items()}, {})  # fmt: skip
 
     def _log(self, line: dict[str, Any]) -> None:
-        self._metrics.write(**line)
+        append_line(self._metrics, line)
         self._lines.append(line)
 
 

@@ -24,12 +24,13 @@ from rocm_ext.data.batches import MicroBatch, collate
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.losses import CrossEntropy
 from rocm_ext.machine.numerics import DTYPES
-from rocm_ext.model.build import CausalLM, build_model, load_weights, read_weights
+from rocm_ext.model.build import build_model, load_weights, read_weights
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.download import published_models
 from rocm_ext.model.gguf_folder import folder_of
 from rocm_ext.model.weights.llama_cpp import GgufNames, add_keys, read_layout
 from rocm_ext.model.weights.unpack import BLOCKS
+from rocm_ext.train.learner import CausalLM
 from tests.kit.gguf import random_blocks
 from tools.benchmarks.protocol import Failed, Ratio, take_turns
 

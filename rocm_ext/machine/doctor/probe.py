@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.machine.detect import Machine, ask_torch, describe, host_memory
+from rocm_ext.machine.detect import Machine, ask_torch, describe
 from rocm_ext.machine.doctor.recorded import MARK, Finding
 from rocm_ext.machine.environment import apply_environment
 from rocm_ext.machine.profile import Profile, choose_profile, intended_machine, load_profile
+from rocm_ext.machine.sysfs import host_memory
 
 ROOT = Path("/")
 

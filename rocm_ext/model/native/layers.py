@@ -1,6 +1,5 @@
-"""Layers of the native decoders: RMSNorm and rotary position embeddings in fewer operations than torchtune's, and
-torchtune's self-attention for packed rows and for sampling.
-"""
+"""torchtune's layers for the native decoders: RMSNorm and rotary position embeddings in fewer operations, and
+self-attention that also takes packed rows and samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -127,9 +126,6 @@ class _Rotation(torch.autograd.Function):
 
 def _swapped(x: Tensor) -> Tensor:
     return x.roll(x.shape[-1] // 2, -1)
-
-
-# ---- attention
 
 
 class Prefix(NamedTuple):
