@@ -81,7 +81,7 @@ class Mixture:
         return shares
 
     def table(self, steps: Iterable[Sequence[int]] | None = None) -> list[Share]:
-        """Describe the data sets; [] for a single one. ``steps`` are the numbers of rows in the steps of a run."""
+        """Describe the data sets; [] for a single one. ``steps`` are the rows of each step of a run."""
         if len(self.rows) == 1:
             return []
         parts = zip(self.names, self.rows, self.weights or [None] * len(self.rows), self.shares, strict=True)

@@ -568,12 +568,12 @@ class _LabelledReader(_SequenceReader):
     what = "answers with a label"
 
     def add(self, item: Row, origin: Callable[[], str]) -> None:
-        before = len(self._rows)
+        before, side = len(self._rows), float(item[SIDE])
         super().add(item, origin)
         if len(self._rows) > before:
-            self._counts["good" if item[SIDE] > 0 else "bad"] += 1
-            side = np.full(sum(self._rows.lengths[-1]), item[SIDE], np.float32)
-            self._rows.columns.setdefault(SIDE, []).append(side)
+            self._counts["good" if side > 0 else "bad"] += 1
+            values = np.full(sum(self._rows.lengths[-1]), side, np.float32)
+            self._rows.columns.setdefault(SIDE, []).append(values)
 
 
 class _PairReader(_Reader):

@@ -199,7 +199,7 @@ def run_cases(
         try:
             scores = comparison.checked(row, [case for _, case in printed], limits)
         except ValueError as failed:
-            return error(failed)
+            return error(failed if str(failed) else "the checker failed")
         results.right = sum(scores)
         for (index, (_, text, _)), score in zip(printed, scores, strict=True):
             if score < 1:

@@ -65,7 +65,7 @@ class JudgeTask(TypedDict):
     tests: str
     entry_point: str
     functions: list[str]  # classes that only hold the entry point
-    shared: list[str]  # classes of the set-up, whose objects live with the code
+    shared: list[str]  # classes of the trusted sources, whose objects live with the code
     methods: list[str]  # of these classes
     cases: list[tuple[list[Any], Any, bool]] | None  # calls: arguments, expected value, unwrap
     tolerance: float | None
