@@ -61,7 +61,7 @@ class Skipped(Exception):
 
 @contextmanager
 def _skipping() -> Iterator[None]:
-    """Context in which a UserError is about something that this machine lacks, so that the probe is skipped."""
+    """Context in which a UserError is about something that cannot be measured here, so that the probe is skipped."""
     try:
         yield
     except UserError as error:

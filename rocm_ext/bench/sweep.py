@@ -29,7 +29,7 @@ MARK = "rocm-ext-bench "  # begins the lines of a child; libraries also print to
 FOUR_BITS = "model.quantize_base"
 GAIN = 1.03  # least speed-up, beyond the spread of both, for which another setting replaces the configured one
 
-Values = Mapping[str, Any]  # arguments of a probe; of training, keys of the config
+Values = Mapping[str, Any]  # arguments of a probe; of training, rows and keys of the config
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def content(runs: Sequence[RunFolder]) -> dict[str, object]:
     settings = [run.settings() for run in runs]
     differing = {key for run in runs[1:] for key in runs[0].differing_settings(run)}
     return {
-        "title": f"{len(runs)} runs" if several else runs[0].name if runs else "rocm-ext monitor",
+        "title": f"{len(runs)} runs" if several else (runs and runs[0].name) or "rocm-ext monitor",
         "runs": [
             (run, f"border-color: {key['color']}; border-style: {_BORDERS[key['dash']]}", cards.facts(run))
             for run, key in zip(runs, keys, strict=True)

@@ -70,7 +70,7 @@ class RunFolder:
         answers: answers that the run sampled (SFT and DPO only in evaluations); a step of RAFT is a cycle.
         hardware: lines of ``hardware.jsonl``, by time.
         problems: messages about files that could not be read.
-        tails: contents of the files that were read line by line.
+        tails: contents of its files as they were last read.
 
     Raises:
         UserError: ``path`` holds no run.

@@ -45,7 +45,10 @@ class Columns:
         return np.array([key in line for line in self.lines], dtype=bool)
 
     def put(self, step: float, line: Record) -> None:
-        """Take the line of a step, in the steps' order; it replaces an earlier one of the same step."""
+        """Take the line of a step, in the steps' order; it replaces an earlier one of the same step.
+
+        All lines come this way, or all come at the start.
+        """
         at = bisect_left(self._steps, step)
         if at < len(self._steps):
             self._read.clear()

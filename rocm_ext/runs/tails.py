@@ -27,6 +27,7 @@ class JsonLines:
 
     def take(self, record: Record, position: int) -> None:
         """Take the object of a line."""
+        raise NotImplementedError
 
 
 _Kept = TypeVar("_Kept", bound=JsonLines)
