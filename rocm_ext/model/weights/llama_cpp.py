@@ -309,8 +309,8 @@ def config_of(files: Sequence[GgufFile]) -> Json:
     """Return the content of ``config.json`` for the GGUF files of a model, the reverse of :func:`read_layout`.
 
     Raises:
-        UserError: the metadata has an unknown architecture or an unknown key, or lacks a key.
-        Exception: a value has another type.
+        UserError: the metadata has an unknown architecture or an unknown key.
+        Exception: a key is missing or a value has another type; the caller explains it.
     """
     file, arch = files[0], files[0].architecture
 
