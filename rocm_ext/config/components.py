@@ -104,6 +104,7 @@ def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
     for key, block in cfg.items():
         if isinstance(block, ListConfig) and key in _COMPONENTS - _LISTS:
             yield f"{key} is {block!r}; expected one _component_ and its arguments"
+            continue
         mixed = key == "dataset" and isinstance(block, ListConfig)
         if mixed:
             data_weights(block)
@@ -151,7 +152,7 @@ def leaves(block: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _argument_faults(key: str, block: DictConfig, others: Sequence[str]) -> Iterator[str]:
-    """Check the arguments of a component: all keys of ``block`` except ``others``."""
+    """Yield a message for each fault in the arguments of a component: all keys of ``block`` except ``others``."""
     parameters = _parameters(block, key)
     if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
@@ -161,6 +162,7 @@ def _argument_faults(key: str, block: DictConfig, others: Sequence[str]) -> Iter
         if name not in parameters:
             hint = "; it is for a list of data sets to train on" if key in _LISTS and name == WEIGHT else ""
             yield f"unknown key {key}.{name} for {block[COMPONENT]}{hint or nearest(name, parameters)}"
+            continue
         kinds = str(getattr(parameters[name].annotation, "__name__", parameters[name].annotation)).split(" | ")
         value = None if OmegaConf.is_interpolation(block, name) else block[name]
         if isinstance(value, str) and set(kinds) - {"None"} in ({"int"}, {"float"}, {"int", "float"}):
