@@ -1,4 +1,4 @@
-"""Types of objects whose keys no code fixes: a YAML file, a dataset, a server or another program chooses them."""
+"""Types of objects whose keys no type fixes: they come from YAML files, datasets, servers and files of JSON."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -198,7 +198,7 @@ class CycleTrainer(PolicyTrainer):
         """Log the values of an update in the cycle's ``metrics.jsonl``."""
         if self.ranks.is_main:
             epoch = (self.done - 1) * self.cfg.epochs // self.total_steps + 1
-            append_line(self._cycle_metrics, {"step": self.done, "epoch": epoch, **values})
+            append_line(self._cycle_metrics, dict(step=self.done, epoch=epoch, **values))
         if to_logger:
             self.log_numbers(values)
 
@@ -231,7 +231,7 @@ class CycleTrainer(PolicyTrainer):
             self.scaler.load_state_dict(scale)
         return self.learner.adapter_state()
 
-    def finish_step(self, selected: Selected, updates: Mapping[str, float], seconds: float) -> None:
+    def finish_step(self, selected: Selected, updates: Json, seconds: float) -> None:
         """Write the outputs of a cycle, and save; a cycle without updates is skipped."""
         self.step += 1
         if updates:

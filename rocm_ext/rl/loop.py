@@ -5,7 +5,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -179,16 +178,11 @@ class RLRecipe:
         with self.interrupt:
             return kind.begin(job, self.workers, open_session)
 
-    @cached_property
-    def evaluation_requests(self) -> Requests:
-        """The requests of every evaluation."""
-        return self.prompts.evaluation_requests(self.sampling)
-
     def answer_held_out(
         self, step: int, open_session: Callable[[Requests], AbstractContextManager[Session]]
     ) -> Answers:
         """Answer the held-out prompts with the present adapter, of ``step``, inside :meth:`verification`."""
-        requests, name = self.evaluation_requests, f"evaluation at {self.unit} {step}"
+        requests, name = self.prompts.evaluation_requests(self.sampling), f"evaluation at {self.unit} {step}"
         job = Job(name, requests, self.prompts.held_out, *self.records.phase(step, "eval"))
         return self.rollout(job, lambda: open_session(requests)).finish()
 

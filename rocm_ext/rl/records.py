@@ -13,7 +13,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from mmap import ACCESS_READ, mmap
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -458,7 +457,12 @@ def _size(path: Path) -> int:
 
 def _complete(path: Path) -> int:
     """Return a file's bytes up to the end of its last complete line."""
-    if not _size(path):  # an empty file cannot be mapped
-        return 0
-    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
-        return content.rfind(b"\n") + 1
+    with path.open("rb") as file:  # not all file systems can map it
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 65536)
+            file.seek(start)
+            if (at := file.read(end - start).rfind(b"\n")) >= 0:
+                return start + at + 1
+            end = start
+    return 0

@@ -194,7 +194,7 @@ class PolicyTrainer(Training):
                     updates.append(indices)
         return updates
 
-    def finish_step(self, selected: Selected, updates: Mapping[str, float], seconds: float) -> None:
+    def finish_step(self, selected: Selected, updates: Json, seconds: float) -> None:
         """Count a step and log it, with the ``updates`` from :meth:`train_on`."""
         self.step += 1
         lag = {"policy_lag": selected.policy_lag(self.step)}

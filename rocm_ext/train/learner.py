@@ -111,7 +111,6 @@ class Learner:
         self._multiple = width_multiple(cfg.compile, runtime.device, runtime.dtype)
         self.objective = self.setup_loss()
         self.model = CausalLM(self.decoder, self.objective)
-        self._base = peft_files.base_model_name(Path(cfg.checkpointer.checkpoint_dir))
         self._first = None if first is None else self._first_adapter(Path(first))
 
     @cached_property
@@ -119,12 +118,16 @@ class Learner:
         """Whether a row stores a common beginning of its sequences once."""
         return self.packed and shares_beginnings(self.decoder)
 
+    @cached_property
+    def _base(self) -> str:
+        return peft_files.base_model_name(Path(self.cfg.checkpointer.checkpoint_dir))
+
     @property
     def layout(self) -> Layout:
         """The layout of this rank's micro-batches, after :meth:`plan` has chosen their size."""
         ranks = self.runtime.ranks
         size, pad, multiple = self.tokens_per_micro_batch, self._pad_id, self._multiple
-        return Layout(ranks.rank, ranks.world, size, self.packed, pad, multiple, self.shares)
+        return Layout(ranks.rank, ranks.world, size, self.packed, pad, multiple, self.packed and self.shares)
 
     def setup_model(self) -> TransformerDecoder:
         """Build the decoder: frozen parameters on the meta device, fresh adapters on the runtime's device."""
@@ -333,7 +336,6 @@ class CausalLM(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.objective = objective
-        self._unpacking = unpacked_once if quantized(decoder) else contextlib.nullcontext
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return the objective summed over ``batch.targets``: a scalar in fp32."""
@@ -342,5 +344,5 @@ class CausalLM(nn.Module):
         hidden = self.decoder.hidden_states(batch).flatten(0, 1)[batch.index]
         if batch.routes is not None and (tally := self.objective.tally) is not None:
             tally.mean("routing_mismatch", *self.decoder.replay.differing())
-        with self._unpacking():
+        with unpacked_once():
             return self.objective(self.decoder.output, hidden, batch.targets, columns, batch.sequence)

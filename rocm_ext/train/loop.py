@@ -475,9 +475,9 @@ class Training:
         return {"peak_memory": peak_memory(self.runtime.device)} if self.cfg.log_peak_memory_stats else {}
 
     def write_metrics(self, to_logger: bool, **values: Any) -> None:
-        """Append a line to ``metrics.jsonl``, and give it to the metric logger if ``to_logger`` is set."""
+        """Append a line to ``metrics.jsonl``, and give its numbers to the metric logger if ``to_logger`` is set."""
         if self.ranks.is_main:
-            append_line(self.folder.path / "metrics.jsonl", {**self.position(), **values})
+            append_line(self.folder.path / "metrics.jsonl", dict(**self.position(), **values))
         if to_logger:
             self.log_numbers(values)
 
