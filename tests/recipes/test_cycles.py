@@ -40,7 +40,7 @@ def lines(out: Path, cycle: int, phase: str) -> list[dict]:
     return [line for line in found if (line["cycle"], line["phase"]) == (cycle, phase)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def dry(make, folder):
     """A run of 4 cycles whose verifier accepts nothing after cycle 1: its folder, its settings and its messages."""
     out, end = folder / "dry", folder / "end"

@@ -30,14 +30,14 @@ OF_GRPO = {"truncated", "loss"}
 succeed, load, trained = partial(forks.succeed, main), partial(loaded, Distil), partial(train, Distil)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def teacher(tmp_path_factory):
     """A model with the tokens of the world's, and other layers and sizes."""
     shape = {"hidden_size": 96, "num_hidden_layers": 3, "initializer_range": 0.2}
     return write_model(tmp_path_factory.mktemp("teacher") / "teacher", **shape)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def make(folder, teacher):
     """Write the YAML of a run: 4 steps of 4 prompts with an answer each."""
 
@@ -52,7 +52,7 @@ def make(folder, teacher):
     return write
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def reference(make, folder):
     """An undisturbed run."""
     out = folder / "distil_reference"

@@ -28,7 +28,7 @@ ANSWERS = ("eval_prompts", "verifier", "verify_workers", "max_new_tokens")
 BY_ANSWERS = {"early_stopping_metric": "eval_correct", "early_stopping_patience": 2, "eval_every_n_steps": 1}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def make(folder) -> Callable[..., Path]:
     """Write the YAML of a run of SFT: 6 steps in 2 epochs with dropout; evaluations after 0, 2, 4 and 6 steps."""
 
@@ -43,7 +43,7 @@ def make(folder) -> Callable[..., Path]:
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def undisturbed(make, folder) -> Path:
     out = folder / "evaluated"
     succeed(main, make(out))

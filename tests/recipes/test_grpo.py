@@ -26,13 +26,13 @@ resource = pytest.importorskip("resource", reason="forks, POSIX signals and limi
 succeed, load = partial(forks.succeed, main), partial(loaded, GRPO)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def make(folder):
     """Write the YAML of a run: 4 steps of 4 prompts with 4 answers each."""
     return partial(write_run, folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def reference(make, folder) -> Path:
     """An undisturbed run."""
     out = folder / "grpo_reference"
