@@ -134,7 +134,7 @@ def make(
     folder = folder.resolve()
     card_file = folder / CARD
     earlier: Card | None = json.loads(card_file.read_text()) if card_file.is_file() else None
-    if earlier is None and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if earlier is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not a pocket model; choose another folder")
     if earlier and not force:
         asked = {"seed": seed, "target": target, "tools": tools}

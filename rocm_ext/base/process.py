@@ -51,7 +51,7 @@ def survive_terminal() -> None:
 def end_with_parent() -> None:
     """Let the kernel kill this process when its parent ends or is killed; on Linux only.
 
-    Use it for children with nothing to save, also as ``preexec_fn`` of :class:`subprocess.Popen`.
+    Use it for children that must not outlive their parent, also as ``preexec_fn`` of :class:`subprocess.Popen`.
     """
     if sys.platform == "linux":
         signal_at_parents_end(signal.SIGKILL)

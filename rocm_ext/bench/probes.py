@@ -20,7 +20,7 @@ from torchtune.modules import TransformerDecoder
 from rocm_ext import config
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log
-from rocm_ext.bench.sweep import COPIES, Item, Reply, Result, Spec, Values
+from rocm_ext.bench.sweep import COPIES, Item, ProbeReply, ProbeResult, Spec, Values
 from rocm_ext.data.batches import Layout, StepLoader, Update
 from rocm_ext.data.rows import Rows
 from rocm_ext.distributed.ranks import Ranks
@@ -108,7 +108,7 @@ class Bench:
             raise Skipped(f"needs {readable(needed)}, the budget is {readable(self.spec.budget)}")
 
 
-def measure(bench: Bench, item: Item) -> Reply:
+def measure(bench: Bench, item: Item) -> ProbeReply:
     """Measure one item; return its status, with the result or with the detail of the failure."""
     try:
         return {"status": "ok", "result": PROBES[item.probe](bench, item.values)}
@@ -131,7 +131,7 @@ class Times:
     median: float
     high: float
 
-    def rate(self, amount: float) -> Result:
+    def rate(self, amount: float) -> ProbeResult:
         """``amount`` per second: ``value`` with ``low`` and ``high``."""
         return {"value": amount / self.median, "low": amount / self.high, "high": amount / self.low}
 
@@ -182,7 +182,7 @@ def wait(device: torch.device) -> None:
 # ---- the device
 
 
-def gemm(bench: Bench, values: Values) -> Result:
+def gemm(bench: Bench, values: Values) -> ProbeResult:
     """FLOP/s of the feed-forward layer: x Wᵀ (``forward``) or g W (``dgrad``)."""
     mlp: Any = bench.shape.layers[0].mlp  # type: ignore[union-attr, index]
     wide, width = mlp.w1.weight.shape
@@ -196,7 +196,7 @@ def gemm(bench: Bench, values: Values) -> Result:
     return {**times.rate(2 * tokens * wide * width), "unit": "FLOP/s", "shape": [tokens, width, wide]}
 
 
-def unpacking(bench: Bench, values: Values) -> Result:
+def unpacking(bench: Bench, values: Values) -> ProbeResult:
     """Values per second that are unpacked from ggml's blocks of ``kind`` into the model's dtype, as training does it.
 
     With ``rows``: the time of a product of so many rows with the feed-forward layer's weight in blocks, divided by the
@@ -215,7 +215,7 @@ def unpacking(bench: Bench, values: Values) -> Result:
     weight, x = of_blocks(packed, values["kind"], dtype), torch.randn(rows, width, device=bench.device).to(dtype)
     with _skipping():  # transformers may be missing
         plain = weight.get_original_weight()
-    facts: Result = {"shape": [rows, width, wide], "dtype": dtype_name(dtype)}
+    facts: ProbeResult = {"shape": [rows, width, wide], "dtype": dtype_name(dtype)}
     if not rows:
         times = timed(weight.get_original_weight, bench.device, bench.spec.seconds)
         return {**times.rate(wide * width), "unit": "values/s", **facts}
@@ -223,7 +223,7 @@ def unpacking(bench: Bench, values: Values) -> Result:
     return {"value": times.median, "low": times.low, "high": times.high, "unit": "x", **facts}
 
 
-def bandwidth(bench: Bench, values: Values) -> Result:
+def bandwidth(bench: Bench, values: Values) -> ProbeResult:
     """Bytes per second of a copy; within the device every byte counts twice, as read and as written."""
     size = _COPIED[bench.device.type]
     bench.require(2 * size)
@@ -238,7 +238,7 @@ def bandwidth(bench: Bench, values: Values) -> Result:
     return {**times.rate((ends == ("device", "device")) * size + size), "unit": "B/s"}
 
 
-def loader(bench: Bench, values: Values) -> Result:
+def loader(bench: Bench, values: Values) -> ProbeResult:
     """Tokens per second that the loader packs into micro-batches, from rows of all lengths."""
     cfg, longest, steps = bench.cfg, longest_row(bench.cfg), 50
     rows = random_rows(16 * steps, longest // 8, longest, 256)
@@ -265,7 +265,7 @@ class _Clocked(LocalSession):
         self.steps = [*getattr(self, "steps", []), seconds]
 
 
-def decoding(bench: Bench, values: Values) -> Result:
+def decoding(bench: Bench, values: Values) -> ProbeResult:
     """Answer tokens per second of the config's model with random weights, with all slots full."""
     slots, new, decoder = values["slots"], _WARM_UP + _STEPS, bench.decoder
     vocabulary = decoder.tok_embeddings.num_embeddings
@@ -373,7 +373,7 @@ def probe_config(cfg: DictConfig, values: Values, insist: list[str]) -> DictConf
     return changed
 
 
-def training(bench: Bench, values: Values) -> Result:
+def training(bench: Bench, values: Values) -> ProbeResult:
     """Tokens per second of training steps with random weights, and their peak memory."""
     log.disabled = True
     cfg = probe_config(bench.cfg, values, list(bench.profile.locked))
@@ -393,7 +393,7 @@ def training(bench: Bench, values: Values) -> Result:
         gc.collect()  # a compiled model is in cycles
 
 
-def _steps(trainer: Trainer, seconds: float) -> Result:
+def _steps(trainer: Trainer, seconds: float) -> ProbeResult:
     (update,) = trainer.loader.range(0, 1)
     learner, device = trainer.learner, trainer.runtime.device
     learner.model.train()
@@ -424,5 +424,5 @@ def _peak(trainer: Trainer, update: Update) -> int:
     return tally.peak + sum(t.nbytes for t in {id(t): t for t in tensors}.values())
 
 
-_PROBES: tuple[Callable[[Bench, Values], Result], ...] = gemm, unpacking, bandwidth, loader, decoding, training
+_PROBES: tuple[Callable[[Bench, Values], ProbeResult], ...] = gemm, unpacking, bandwidth, loader, decoding, training
 PROBES = {probe.__name__: probe for probe in _PROBES}

@@ -16,7 +16,7 @@ import psutil
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.types import Json
-from rocm_ext.bench.sweep import MARK, Item, Measurement, Reply, Spec
+from rocm_ext.bench.sweep import MARK, Item, Measurement, ProbeReply, Spec
 
 _STARTING = 120  # seconds in which a child imports torch and opens the device
 
@@ -89,7 +89,7 @@ class _Child:
     def measure(self, item: Item, timeout: float) -> Measurement:
         """Measure an item."""
         self._send(asdict(item))
-        said: Reply = {}
+        said: ProbeReply = {}
         for seconds in (timeout,) if self._started else (_STARTING, timeout):
             try:
                 line = self._lines.get(timeout=seconds)

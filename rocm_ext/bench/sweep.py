@@ -54,7 +54,7 @@ class Item:
     """One thing to measure.
 
     Attributes:
-        probe: one of :data:`PROBES`.
+        probe: one of :data:`rocm_ext.bench.probes.PROBES`.
         values: the probe's arguments.
         environ: environment variables of the child.
         skip: the reason to leave this out; empty: measure it.
@@ -71,7 +71,7 @@ class Item:
         return self.probe, tuple(sorted(self.values.items())), tuple(self.environ.items())
 
 
-class Result(TypedDict, total=False):
+class ProbeResult(TypedDict, total=False):
     """The speed that a probe measured, its quartiles, and facts of some probes."""
 
     value: float
@@ -87,13 +87,13 @@ class Result(TypedDict, total=False):
     checkpointed: int  # layers
 
 
-class Reply(TypedDict, total=False):
+class ProbeReply(TypedDict, total=False):
     """A line of the child process: ``ready`` or ``error`` about the spec, and then a measurement without its item."""
 
     ready: bool
     error: str
     status: str
-    result: Result
+    result: ProbeResult
     detail: str
 
 
@@ -110,7 +110,7 @@ class Measurement:
 
     item: Item
     status: str
-    result: Result
+    result: ProbeResult
     detail: str = ""
 
     @property

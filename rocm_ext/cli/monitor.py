@@ -114,7 +114,7 @@ def _browser(args: argparse.Namespace, notes: Sequence[str]) -> Iterator[_Show]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         print(f"http://127.0.0.1:{server.server_port}/  (Ctrl-C ends)", flush=True)
         try:
-            yield lambda reading, run: page.take({**reading})
+            yield lambda reading, run: page.take(reading)
         finally:
             server.shutdown()
 

@@ -32,7 +32,7 @@ def role_of(message: Any) -> str | None:
     return ROLES.get(role) if isinstance(role, str) else None
 
 
-def masked(message: Message, role: str, where: str) -> bool:
+def masked(message: Mapping[str, Any], role: str, where: str) -> bool:
     """Return whether the loss excludes a message, by role and :data:`FLAGS`; ValueError: the flags are wrong."""
     if detail := next((key for key in DETAILS if message.get(key) is not None), None):
         raise ValueError(f"{where}: {detail} trains on parts of a message, which is not supported; remove it")

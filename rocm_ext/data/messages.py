@@ -49,7 +49,7 @@ def to_turns(turns: Any, blank: bool = False) -> list[Turn]:
     return checked
 
 
-def _is_call(turn: Message) -> bool:
+def _is_call(turn: Mapping[str, Any]) -> bool:
     return turn.get("role", turn.get("from")) in CALLS
 
 

@@ -15,7 +15,7 @@ from rocm_ext.config.components import data_weights
 from rocm_ext.data.rows import Rows
 
 
-class Share(TypedDict, total=False):
+class DataShare(TypedDict, total=False):
     """A data set's part of a training, for JSON."""
 
     name: str  # source or component
@@ -80,12 +80,12 @@ class Mixture:
             shares[i] += 1
         return shares
 
-    def table(self, steps: Iterable[Sequence[int]] | None = None) -> list[Share]:
+    def table(self, steps: Iterable[Sequence[int]] | None = None) -> list[DataShare]:
         """Describe the data sets; [] for a single one. ``steps`` are the rows of each step of a run."""
         if len(self.rows) == 1:
             return []
         parts = zip(self.names, self.rows, self.weights or [None] * len(self.rows), self.shares, strict=True)
-        table: list[Share] = [
+        table: list[DataShare] = [
             {"name": name, "rows": rows, "weight": weight, "rows_of_epoch": share, "share": share / sum(self.rows)}
             for name, rows, weight, share in parts
         ]
@@ -97,7 +97,7 @@ class Mixture:
         return table
 
 
-def lines(table: Iterable[Share]) -> list[str]:
+def lines(table: Iterable[DataShare]) -> list[str]:
     """Return :meth:`Mixture.table` as lines of text."""
     return [
         f"{part['name']}: {part['rows']:,} rows, {part['share']:.1%} of an epoch"

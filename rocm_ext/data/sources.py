@@ -100,7 +100,7 @@ def sft_dataset(
     )
 
 
-def weight_in(fields: Row) -> Row:
+def weight_in(fields: Row) -> Json:
     """Return ``{"weight": …}`` for an item of a dataset; {} if the row has no weight."""
     return {ROW_WEIGHT: fields[ROW_WEIGHT]} if ROW_WEIGHT in fields else {}
 

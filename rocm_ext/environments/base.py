@@ -125,8 +125,10 @@ class JudgedEnvironment(Environment):
             self.verifier.check()
 
     def check_row(self, row: Row) -> None:
-        """Raise UserError or ValueError, naming the field, if the verifier cannot judge the row."""
-        if self.verifier is not None:
+        """Raise UserError or ValueError, naming the field, if a row lacks a column, or the verifier cannot judge it."""
+        if self.verifier is None:
+            super().check_row(row)
+        else:
             self.verifier.check_row(row)
 
     def judge(self, answer: str) -> Any:

@@ -22,8 +22,6 @@ _KINDS = {bool: ["boolean"], int: ["integer", "number"], float: ["number"], list
           type(None): ["null"]}  # fmt: skip
 _UNREADABLE = (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError, MemoryError)
 _PARTS: dict[str, Callable[[Any], bool]] = {"anyOf": any, "oneOf": any, "allOf": all}
-
-
 Schemas = Sequence[Mapping[str, Any]]  # JSON schemas of tools
 
 

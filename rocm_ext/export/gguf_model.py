@@ -142,8 +142,8 @@ def write_adapter(source: Source, out: Path) -> None:
     merged.check(source.base)
     config = merged.config
     if config.dora or merged.rows:
-        what = "is DoRA, which llama.cpp does not compute"
-        what = what if config.dora else "has rows of new tokens, which llama.cpp's adapters cannot have"
+        rows = "has rows of new tokens, which llama.cpp's adapters cannot have"
+        what = "is DoRA, which llama.cpp does not compute" if config.dora else rows
         raise UserError(f"{source.adapter} {what}; set --gguf, which merges it")
     gguf = library()
     writer = _writer(source, names, gguf.GGUFType.ADAPTER)

@@ -21,7 +21,7 @@ from rocm_ext.base.hub import how_to_download
 from rocm_ext.config.checks.kinds import JSON_SWITCH, NOT_NEGATIVE, Kind, check
 
 CONFIG = "config.json"
-Config = Mapping[str, Any]
+ModelConfig = Mapping[str, Any]  # a model's config.json, or a block of one
 # The largest sizes that are read, some ten times any model's: a damaged file must not fill the memory
 _LARGEST = {
     1000: "num_hidden_layers num_layers n_layers n_layer",
@@ -173,7 +173,7 @@ def read_architecture(folder: Path) -> Architecture:
         return _architecture(config)
 
 
-def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | None:
+def foreign_config(folder: Path, trust_remote_code: bool = False) -> ModelConfig | None:
     """Read the ``config.json`` of a folder whose architecture has no native decoder.
 
     Args:
@@ -197,7 +197,7 @@ def foreign_config(folder: Path, trust_remote_code: bool = False) -> Config | No
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[Config]:
+def _opened(folder: Path) -> Iterator[ModelConfig]:
     """Context with the content of a folder's ``config.json``; errors inside get the file's name."""
     path = folder / CONFIG
     try:
@@ -224,7 +224,7 @@ def _opened(folder: Path) -> Iterator[Config]:
         raise UserError(f"{path}: {error}") from error
 
 
-def _architecture(config: Config) -> Architecture:
+def _architecture(config: ModelConfig) -> Architecture:
     name = _class_name(config)
     if name not in _FAMILIES:
         raise UserError(f"{name} is not supported; supported are {', '.join(_FAMILIES)}")
@@ -272,7 +272,7 @@ def _architecture(config: Config) -> Architecture:
     )
 
 
-def _class_name(config: Config, trust_remote_code: bool = False) -> str:
+def _class_name(config: ModelConfig, trust_remote_code: bool = False) -> str:
     """Return transformers' class of the model; refuse code in its folder that is not trusted."""
     named = config.get("architectures") or [MODEL_TYPES.get(str(config.get("model_type")))]
     name = str(named[0]) if isinstance(named, list) and named[0] else f"model_type {config.get('model_type')!r}"
@@ -281,7 +281,7 @@ def _class_name(config: Config, trust_remote_code: bool = False) -> str:
     return name
 
 
-def own_code(config: Config) -> str | None:
+def own_code(config: ModelConfig) -> str | None:
     """Return the name of the model's class in the folder's code (``auto_map``); None: there is no such code."""
     brings = config.get("auto_map")
     code = brings.get("AutoModelForCausalLM") if isinstance(brings, Mapping) else None
@@ -324,7 +324,7 @@ def stored_format(folder: Path) -> StoredFormat | None:
         return _stored_format(config)
 
 
-def _stored_format(config: Config) -> StoredFormat | None:
+def _stored_format(config: ModelConfig) -> StoredFormat | None:
     parts = [config, text] if isinstance(text := config.get("text_config"), Mapping) else [config]
     settings = next(filter(None, (part.get(key) for part in parts for key in QUANTISED)), None)
     if settings is None:
@@ -342,7 +342,7 @@ def _stored_format(config: Config) -> StoredFormat | None:
     return known
 
 
-def _known_format(settings: Config) -> StoredFormat | None:
+def _known_format(settings: ModelConfig) -> StoredFormat | None:
     """Return the format that a ``quantization_config`` describes; None: it is not supported."""
     skipped = settings.get("modules_to_not_convert") or settings.get("ignore") or []
     if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
@@ -369,7 +369,7 @@ def _known_format(settings: Config) -> StoredFormat | None:
     return None if block is None else StoredFormat("fp8", block, tuple(skipped))
 
 
-def _window(config: Config, family: _Family, layers: int) -> int | None:
+def _window(config: ModelConfig, family: _Family, layers: int) -> int | None:
     window = config.get("sliding_window", 4096)  # transformers' default in all these families
     if not family.window or window is None or (family.window == "switched" and not config.get("use_sliding_window")):
         return None
@@ -384,7 +384,7 @@ def _window(config: Config, family: _Family, layers: int) -> int | None:
     return _whole({"sliding_window": window}, "sliding_window")
 
 
-def read_rope(config: Config, positions: int) -> Rope:
+def read_rope(config: ModelConfig, positions: int) -> Rope:
     """Read RoPE from the older ``rope_theta`` and ``rope_scaling``, or from ``rope_parameters``.
 
     If a file has both, for example with YaRN added by hand, transformers reads only ``rope_scaling``.
@@ -416,7 +416,7 @@ def read_rope(config: Config, positions: int) -> Rope:
     return Rope(base, kind, factor, low, high, original)
 
 
-def _yarn(parameters: Config, key: str, factor: float) -> Yarn:
+def _yarn(parameters: ModelConfig, key: str, factor: float) -> Yarn:
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
@@ -431,7 +431,7 @@ def _yarn(parameters: Config, key: str, factor: float) -> Yarn:
     return Yarn(fast, slow, rounded, _number(parameters, "attention_factor", inferred))
 
 
-def _value(config: Config, key: str, kind: Kind, default: Any = None) -> Any:
+def _value(config: ModelConfig, key: str, kind: Kind, default: Any = None) -> Any:
     value = default if config.get(key) is None else config[key]
     check({key: value}, {key: kind})
     return value
@@ -440,15 +440,15 @@ def _value(config: Config, key: str, kind: Kind, default: Any = None) -> Any:
 _WHOLE = Kind(lambda value: type(value) is int and value >= 1, ("a whole number of at least 1",))
 
 
-def _whole(config: Config, key: str, default: int | None = None) -> int:
+def _whole(config: ModelConfig, key: str, default: int | None = None) -> int:
     return _value(config, key, _WHOLE, default)
 
 
-def _number(config: Config, key: str, default: float | None = None) -> float:
+def _number(config: ModelConfig, key: str, default: float | None = None) -> float:
     return float(_value(config, key, NOT_NEGATIVE, default))
 
 
-def _switch(config: Config, key: str) -> bool:
+def _switch(config: ModelConfig, key: str) -> bool:
     return _value(config, key, JSON_SWITCH, False)
 
 

@@ -11,7 +11,7 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log
 from rocm_ext.config.checks.kinds import check, integer
 from rocm_ext.config.checks.training import PATTERNS
-from rocm_ext.model.families import Config, foreign_config, read_architecture, stored_format
+from rocm_ext.model.families import ModelConfig, foreign_config, read_architecture, stored_format
 from rocm_ext.model.lora import Sizes
 from rocm_ext.model.native.decoder import build
 from rocm_ext.model.token_rows import train_tokens
@@ -110,7 +110,7 @@ def from_checkpoint(
     return expect_blocks(decoder, blocks) if blocks else expect(decoder, form, quantizes=fp8)
 
 
-def _by_transformers(config: Config) -> Callable[..., Any]:
+def _by_transformers(config: ModelConfig) -> Callable[..., Any]:
     """Return the builder of transformers' models; refuse a missing transformers, or another major version."""
     try:
         from rocm_ext.model.hf.decoder import build as by_transformers

@@ -124,7 +124,7 @@ class ConversationQueue(RequestQueue):
         self._lock, self._stopped = threading.Lock(), stopped
 
     def prompts(self) -> Iterator[list[Request]]:
-        """Take the next requests of one prompt; an empty list says that there are none yet."""
+        """Take the next requests of one prompt; an empty list means: wait, a later one may come."""
         coming: Iterator[list[Request]] | None = self._queue.prompts()
         same: list[Request] = []
         while not self._stopped():

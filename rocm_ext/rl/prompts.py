@@ -33,7 +33,7 @@ from rocm_ext.distributed.ranks import rank
 from rocm_ext.environments import Environments
 from rocm_ext.plan import workload
 from rocm_ext.rl.records import Sample
-from rocm_ext.runs.folder import GREEDY
+from rocm_ext.runs.records import GREEDY
 from rocm_ext.sampling import Request, Sampling, sample_seed
 from rocm_ext.train.learner import Learner
 from rocm_ext.verifiers import Result, build

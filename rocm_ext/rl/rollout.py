@@ -22,7 +22,7 @@ from rocm_ext.data.prompts import Prompt
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.conversations import ConversationQueue
 from rocm_ext.rl.records import PhaseRecords, Sample, key_of, to_result, to_sample
-from rocm_ext.runs.folder import GREEDY, SampleKey
+from rocm_ext.runs.records import GREEDY, SampleKey
 from rocm_ext.sampling import Completion, Request, RequestQueue, Sampling, Session
 from rocm_ext.train.lifecycle import Interrupt
 from rocm_ext.verifiers import Pool, Result, Verdict

@@ -23,12 +23,11 @@ from rocm_ext.base.registry import BY_STEP, DPO, GRPO, RAFT, SFT, TITLES
 from rocm_ext.base.types import Json
 from rocm_ext.machine.counters import HARDWARE_LOG
 from rocm_ext.runs.answers import AnswerLog
-from rocm_ext.runs.records import GREEDY as GREEDY
 from rocm_ext.runs.records import (
     MOST,
     ROWS,
+    AllLines,
     Columns,
-    Lines,
     MetricLines,
     PolicyLines,
     Readings,
@@ -125,7 +124,7 @@ class RunFolder:
         return SFT
 
     def _read_cycles(self, folders: Sequence[Path]) -> None:
-        lines = self.tails.lines(self.path / "metrics.jsonl", Lines, self.problems)
+        lines = self.tails.lines(self.path / "metrics.jsonl", AllLines, self.problems)
         listed = self.summary.get("cycles")
         rows = {r["cycle"]: r for r in listed if type(r.get("cycle")) is int} if is_rows(listed) else {}
         self.cycles = [CycleFolder(self, p, lines, rows.get(int(p.name[6:]), {})) for p in folders]

@@ -18,10 +18,10 @@ _TAIL = 1 << 16  # bytes read from the end of a metrics.jsonl: some hundred line
 _RECENT = 20  # steps whose times give the speed of a GRPO run
 _SHOWN = ("step", "epoch", "loss", "margin", "accuracy", "tokens_per_second", "val_loss", "val_margin", "val_accuracy")
 
-Progress = dict[str, float | str]  # values by name, see :func:`progress`
+LatestValues = dict[str, float | str]  # values by name, see :func:`progress`
 
 
-def progress(out: Path) -> Progress:
+def progress(out: Path) -> LatestValues:
     """The newest values that the run in ``out`` wrote, without those that are missing or half written.
 
     Returns:
@@ -36,7 +36,7 @@ def progress(out: Path) -> Progress:
     summary = read_json(out / "summary.json", [])  # a file may be unreadable while the run writes it
     cycles = {int(path.name[6:]): path for path in out.glob("cycle_*") if re.fullmatch(r"cycle_\d{1,9}", path.name)}
     lines = [] if cycles else _last_lines(metrics)
-    values: Progress
+    values: LatestValues
     if cycles:
         cycle, folder = max(cycles.items())
         newest = max((folder / "metrics.jsonl", samples, verdicts), key=lambda path: _stat(path)[0])
@@ -83,7 +83,7 @@ def slowest_step(out: Path) -> float:
     return max(_times(steps), default=0.0)
 
 
-def _policy_progress(out: Path, lines: Sequence[Record], config: Json) -> Progress:
+def _policy_progress(out: Path, lines: Sequence[Record], config: Json) -> LatestValues:
     """The newest values of a GRPO run.
 
     Returns:
@@ -93,7 +93,7 @@ def _policy_progress(out: Path, lines: Sequence[Record], config: Json) -> Progre
     """
     steps = [line for line in lines if "reward" in line and _is_number(line.get("step"))]
     evaluations = [line for line in lines if isinstance(line.get("eval"), dict)]
-    values: Progress = {}
+    values: LatestValues = {}
     if phase := _policy_phase(out, config):
         values["phase"] = phase
     values |= _numbers(steps[-1:], ("step", "reward", "flat", "entropy"))
@@ -130,12 +130,12 @@ def _policy_phase(out: Path, config: Json) -> str:
     return "sampling" if judged < len(verdicts) or size <= tail else ""
 
 
-def _numbers(lines: Iterable[Record], keys: Iterable[str] = _SHOWN) -> Progress:
+def _numbers(lines: Iterable[Record], keys: Iterable[str] = _SHOWN) -> LatestValues:
     """The newest numbers in lines of a ``metrics.jsonl``, by key."""
     return {key: value for line in lines for key in keys if _is_number(value := line.get(key))}
 
 
-def _held_out(lines: Iterable[Record]) -> Progress:
+def _held_out(lines: Iterable[Record]) -> LatestValues:
     """The last held-out score in lines of a ``metrics.jsonl``."""
     parsed = [scores for line in lines if (scores := parse_scores(line.get("eval"))) is not None]
     return {"held_out": parsed[-1].passed[0]} if parsed else {}

@@ -57,7 +57,7 @@ class Columns:
         self.lines[at : at + again] = [line]
 
 
-class Lines(JsonLines, list[Record]):
+class AllLines(JsonLines, list[Record]):
     """All lines of a file."""
 
     def take(self, record: Record, position: int) -> None:

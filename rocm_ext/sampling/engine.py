@@ -124,7 +124,7 @@ class RequestQueue:
         self.share = max((sum(map(len, prompts[first::world])) for first in range(world)), default=0)
 
     def prompts(self) -> Iterator[list[Request]]:
-        """Take requests, one prompt at a time; an empty list means that there are none yet."""
+        """Take requests, one prompt at a time; an empty list means: wait, a later one may come."""
         yield from self._own
         while (number := self._taken()) <= len(self._common):
             yield self._common[number - 1]

@@ -269,10 +269,11 @@ class Training:
             self.skip_updates(self.updates)
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None and same_length:
-            self.scheduler.load_state_dict(state["scheduler"])
-        elif self.scheduler is not None:
-            self._set_rates(rates)
+        if self.scheduler is not None:
+            if same_length:
+                self.scheduler.load_state_dict(state["scheduler"])
+            else:
+                self._set_rates(rates)
         self.scaler.load_state_dict(state["scaler"])
         if same_ranks:
             set_rng_state(state["rng"][self.ranks.rank], self.runtime.device)

@@ -106,7 +106,7 @@ class LLMJudge(Verifier):
         while True:
             try:
                 return http.json_object(self.url, await http.exchange(client, "POST", self.url, self.timeout, body))
-            except (http.httpx.RequestError, http.Transient) as problem:
+            except (http.RequestError, http.Transient) as problem:
                 pause = http.pause_after(problem, failures)
                 failures += 1
                 if failures > self.retries or time.monotonic() + pause >= deadline:

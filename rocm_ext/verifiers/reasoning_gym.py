@@ -20,7 +20,7 @@ COLUMN = "reasoning_gym"
 SCRIPT = Path(__file__).with_name("_reasoning_gym.py")
 
 
-class Score(TypedDict, total=False):
+class _Judgement(TypedDict, total=False):
     """The script's judgement of an answer; it has one of these keys."""
 
     score: float
@@ -80,7 +80,7 @@ class ReasoningGym(Verifier):
             results[index] = self._result(score)
         return results
 
-    def _result(self, said: Score) -> Result:
+    def _result(self, said: _Judgement) -> Result:
         if "row" in said:
             return error(said["row"])
         if said.get("late"):

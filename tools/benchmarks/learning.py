@@ -263,6 +263,7 @@ def main() -> None:
     if "kept" in methods and (args.task != "pretrained" or "raft" not in methods):
         sys.exit("the method kept is for --task pretrained, and needs the method raft beside it")
     names = [(method, seed) for seed in args.seeds for method in methods]
+    samples = args.rounds * samples_of_round(pocket)  # before the runs, because it may refuse
     jobs = {name: job(*name, args.rounds, out, pocket) for name in names}
     sft = [name for name in names if jobs[name].recipe == SFT]  # on what the others have sampled
     ends = complete_all({name: jobs[name] for name in names if name not in sft}, args.processes)
@@ -275,7 +276,7 @@ def main() -> None:
             print(f"{method}, seed {seed}, failed:\n{end}", file=sys.stderr)
     if any(ends.values()):
         sys.exit(1)
-    first, samples = made["correct"] / made["total"], args.rounds * samples_of_round(pocket)
+    first = made["correct"] / made["total"]
     curves = {m: {s: points(jobs[m, s].folder, first) for s in args.seeds} for m in methods}
     for method, seed in sft:
         folder = jobs[method, seed].folder

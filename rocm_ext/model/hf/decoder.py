@@ -27,7 +27,7 @@ from rocm_ext.base.log import log
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Lengths
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.families import CONFIG, Config, own_code, refuse_code
+from rocm_ext.model.families import CONFIG, ModelConfig, own_code, refuse_code
 from rocm_ext.model.hf.adapt import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
 from rocm_ext.model.hf.attention import PACKED, packed, scale_each_sequence
 from rocm_ext.model.hf.checkpoint import (
@@ -309,7 +309,7 @@ def _name_of(model: nn.Module, part: nn.Module | None) -> str:
 
 def build(
     folder: Path,
-    config: Config,
+    config: ModelConfig,
     *,
     sizes: Sizes,
     dropout: float,
@@ -364,7 +364,7 @@ def shapes_of(folder: Path) -> dict[str, list[int]]:
     return {name: list(weight.shape) for name, weight in _on_meta(folder).state_dict().items()}
 
 
-def _needs_code(config: Config, trust_remote_code: bool) -> bool:
+def _needs_code(config: ModelConfig, trust_remote_code: bool) -> bool:
     """Return whether the folder's code has to run, because transformers lacks the class; refuse untrusted code."""
     named, code = (config.get("architectures") or [""])[0], own_code(config)
     if code is None or code == named == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type"))):

@@ -158,10 +158,11 @@ class Replay:
         self.chosen = chosen
         self._given: Tensor | None = None
         self._differs: list[Tensor] | None = None
-        blocks = [model.get_submodule(name.rpartition(".")[0]) for name in experts_of(model)]
+        every = experts_of(model)
+        blocks = [model.get_submodule(name.rpartition(".")[0]) for name in every]
         self.layers = len(blocks)
         self.counts = [0] * self.layers
-        for layer, (block, experts) in enumerate(zip(blocks, experts_of(model).values(), strict=True)):
+        for layer, (block, experts) in enumerate(zip(blocks, every.values(), strict=True)):
             run = partial(self._run, layer, len(experts.down_proj), block.forward)  # type: ignore[arg-type]
             block.forward = run  # type: ignore[method-assign]
 

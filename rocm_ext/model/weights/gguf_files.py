@@ -81,14 +81,14 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            size = self._size = path.stat().st_size
+            self._size = path.stat().st_size
             with path.open("rb") as self._file:
                 self.metadata, self.places = self._read()
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from error
         end = max((tensor.begin + tensor.nbytes for tensor in self.places.values()), default=0)
-        if end > size:
-            raise UserError(f"{path} has {size:,} bytes instead of {end:,}; {AGAIN}")
+        if end > self._size:
+            raise UserError(f"{path} has {self._size:,} bytes instead of {end:,}; {AGAIN}")
 
     def numbers(self, name: str) -> Tensor:
         """Return the numbers of a tensor without blocks."""

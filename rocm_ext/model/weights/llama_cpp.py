@@ -23,7 +23,6 @@ from rocm_ext.model.families import (
     CONFIG,
     MODEL_TYPES,
     Architecture,
-    Config,
     Rope,
     foreign_config,
     read_architecture,
@@ -521,7 +520,6 @@ def _rope_keys(rope: Rope) -> Metadata:
 
 
 Of = str | Callable[[Any], Any]  # a key of the config, or what is computed from it
-Back = Callable[[Metadata, Json], Json]
 
 
 @dataclass(frozen=True)
@@ -540,8 +538,8 @@ class _Row:
     arch: str
     parts: Callable[[str, Any], list[Part]]
     keys: Mapping[str, Of]
-    only: Config
-    back: Back
+    only: Mapping[str, Any]
+    back: Callable[[Metadata, Json], Json]
     merged_only: tuple[str, ...] = ()
 
 

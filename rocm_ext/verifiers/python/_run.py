@@ -62,7 +62,7 @@ class TestCounts:
             run()
             if asserts and self.ran == ran:
                 raise AssertionError("none of its asserts ran")
-            if self.failed:
+            if self.failed is not None:
                 raise self.failed
         except BaseException as error:  # this name goes at the end: its traceback would keep the unit's objects
             self.note(error, text)
