@@ -21,7 +21,6 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors
 from rocm_ext.base.log import log
 from rocm_ext.distributed.ranks import Ranks, local_world_size
-from rocm_ext.machine.sysfs import host_memory
 from rocm_ext.model.lora import adapters
 from rocm_ext.model.token_rows import trained_tokens
 from rocm_ext.plan.memory import frozen_bytes
@@ -399,15 +398,15 @@ def open_engines(
     Raises:
         UserError: the engine cannot run or cannot load adapters, or returns no log-probs and the config needs them.
     """
+    ranks = learner.runtime.ranks
     offered = {
         "decoder": learner.decoder,
         "tokenizer": learner.tokenizer,
         "free_memory": partial(free_memory, cfg, learner),
-        "ranks": learner.runtime.ranks,
+        "ranks": ranks,
         "stopped": stopped,
         "trace": learner.runtime.trace,
     }
-    ranks = learner.runtime.ranks
     weights = cache(partial(frozen_bytes, learner.decoder, ranks.world))  # first asked once they are loaded
 
     def training_memory() -> int:  # at the peak of training, in addition to the model's weights
@@ -506,7 +505,7 @@ def free_memory(cfg: DictConfig, learner: Learner, beside_graphs: bool = False) 
     """
     runtime: Any = learner.runtime
     if runtime.device.type == "cpu":
-        return host_memory(Path("/"), "MemAvailable") // local_world_size()
+        return psutil.virtual_memory().available // local_world_size()
     torch.cuda.empty_cache()
     taken = (torch.cuda.memory_reserved if beside_graphs else torch.cuda.memory_allocated)(runtime.device)
     free = runtime.budget(taken) - taken

@@ -7,6 +7,7 @@ reads the files once: finished steps give the pass rates of prompts, and unfinis
 import base64
 import errno
 import json
+import math
 import os
 import threading
 import zlib
@@ -25,7 +26,6 @@ from rocm_ext.base.files import disk_errors, read_lines, rewrite_lines
 from rocm_ext.base.types import Json, Message
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.runs.folder import SampleKey
-from rocm_ext.runs.scores import passes
 from rocm_ext.sampling import Completion
 from rocm_ext.verifiers import Result, Verdict
 
@@ -466,3 +466,25 @@ def _complete(path: Path) -> int:
                 return start + at + 1
             end = start
     return 0
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """The unbiased estimate of the probability that one of ``k`` answers is right (Chen et al. 2021, arXiv:2107.03374).
+
+    Args:
+        n: answers drawn.
+        correct: how many of them are right.
+        k: at most ``n``.
+    """
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def passes(groups: Sequence[tuple[int, int]]) -> dict[int, float]:
+    """The mean of :func:`pass_at_k` over prompts, for k = 1, 2, 4 … up to the most answers that a prompt has.
+
+    Args:
+        groups: number of answers and of right ones, by prompt. A prompt with fewer than k answers is left out.
+    """
+    most = max((n for n, _ in groups), default=0)
+    ks = [2**i for i in range(most.bit_length())]
+    return {k: fmean(pass_at_k(n, correct, k) for n, correct in groups if n >= k) for k in ks}
