@@ -468,6 +468,10 @@ def test_tools_and_a_verifier_make_an_environment():
     environment.check_row({"answer": "1"})
     with pytest.raises((UserError, ValueError), match="answer"):
         environment.check_row({"question": "1"})
+    environment.verifier, environment.needs = None, ("question",)
+    environment.check_row({"question": "1"})
+    with pytest.raises((UserError, ValueError), match="question"):
+        environment.check_row({"answer": "1"})
 
 
 @pytest.mark.parametrize(
