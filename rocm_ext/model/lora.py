@@ -161,34 +161,6 @@ def expert_factors(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1).contiguous()
 
 
-@torch.no_grad()
-def merged_experts(
-    weight: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale: float,
-    transposed: bool,
-    rounded: Callable[[Tensor, int], Tensor],
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Merge LoRA into one weight of all experts: return W_e + scale B_e A_e, computed in fp32, one expert at a time.
-
-    Args:
-        weight: [experts, out, in], or [experts, in, out] if ``transposed``.
-        a, b: parameters of an :class:`ExpertLora`.
-        scale: its scale.
-        transposed: see ``weight``.
-        rounded: converts an expert's merged weight, in fp32, to ``dtype``; it also gets the expert's index.
-        dtype: the result's dtype; None: the dtype of ``weight``.
-    """
-    by_expert, columns = expert_factors(a.float(), b.float(), len(weight))
-    merged = torch.empty_like(weight, dtype=dtype)
-    for i, base in enumerate(weight):
-        update = columns[i] @ by_expert[i]
-        merged[i] = rounded(base.float() + scale * (update.T if transposed else update), i)
-    return merged
-
-
 Adapter = Lora | Dora | ExpertLora
 
 

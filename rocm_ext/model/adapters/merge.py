@@ -23,7 +23,7 @@ from rocm_ext.model.adapters import peft_experts
 from rocm_ext.model.adapters.peft_files import PREFIX, ROWS, read_peft, updates_by_weight
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.families import CONFIG, QUANTISED
-from rocm_ext.model.lora import ExpertLora, changed_weights, dense, merged_experts, merged_linear, plain
+from rocm_ext.model.lora import ExpertLora, changed_weights, dense, expert_factors, merged_linear, plain
 from rocm_ext.model.token_rows import by_layer, is_tied, layer_names
 from rocm_ext.model.weights.checkpointer import StoredWeights, on_meta, weight_files
 
@@ -199,10 +199,11 @@ class MergedWeights:
         dtype = dtype or weight.dtype
         if name in self.experts:
             a, b, layer = self.experts[name]
-            return merged_experts(
-                weight, a, b, self.config.scale(name), layer.transposed,
-                lambda exact, expert: _round_by_chance(exact, dtype, f"{name}.{expert}"), dtype,
-            )  # fmt: skip
+            scale, merged = self.config.scale(name), torch.empty_like(weight, dtype=dtype)
+            for i, (a_i, b_i) in enumerate(zip(*expert_factors(a.float(), b.float(), layer.experts), strict=True)):
+                change = (b_i @ a_i).T if layer.transposed else b_i @ a_i
+                merged[i] = _round_by_chance(weight[i].float() + scale * change, dtype, f"{name}.{i}")
+            return merged
         if name in self.rows:
             _check_finite(self.rows[name], dtype, name)
             ids = torch.tensor(self._ids(name))
