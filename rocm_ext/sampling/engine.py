@@ -142,11 +142,6 @@ class RequestQueue:
         return self.share
 
 
-def as_queue(requests: Iterable[Request | None]) -> RequestQueue:
-    """Return ``requests`` as a queue; if they are none, this process takes all."""
-    return requests if isinstance(requests, RequestQueue) else RequestQueue(filter(None, requests))
-
-
 @dataclass(frozen=True)
 class Completion:
     """One answer.

@@ -6,7 +6,7 @@ slots at the end. A step thus computes only running samples.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from rocm_ext.machine.trace import DECODING, PREFILL, Trace
 from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes, sampler_of
-from rocm_ext.sampling.engine import Completion, Request, RequestQueue, Sampling, as_queue
+from rocm_ext.sampling.engine import Completion, Request, RequestQueue, Sampling
 from rocm_ext.sampling.slots import (
     PREFILL_TOKENS,
     SHARE,
@@ -129,7 +129,6 @@ class LocalEngine:
 
 _MOST_SLOTS = 16_384  # computes at once; beyond 256, more gain nothing on any GPU
 _NONE_YET = 0.002  # seconds between looks for new requests
-_COUNTED = ("tokens", "rows", "slot_steps", "bytes", "seconds")
 
 
 @dataclass
@@ -172,14 +171,14 @@ class LocalSession:
         self._graphs = Graphs(decoder.device.type == "cuda" if graphs is None else graphs, graphs is True)
         decoder.fixed_shapes = self._graphs.used
         self._stop_tokens = frozenset(tokenizer.stop_tokens)
-        self._totals = dict.fromkeys(_COUNTED, 0.0)
+        self._totals: Any = Counter()
         self._batch: SlotBatch | None = None  # between two calls of generate
         self.reserve: Callable[[], int] = int
 
     def refresh(self) -> None:
         """Copy the adapter's values and restart the counts. With sharded weights every rank calls this."""
         self._decoder.refresh()
-        self._totals = dict.fromkeys(self._totals, 0.0)
+        self._totals.clear()
 
     def release(self) -> None:
         """Free the key-value cache and the graphs; the next ``generate`` makes new ones."""
@@ -191,7 +190,8 @@ class LocalSession:
         Raises:
             UserError: a prompt with its answer may exceed the model's context, or memory holds too few slots.
         """
-        for _, completions in self._steps(as_queue(requests), sampling, MIN_ROWS):
+        queue = requests if isinstance(requests, RequestQueue) else RequestQueue(filter(None, requests))
+        for _, completions in self._steps(queue, sampling, MIN_ROWS):
             yield from completions
 
     def stream(self, request: Request, sampling: Sampling) -> Iterator[list[int] | Completion]:
@@ -244,8 +244,7 @@ class LocalSession:
         self._batch = batch  # not after an error or an early end, which leave samples in its slots
 
     def _count(self, tokens: int, rows: int, slots: int, read: int, seconds: float) -> None:
-        for name, amount in zip(_COUNTED, (tokens, rows, slots, read, seconds), strict=True):
-            self._totals[name] += amount
+        self._totals.update(tokens=tokens, rows=rows, slot_steps=slots, bytes=read, seconds=seconds)
 
     def _admit(
         self,
@@ -381,7 +380,7 @@ class LocalSession:
         total = self._totals
         seconds = total["seconds"] or 1.0
         return {
-            "tokens": int(total["tokens"]),
+            "tokens": total["tokens"],
             "tokens_per_second": total["tokens"] / seconds,
             "occupancy": total["rows"] / (total["slot_steps"] or 1),
             "gb_per_second": total["bytes"] / seconds / 1e9,
