@@ -228,17 +228,6 @@ class Rows:
         kept = take(self.tokens), take(self.labels), take(self.lengths)
         return Rows(*kept, self.counts, columns, numbers=numbers, first=self.first, ends=self.ends)
 
-    def joined(self, parts: Iterable[Sequence[int]]) -> "Rows":
-        """Join rows; ``parts`` are the indices of the rows that a new row consists of."""
-        parts = list(parts)
-
-        def join(arrays: Arrays) -> list[np.ndarray]:
-            return [np.concatenate([arrays[i] for i in part]) for part in parts]
-
-        lengths = [tuple(n for i in part for n in self.lengths[i]) for part in parts]
-        columns: dict[str, Arrays] = {name: join(column) for name, column in self.columns.items()}
-        return Rows(join(self.tokens), join(self.labels), lengths, self.counts, columns)
-
     def join_groups(self, groups: Sequence[str], most: float) -> tuple["Rows", list[str]]:
         """Join the rows of a group, such as a prompt's answers, so that a micro-batch computes their beginning once.
 
@@ -249,7 +238,7 @@ class Rows:
         Returns:
             The joined rows, in the order in which groups first appear, and the group by joined row.
         """
-        parts: list[list[int]] = []
+        parts: list[list[int]] = []  # indices of the rows that a joined row consists of
         of_part: list[str] = []
         members: dict[str, list[int]] = {}
         for i, group in enumerate(groups):
@@ -263,7 +252,13 @@ class Rows:
                     of_part.append(group)
                     tokens = len(self.tokens[i])
                 parts[-1].append(i)
-        return self.joined(parts), of_part
+
+        def join(arrays: Arrays) -> list[np.ndarray]:
+            return [np.concatenate([arrays[i] for i in part]) for part in parts]
+
+        lengths = [tuple(n for i in part for n in self.lengths[i]) for part in parts]
+        columns: dict[str, Arrays] = {name: join(column) for name, column in self.columns.items()}
+        return Rows(join(self.tokens), join(self.labels), lengths, self.counts, columns), of_part
 
     def add_labels_column(self, name: str, values: Sequence[np.ndarray | Sequence[float]]) -> None:
         """Add a column with values at labels, see :func:`labelled`, and 0 elsewhere.
@@ -283,10 +278,6 @@ class Rows:
             return None
         weights = [float(column[0]) for column in self.columns[ROW_WEIGHT]]
         return min(weights), max(weights)
-
-    def check_vocabulary(self, size: int) -> None:
-        """Raise a UserError if a token id exceeds a model with ``size`` embeddings."""
-        check_vocabulary(int(flat(self.tokens).max()), size)
 
     def fingerprint(self) -> str:
         """Return a SHA-256 of the rows in their order, in hex."""

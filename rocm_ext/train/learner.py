@@ -17,7 +17,7 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log, warn
 from rocm_ext.base.supervised import beat
 from rocm_ext.data.batches import Layout, MicroBatch, micro_batch_budget, width_multiple
-from rocm_ext.data.rows import SIDE, Rows
+from rocm_ext.data.rows import SIDE, Rows, check_vocabulary, flat
 from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.losses import Objective, UnpairedPreference, objective_of
 from rocm_ext.losses.distillation import HIDDEN, LOGPROBS
@@ -149,7 +149,7 @@ class Learner:
             UserError: a token id is outside the vocabulary, the rows lack a column that the objective needs, or the
                 objective is for another kind of preferences.
         """
-        rows.check_vocabulary(self.decoder.tok_embeddings.num_embeddings)
+        check_vocabulary(int(flat(rows.tokens).max()), self.decoder.tok_embeddings.num_embeddings)
         self.check_columns({*rows.columns, *coming})
         if SIDE not in rows.columns:
             return
