@@ -87,34 +87,19 @@ class Checkpoints:
             raise UserError(f"cannot read {self.folder}: {error.strerror}") from error
         return sorted(self.folder / name for name in names if re.fullmatch(r"step_\d+", name))
 
-    def save(self, step: int, state: State, write_more: Callable[[Path], None]) -> Path:
-        """Write a checkpoint with its checksums, and remove old ones.
-
-        Args:
-            step: optimiser steps done.
-            state: content of ``state.pt``.
-            write_more: adds files to the checkpoint's folder.
-
-        Returns:
-            The checkpoint's folder.
+    def save(self, step: int, state: State, write_more: Callable[[Path], None]) -> None:
+        """Write a checkpoint with its checksums, and remove old ones; ``write_more`` adds files to its folder.
 
         Raises:
             UserError: the disk is full; earlier checkpoints stay as they are.
         """
-        path = self.folder / f"step_{step:08d}"
-        with replace_folder(path) as folder:
+        with replace_folder(self.folder / f"step_{step:08d}") as folder:
             torch.save(state, folder / STATE)
             write_more(folder)
             names = sorted(file.name for file in folder.iterdir())
             (folder / CHECKSUMS).write_bytes(_checksums(folder, names))
         for other in self.steps()[: -self.keep]:
             remove_folder(other)
-        return path
-
-    def clear(self) -> None:
-        """Remove every checkpoint."""
-        for path in self.steps():
-            remove_folder(path)
 
     def sweep(self, step: int) -> None:
         """Prepare the folder for a run that continues after ``step``.

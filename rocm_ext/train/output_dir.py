@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from torchtune import training
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.files import disk_errors, json_object, replace_text, rewrite_lines
+from rocm_ext.base.files import disk_errors, json_object, remove_folder, replace_text, rewrite_lines
 from rocm_ext.base.types import Json
 from rocm_ext.distributed.ranks import Ranks, rank
 from rocm_ext.machine.counters import HARDWARE_LOG, remove_logs
@@ -103,7 +103,8 @@ class OutputDir:
             keeps: whether a resumed run keeps a line of ``metrics.jsonl``.
         """
         if self.overwrite and not self.resume:
-            self.checkpoints.clear()
+            for path in self.checkpoints.steps():
+                remove_folder(path)
             for name in ("adapter", "merged", FOLDER):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             (self.path / "summary.json").unlink(missing_ok=True)
