@@ -8,9 +8,9 @@ attention does not support this get padded rows, sorted by length.
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,9 +62,8 @@ class MicroBatch:
     routes: Tensor | None = None
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values = {k: change(v) if isinstance(v, Tensor) else v for k, v in values.items()}
-        return MicroBatch(**values | {"columns": {k: change(v) for k, v in self.columns.items()}})
+        changed: Any = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, columns={name: change(column) for name, column in self.columns.items()}, **changed)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Copy the batch to ``device``."""
@@ -394,9 +393,6 @@ class StepLoader(Dataset):
 
     def range(self, start: int, end: int) -> Iterator[Update]:
         """Yield the updates from ``start`` up to, but not including, ``end``."""
-        # A DataLoader draws from the global generator whenever it starts. With its own generator a resumed run stays
-        # equal to an undisturbed one.
-        generator = torch.Generator()
         return iter(
             DataLoader(
                 self,
@@ -406,7 +402,9 @@ class StepLoader(Dataset):
                 # Python 3.14's default, a fork server, imports everything again: 18 s per worker on a slow core
                 multiprocessing_context="fork" if self._num_workers and sys.platform == "linux" else None,
                 pin_memory=self._pin_memory,
-                generator=generator,
+                # A DataLoader draws from the global generator whenever it starts. With its own generator a resumed run
+                # stays equal to an undisturbed one.
+                generator=torch.Generator(),
             )
         )
 

@@ -24,8 +24,7 @@ from rocm_ext.model.attention import Lengths, SlotCache, sdpa
 from rocm_ext.model.hf.states import ROWS
 
 PACKED, SLOTS = "rocm_ext_packed", "rocm_ext_slots"
-_lengths: ContextVar[Lengths] = ContextVar("lengths of the packed sequences")
-_kernel: ContextVar[str] = ContextVar("kernel of attention")
+_packed: ContextVar[tuple[Lengths, str]] = ContextVar("lengths of the packed sequences, and kernel of attention")
 # Arguments of a layer's call that change nothing here: q and k contain the positions, masks the windows.
 _KNOWN = ("position_ids", "sliding_window", "use_cache", "cache_position", "output_attentions", ROWS)
 
@@ -66,12 +65,11 @@ class Mask:
 @contextmanager
 def packed(lengths: Lengths, kernel: str) -> Iterator[None]:
     """Give ``lengths`` and ``kernel`` to the masks that a model makes inside."""
-    tokens = _lengths.set(lengths), _kernel.set(kernel)
+    token = _packed.set((lengths, kernel))
     try:
         yield
     finally:
-        _lengths.reset(tokens[0])
-        _kernel.reset(tokens[1])
+        _packed.reset(token)
 
 
 class _EachSequence(nn.Module):
@@ -79,7 +77,7 @@ class _EachSequence(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         limit = self.config.rope_parameters["original_max_position_embeddings"]  # type: ignore[union-attr, index]
-        beyond = [length > limit for length in _lengths.get().values for _ in range(length)]
+        beyond = [length > limit for length in _packed.get()[0].values for _ in range(length)]
         if all(beyond) or not any(beyond):
             return super().forward(x, position_ids)
         is_long = torch.tensor([beyond]).to(x.device, non_blocking=True)
@@ -101,7 +99,8 @@ def packed_mask(
     *args: Any, mask_function: Callable[..., Any] = causal_mask_function, local_size=None, **_: Any
 ) -> Mask:
     """Build a model's mask for the current packed rows; ``local_size`` is the size of the window or chunk."""
-    return Mask(_lengths.get(), mask_function, local_size, _kernel.get())
+    lengths, kernel = _packed.get()
+    return Mask(lengths, mask_function, local_size, kernel)
 
 
 @torch.compiler.disable
