@@ -101,10 +101,7 @@ def _tool_call(call: Any, where: str) -> Json:
 def with_system(messages: list[Any], column: Any, system_prompt: str | None) -> list[Any]:
     """Add the system message of the row or of the config to messages without one; ValueError: the row has two.
 
-    Args:
-        messages: argument of :func:`to_turns`.
-        column: value of the row's column ``system``, or None.
-        system_prompt: the config's system message, or None.
+    ``messages`` are those of :func:`to_turns`, ``column`` is the value of the row's column ``system``.
     """
     present = next((message for message in messages if role_of(message) == "system"), None)
     system: str | None = string("" if column is None else column, "system")

@@ -218,13 +218,7 @@ def sequences(rows: Rows, number: int, tokenizer: Any) -> list[TokenText]:
 
 
 def sequence(tokenizer: Any, tokens: Sequence[int], trained: np.ndarray) -> TokenText:
-    """Describe a sequence of tokens: its text, and the trained parts.
-
-    Args:
-        tokenizer: from :func:`rocm_ext.data.tokenizer.open_tokenizer`.
-        tokens: [s] token ids.
-        trained: [s] whether a token is trained.
-    """
+    """Describe a sequence of ``tokens`` [s]: its text, and the parts that are ``trained`` [s], booleans."""
     decode, edges = _decoder(tokenizer), np.flatnonzero(np.diff(trained, prepend=False, append=False)).tolist()
     text = decode(tokens)
     parts = [decode(tokens[start:end]) for start, end in pairwise([0, *edges, len(tokens)])]

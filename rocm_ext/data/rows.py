@@ -40,13 +40,8 @@ SIDE = "side"  # column: 1 in chosen and good answers, -1 in rejected and bad on
 def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
     """Build a dataset from its component; a list of components becomes one dataset. A UserError if that fails.
 
-    Under ``truncate`` a component gets the tokenizer as it is, so that torchtune's components work as in torchtune.
-    Under the other policies it gets a tokenizer without ``max_seq_len``, because it must not cut rows.
-
-    Args:
-        cfg: a component, or a list of components.
-        tokenizer: the config's tokenizer.
-        too_long: policy for long rows, see :func:`tokenize`.
+    If ``too_long``, see :func:`tokenize`, is ``truncate``, a component gets the tokenizer as it is, so that torchtune's
+    components work as in torchtune. Else it gets a tokenizer without ``max_seq_len``, because it must not cut rows.
     """
     if OmegaConf.is_list(cfg) and cfg:
         parts = [without(part, WEIGHT) if OmegaConf.is_dict(part) else part for part in cfg]

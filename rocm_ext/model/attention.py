@@ -240,7 +240,6 @@ class SlotCache(Pass):
 
     Attributes:
         layers: one :class:`Slots` per layer.
-        slots: number of slots.
         span: positions that the current step reads.
         rows: slot of each token of the current step, [n].
         positions: position of each token of the current step, [n].

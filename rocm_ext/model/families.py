@@ -176,9 +176,7 @@ def read_architecture(folder: Path) -> Architecture:
 def foreign_config(folder: Path, trust_remote_code: bool = False) -> ModelConfig | None:
     """Read the ``config.json`` of a folder whose architecture has no native decoder.
 
-    Args:
-        folder: the folder.
-        trust_remote_code: accept a model with code in its folder.
+    ``trust_remote_code`` accepts a model with code in its folder.
 
     Returns:
         The file's content; None if a native decoder computes the model. For Llama with biases in the MLP, none does.

@@ -50,7 +50,6 @@ class Sampler(ABC):
     """Forward passes for sampling; :func:`sampler_of` opens one.
 
     Args:
-        decoder: the copy.
         adapted: pairs of the copy's layers and token rows with adapters, and the layers under training.
         memory: the memory of a sequence.
         heads: number of query heads.

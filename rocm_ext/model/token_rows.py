@@ -28,7 +28,6 @@ class TokenRows(nn.Module):
         layer: the layer with the base model's rows.
 
     Attributes:
-        tokens: see above.
         disabled: whether the layers compute with the base model's rows.
     """
 

@@ -64,8 +64,7 @@ def slots_beside(memory: SlotMemory, most: int, free: int, reserve: int) -> int:
     all slots that fit, and the cache must be freed before training.
 
     Args:
-        memory: the slots' memory.
-        most: maximum number of slots.
+        memory, most: the slots' memory and their maximum number.
         free: bytes for sampling.
         reserve: bytes that training will allocate; 0: no training follows.
     """
@@ -292,11 +291,7 @@ class SlotBatch:
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """Draw one uniform number per row with SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): [n], fp64 in [0, 1).
 
-    SplitMix64 computes any element of a stream directly.
-
-    Args:
-        seeds: [n], int64; the rows' streams.
-        positions: [n], int64; the elements of the streams.
+    It computes any element of a stream directly: ``seeds`` [n] are the rows' streams, ``positions`` [n] the elements.
     """
     z = seeds + (positions + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15; int64 wraps around
     z = (z ^ _shift(z, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9

@@ -305,11 +305,9 @@ class Learner:
         return peft_files.adapter_state(self.decoder)
 
     def load_adapter(self, state: Mapping[str, Tensor], source: str) -> None:
-        """Copy adapter weights into the model; a UserError names ``source`` and the weights that do not fit.
+        """Copy the adapter weights ``state``, by torchtune's names, into the model.
 
-        Args:
-            state: weights under torchtune's names.
-            source: origin of the weights, for messages.
+        A UserError names their origin, ``source``, and the weights that do not fit.
         """
         load_adapter(self.decoder, state, source)
 
@@ -325,12 +323,7 @@ class Learner:
 
 
 class CausalLM(nn.Module):
-    """Decoder and objective in one module, so that FSDP2 gathers the output weights once for both.
-
-    Args:
-        decoder: the model.
-        objective: computes the loss from hidden states and labels.
-    """
+    """Decoder and objective in one module, so that FSDP2 gathers the output weights once for both."""
 
     def __init__(self, decoder: Decoder, objective: Objective) -> None:
         super().__init__()

@@ -108,10 +108,7 @@ class Training:
         self._updated = False  # whether the run has done an update
 
     def begin(self, total_steps: int) -> None:
-        """Build optimiser and schedule, continue the folder's checkpoint, and claim the folder.
-
-        Args:
-            total_steps: optimiser updates of the schedule.
+        """Build optimiser and schedule for ``total_steps`` updates, continue the folder's checkpoint, claim the folder.
 
         Raises:
             UserError: a component cannot be built, or the checkpoint belongs to another run.
@@ -137,12 +134,8 @@ class Training:
     def try_out(cls, cfg: DictConfig, learner: Learner, total_steps: int) -> None:
         """Try out the config's optimiser and schedule, before the weights are read.
 
-        This skips a subclass's optimiser and schedule, because they may need the trainer.
-
-        Args:
-            cfg: config of the SFT recipe or of a recipe that extends it.
-            learner: the model without weights.
-            total_steps: updates of the schedule, or an estimate.
+        This skips a subclass's optimiser and schedule, because they may need the trainer. ``total_steps`` may be an
+        estimate of the schedule's updates.
 
         Raises:
             UserError: optimiser or schedule cannot be built, or does not work; or ``loraplus_lr_ratio`` is set, and a
@@ -299,7 +292,7 @@ class Training:
         """Do the updates that the schedule has left: log each, measure and save where due.
 
         Args:
-            loader: loads the updates.
+            loader: the run's updates.
             per_epoch: updates of an epoch.
             where: part of the run, for messages.
 

@@ -35,16 +35,11 @@ def summarize(path: Path) -> dict[str, float]:
 
 
 def falling_likelihood(lines: Sequence[Json]) -> str | None:
-    """Return a warning if the chosen answers' likelihood falls all the way.
+    """Return a warning if the chosen answers' likelihood falls all the way in the ``lines`` of a ``metrics.jsonl``.
 
     Losses of pairs see only the margin. It also grows where both sides become less likely, the chosen one less so.
-    Then the model moves to answers that are in no pair (arXiv:2404.04626).
-
-    Args:
-        lines: the run's ``metrics.jsonl``.
-
-    Returns:
-        A warning; None if the likelihood rises somewhere, or too few lines have it.
+    Then the model moves to answers that are in no pair (arXiv:2404.04626). None: the likelihood rises somewhere, or too
+    few lines have it.
     """
     held_out = [line["val_logprobs_chosen"] for line in lines if "val_logprobs_chosen" in line]
     rewards = [line["reward_chosen"] for line in lines if "reward_chosen" in line and "kl" in line]

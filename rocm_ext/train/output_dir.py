@@ -130,15 +130,12 @@ def pick_seed(requested: int | None, recorded: int | None, ranks: Ranks) -> int:
 
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Context in which only this run writes to ``folder``, which is created if needed and removed if it stays empty.
+    """Context in which only this run writes to its output ``folder``, created if needed and removed if it stays empty.
 
     The main rank takes the lock for all ranks. It waits for the lock of a killed process, which the system releases
     only when all threads of the process have ended. On a file system without locks, a file names the process that holds
     the folder. The file of a dead process goes where the system can exchange two names; elsewhere, as on NFS, the user
     deletes it.
-
-    Args:
-        folder: output folder of the run.
 
     Raises:
         UserError: another run uses the folder, or it is not writable; the message says who.

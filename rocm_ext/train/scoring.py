@@ -145,11 +145,9 @@ class _Recorder(Objective):
 
 @torch.no_grad()
 def validation_loss(learner: Learner, rows: Rows) -> tuple[float, int, dict[str, float]]:
-    """Compute the objective on all of ``rows``, without dropout. All ranks call this.
+    """Compute the objective on all held-out ``rows``, without dropout. All ranks call this.
 
-    Args:
-        learner: the model, set up; it is in training mode afterwards.
-        rows: held-out rows.
+    Afterwards the model is in training mode.
 
     Returns:
         The normalised objective without an entropy bonus, the number of labels, and the objective's other measurements

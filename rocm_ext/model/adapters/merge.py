@@ -112,12 +112,9 @@ def _say_16_bits(path: Path) -> None:
 
 
 class MergedWeights:
-    """A base model's tensors with an adapter, by the names of its files; quantised tensors become bf16.
+    """A base model's tensors, ``state``, with an adapter, a PEFT folder; quantised tensors become bf16.
 
-    Args:
-        decoder: the model with this adapter.
-        state: the base model's tensors.
-        adapter: PEFT folder.
+    They have the names of the base model's files. ``decoder`` is the model with this adapter.
     """
 
     def __init__(self, decoder: Decoder, state: Mapping[str, Tensor], adapter: Path) -> None:

@@ -151,12 +151,9 @@ class PeftConfig(Sizes):
         return next((ids for end, ids in self.tokens.items() if layer.endswith(end)), [])
 
     def check(self, folder: Path, decoder: Any, model_type: str) -> None:
-        """Check that ``decoder`` computes the same function with the adapter's weights.
+        """Check that ``decoder`` computes the same function with the weights of the adapter in ``folder``.
 
-        Args:
-            folder: the adapter's folder, for the message.
-            decoder: model with adapters.
-            model_type: torchtune's ModelType name.
+        ``model_type`` is torchtune's ModelType name.
 
         Raises:
             UserError: r or alpha of a layer, rsLoRA, DoRA, trained tokens or adapted experts differ; the message gives

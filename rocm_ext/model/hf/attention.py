@@ -42,7 +42,6 @@ class Mask:
         kernel: see :func:`rocm_ext.model.attention.sdpa`.
 
     Attributes:
-        lengths, kernel: as above.
         plain: whether the rule is causal attention.
     """
 
@@ -154,8 +153,7 @@ def forward_pass(
     """Give the positions [n, s] of a pass to the masks that a model makes inside.
 
     Args:
-        positions: positions of the pass's tokens.
-        kernel: attention kernel.
+        positions, kernel: see :class:`ForwardPass`.
         cache: the slots; None: a prefill.
         fixed: let no shape depend on values, so that a graph can replay the pass.
 

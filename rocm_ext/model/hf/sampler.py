@@ -144,8 +144,7 @@ class TransformersSlots(SlotCache, Cache):
 
     Args:
         config: transformers' config of the model.
-        slots: number of slots.
-        length: positions per slot.
+        slots, length: number of slots, and positions per slot.
         rounded: returns a ring's positions for a window; None: every layer attends to all positions.
 
     Raises:

@@ -233,12 +233,7 @@ class _Builder:
 
 
 class NativeSampler(Sampler):
-    """Forward passes of a decoder of torchtune's modules.
-
-    Args:
-        source: the model, see :class:`NativeDecoder`.
-        merge: see :func:`rocm_ext.model.sampler.sampler_of`.
-    """
+    """Forward passes of a :class:`NativeDecoder`; for ``merge`` see :func:`rocm_ext.model.sampler.sampler_of`."""
 
     splits_rows = True
     mask_bytes = 10

@@ -62,13 +62,7 @@ def use_fused_norms(model: nn.Module) -> None:
 
 
 class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
-    """torchtune's position embeddings of Qwen2 with linear, Llama 3 or YaRN scaling of the frequencies.
-
-    Args:
-        dim: dimensions of a head.
-        max_seq_len: number of positions.
-        rope: base and scaling.
-    """
+    """torchtune's position embeddings of Qwen2, for heads of ``dim`` dimensions, with any scaling of :class:`Rope`."""
 
     def __init__(self, dim: int, max_seq_len: int, rope: Rope) -> None:
         self.rope = rope

@@ -165,8 +165,7 @@ class StoredWeights(Mapping[str, Tensor]):
     A weight in 4 or 8 bits and its scales are one :class:`rocm_ext.model.weights.quantized.Quantized`.
 
     Args:
-        folder: folder of the files.
-        files: names of the files.
+        folder, files: folder and names of the files.
         rename: translates tensor names of the files.
         without: tensors whose names end with one of these are left out.
 

@@ -67,9 +67,6 @@ class Place:
 class GgufFile:
     """A GGUF file's header.
 
-    Args:
-        path: the file.
-
     Attributes:
         metadata: values by key.
         places: the tensors' places, by llama.cpp's names.

@@ -159,10 +159,7 @@ def library() -> Any:
 
 
 class GgufNames:
-    """llama.cpp's names of a model's weights.
-
-    Args:
-        layout: the model's layout.
+    """llama.cpp's names of the weights of a model with this layout.
 
     Raises:
         UserError: the package ``gguf`` is too old for the architecture.
