@@ -426,16 +426,13 @@ def width_multiple(compiled: bool, device: torch.device, dtype: torch.dtype) -> 
     return 64 if device.type == "cpu" and dtype.itemsize == 2 else 1
 
 
-def micro_batch_budget(longest: int, batch_size: int, requested: int | None) -> int:
-    """Return the budget of a micro-batch in tokens; UserError: the longest row exceeds ``requested``.
+def micro_batch_budget(cfg: DictConfig, longest: int) -> int:
+    """Return a config's budget of a micro-batch in tokens; UserError: the ``longest`` row exceeds it.
 
-    Args:
-        longest: number of tokens of the longest row.
-        batch_size: number of longest rows in a micro-batch if ``requested`` is None.
-        requested: the config's ``tokens_per_micro_batch``, or None.
+    If ``tokens_per_micro_batch`` is null, the budget is ``batch_size`` longest rows.
     """
-    if requested is None:
-        return batch_size * longest
+    if (requested := cfg.tokens_per_micro_batch) is None:
+        return cfg.batch_size * longest
     if requested < longest:
         raise UserError(
             f"tokens_per_micro_batch is {requested}, but the longest row has {longest} tokens; "

@@ -325,7 +325,7 @@ def plan_run(
     room = budget - (engine.layout_bytes() if engine and _keeps(cfg, family) else 0)
     now = best = planner.fit(room)
     if cfg.tokens_per_micro_batch != "auto":
-        micro_batch = micro_batch_budget(planner.rows.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
+        micro_batch = micro_batch_budget(cfg, planner.rows.longest)
         layers, _ = checkpointed_layers(cfg.enable_activation_checkpointing, planner.memory(micro_batch), room)
         now = planner.choice(micro_batch, layers, room)
     steps, rollout, taught = _steps(cfg, family, planner), None, None

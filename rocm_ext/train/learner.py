@@ -271,7 +271,7 @@ class Learner:
             tokens = runtime.ranks.agree(planner.fit(budget).micro_batch)
             log.info("micro-batches: %s tokens, from the memory plan", f"{tokens:,}")
         else:
-            tokens = micro_batch_budget(work.longest, cfg.batch_size, cfg.tokens_per_micro_batch)
+            tokens = micro_batch_budget(cfg, work.longest)
         self.planned_budget = budget
         memory = planner.memory(tokens)
         self.planned_fixed = memory.fixed
