@@ -36,7 +36,6 @@ _UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "tokens/s": (1.0, "
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     option = parser.add_argument
     option("--config", metavar="NAME", help="config whose model is measured (default: the machine's, 7B or smaller)")
     option("--quick", action="store_true", help="fewer and shorter measurements: under two minutes on two CPU cores")

@@ -34,7 +34,6 @@ Ctrl-C stops an answer. """ begins a question of several lines, and """ ends it.
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     option = parser.add_argument
     option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the run's or the config's)")
     option("-p", "--prompt", metavar="TEXT", help="answer this question and end")

@@ -21,7 +21,6 @@ _ANSWERS = {"take": (0, "green"), "reject": (1, "red"), "unknown": (3, "yellow")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     parser.add_argument("a", type=Path, metavar="RUN_A", help="output_dir of the baseline")
     parser.add_argument("b", type=Path, metavar="RUN_B", help="output_dir of the run with the faster setting")
     share = number(float, 0.001, 99)

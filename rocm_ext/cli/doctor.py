@@ -20,7 +20,6 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "red", "not recorded": "
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     root = "judge another machine: a folder made with --save, or a copy of its /proc, /sys and /etc files; "
     root += 'missing facts are "not recorded" and do not count'
     parser.add_argument("--root", type=Path, metavar="DIR", help=root)

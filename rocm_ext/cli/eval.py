@@ -45,7 +45,6 @@ _TAIL = 200  # characters shown of a question's beginning and of an answer's end
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     option = parser.add_argument
     option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the run's, or that of the config)")
     option("--base", action="store_true", help="measure the model that the config starts from, too, and compare them")

@@ -15,7 +15,6 @@ from rocm_ext.cli._common import add_force, add_trust, check_new_file, refuse_fi
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     option = parser.add_argument
     source = "output_dir of a run of any recipe, an adapter's folder, or the folder of a model without adapter"
     option("source", type=Path, metavar="RUN", help=source)

@@ -52,7 +52,6 @@ _VALUES = {  # format of a value in a run's progress
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     option, seconds = parser.add_argument, number(float, 0.1, 86400)
     option("--interval", type=seconds, default=2.0, metavar="S", help="seconds between readings (default: 2)")
     option("--count", type=count, metavar="N", help="stop after N readings (default: at Ctrl-C)")

@@ -24,7 +24,6 @@ from rocm_ext.runs.pairs import Answer, choose_pairs, choose_single, read_answer
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     option = parser.add_argument
     option("run_dir", type=Path, metavar="OUTPUT_DIR", help="output_dir of the run")
     where = "the file to write (default: pairs.jsonl or single.jsonl in OUTPUT_DIR)"

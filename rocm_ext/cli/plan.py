@@ -40,7 +40,6 @@ Figure = Callable[[float, float], float]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     option = parser.add_argument
     option("--config", required=True, metavar="NAME", help="config of any recipe: a name or a file")
     chip = "MI355X, W7900, RTX 4090, 'Strix Halo', gfx950 (default: the config's hardware)"

@@ -15,7 +15,6 @@ from rocm_ext.runs.records import Score
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     option = parser.add_argument
     option("dir", type=Path, metavar="DIR", help="folder to write; an earlier pocket model is kept")
     option("--seed", type=seed, default=0, metavar="N", help="seed of problems and weights (default: 0)")

@@ -43,7 +43,6 @@ Read = tuple["Overview", Callable[[], None]]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     option = parser.add_argument
     option("--config", required=True, metavar="NAME", help="config of any recipe: a name or a file")
     what = "show this row, counted from 0 among the kept rows; may be repeated"

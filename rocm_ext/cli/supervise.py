@@ -54,7 +54,6 @@ _LONGEST_PAUSE = 1800.0
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     option, seconds = parser.add_argument, number(float, 0, 10**7)
     silence = (
         f"end a run that is silent for longer (default: {_PATIENCE:g} s, or {_SLOWER} of its slowest recent steps)"

@@ -16,7 +16,6 @@ from rocm_ext.config.checks import check_config
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     option = parser.add_argument
     option("--config", required=True, metavar="NAME", help="config of any recipe: a name or a file")
     option("--ranks", type=count, default=1, metavar="N", help="processes, as --nproc_per_node (default: 1)")

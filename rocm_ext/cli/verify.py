@@ -18,7 +18,6 @@ from rocm_ext.verifiers.selfcheck import self_check
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     option = parser.add_argument
     option("--verifier", required=True, metavar="NAME", help="MathAnswer, PythonTests, …, or my_module.MyVerifier")
     rows = "rows of prompts as RAFT and GRPO take them: JSONL, JSON, Parquet, CSV or a hub name"
