@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
@@ -33,6 +34,17 @@ def stop_signals() -> list[int]:
     if hangup is None or signal.getsignal(hangup) == signal.SIG_IGN:
         return [signal.SIGTERM]
     return [signal.SIGTERM, hangup]
+
+
+@contextmanager
+def handled(handler: Callable[[int, Any], object], *signums: int) -> Iterator[None]:
+    """Context in which ``handler`` takes these signals; the earlier handlers return at its end."""
+    earlier = {signum: signal.signal(signum, handler) for signum in signums}
+    try:
+        yield
+    finally:
+        for signum, before in earlier.items():
+            signal.signal(signum, before)
 
 
 def survive_terminal() -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import import_component
+from rocm_ext.base.process import handled
 from rocm_ext.cli._common import add_model, add_trust, count, note, number, prepare, refuse_first, take_model
 from rocm_ext.config.chosen_model import find_target
 
@@ -161,11 +162,8 @@ def _stopping() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         seen.append(signum)
 
-    before = signal.signal(signal.SIGINT, remember)
-    try:
+    with handled(remember, signal.SIGINT):
         yield seen
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _read(prompt: str) -> str:

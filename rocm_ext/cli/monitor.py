@@ -24,6 +24,7 @@ from rich.text import Text
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors
 from rocm_ext.base.log import duration
+from rocm_ext.base.process import handled
 from rocm_ext.cli._common import console, count, number, refuse_first, table
 from rocm_ext.machine.counters import Counters, HardwareLog, Reading
 from rocm_ext.report import hardware
@@ -129,18 +130,9 @@ def _terminal(args: argparse.Namespace) -> Iterator[_Show]:
             yield lambda reading, run: live.update(_screen(reading, run, args.interval), refresh=True)
 
 
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def _ended_by_sigterm() -> contextlib.AbstractContextManager[None]:
     """Context in which SIGTERM, by `timeout 60 rocm-ext monitor`, say, leaves the contexts within."""
-
-    def stop(signum: int, frame: Any) -> None:
-        sys.exit(128 + signum)
-
-    earlier = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, earlier)
+    return handled(lambda signum, frame: sys.exit(128 + signum), signal.SIGTERM)
 
 
 def _line(reading: Reading, run: _Run | None) -> str:

@@ -37,7 +37,7 @@ from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import disk_errors, read_lines
 from rocm_ext.base.log import duration
-from rocm_ext.base.process import adopt_orphans, signal_at_parents_end, stop_signals, survive_terminal
+from rocm_ext.base.process import adopt_orphans, handled, signal_at_parents_end, stop_signals, survive_terminal
 from rocm_ext.base.supervised import APART, NOTES, RETRY
 from rocm_ext.base.types import Json
 from rocm_ext.cli._common import count, note, number, refuse_first
@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
             too often.
     """
     command, out = _command(args.command)
-    with _alone(out), _Stop() as stop:
+    stop = _Stop()
+    with _alone(out), handled(stop.note, signal.SIGINT, *stop_signals()):
         deaths, furthest = 0, position(out)
         while True:
             attempt = _Attempt(out, args)
@@ -174,7 +175,7 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 class _Stop:
-    """Context in which Ctrl-C, SIGTERM and SIGHUP only set ``signum``.
+    """The signals to stop that came: Ctrl-C, SIGTERM and SIGHUP.
 
     Attributes:
         signum: number of the first signal; 0 before.
@@ -183,15 +184,8 @@ class _Stop:
 
     signum, again = 0, False
 
-    def __enter__(self) -> "_Stop":
-        self._earlier = {s: signal.signal(s, self._note) for s in (signal.SIGINT, *stop_signals())}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for signum, handler in self._earlier.items():
-            signal.signal(signum, handler)
-
-    def _note(self, signum: int, frame: Any) -> None:
+    def note(self, signum: int, frame: Any) -> None:
+        """Handle a signal."""
         self.again = self.again or (self.signum != 0 and signum == signal.SIGINT)
         self.signum = self.signum or signum
         survive_terminal()

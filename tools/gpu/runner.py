@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from rocm_ext.base.process import end_with_parent
+from rocm_ext.base.process import end_with_parent, handled
 from tools.gpu.here import Failed, Here, Skipped
 from tools.gpu.parts import Part
 
@@ -104,12 +104,8 @@ class Runner:
 def _uninterrupted() -> Iterator[list[int]]:
     """Context in which signals to stop are put into the list that it gives."""
     came: list[int] = []
-    before = {signum: signal.signal(signum, lambda signum, _: came.append(signum)) for signum in STOP}
-    try:
+    with handled(lambda signum, _: came.append(signum), *STOP):
         yield came
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def _result(status: str, detail: str = "") -> Result:
