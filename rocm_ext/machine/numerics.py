@@ -3,9 +3,10 @@
 import difflib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,34 +128,34 @@ def canaries(
     allocator = "unset PYTORCH_HIP_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF"
     libraries = "try ROCBLAS_USE_HIPBLASLT=0 TORCH_BLAS_PREFER_HIPBLASLT=0; " + other_torch
     tf32 = "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and keep torch's matmul precision at highest; " + other_torch
-    attend = partial(_attention, device, dtype, head_dim, num_heads, attention, rng)
+    slow_path = "set attention=math; " + other_torch
+    heads = head_dim, num_heads
     checks = [
-        _check("copy", "try HSA_ENABLE_SDMA=0; " + other_torch, partial(_copy, device, rng)),
-        _check(f"{short} round trip", other_torch, partial(_round_trip, device, dtype, rng)),
-        _check(f"{short} matmul", libraries, partial(_matmul, device, dtype, rng)),
-        _check("fp32 logits", tf32, partial(_logits, device, rng)),
-        _check(f"{short} attention, head_dim {head_dim}", "set attention=math; " + other_torch, attend),
-        _check("allocator", allocator, partial(_allocator, device)),
+        _check("copy", "try HSA_ENABLE_SDMA=0; " + other_torch, _copy, device, rng),
+        _check(f"{short} round trip", other_torch, _round_trip, device, dtype, rng),
+        _check(f"{short} matmul", libraries, _matmul, device, dtype, rng),
+        _check("fp32 logits", tf32, _logits, device, rng),
+        _check(f"{short} attention, head_dim {head_dim}", slow_path, _attention, device, dtype, *heads, attention, rng),
+        _check("allocator", allocator, _allocator, device),
     ]
     if convolution:
         # MIOpen's direct ones ended LoRA runs (ROCm#6034); with expandable segments they gave NaN (pytorch#195202)
         fix = "try MIOPEN_DEBUG_CONV_DIRECT=0; " + other_torch
-        checks.append(_check(f"{short} convolution", fix, partial(_convolution, device, dtype, rng)))
+        checks.append(_check(f"{short} convolution", fix, _convolution, device, dtype, rng))
     for kernel in kernels:
         fix = f"pip uninstall {kernel.package}, and transformers' code takes its place"
-        checks.append(_check(f"{kernel.package}: {kernel.name}", fix, partial(_package, device, dtype, kernel, rng)))
+        checks.append(_check(f"{kernel.package}: {kernel.name}", fix, _package, device, dtype, kernel, rng))
     if compiled and device.type == "cuda":
         # without an error they wrote nothing, and their caches kept them (unsloth#11614)
         fix = "set AMDGCN_USE_BUFFER_OPS=0, empty TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR, or set compile=False"
-        checks.append(_check("compiled kernel", fix, partial(_compiled, device)))
+        checks.append(_check("compiled kernel", fix, _compiled, device))
     if device.type == "cuda":
         fix = "install torch 2.12 or newer"
         if machine.backend == "rocm":
             fix += ", or set TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1 before Python starts"
         # GPUs without bf16 (gfx906 and older) have no fused kernels
         expected = machine.bf16 and dtype != torch.float32
-        probe = partial(_fused, device, dtype, head_dim, num_heads, expected)
-        checks.append(_check("fused attention", fix, probe, fatal=False))
+        checks.append(_check("fused attention", fix, _fused, device, dtype, *heads, expected, fatal=False))
     return checks
 
 
@@ -188,12 +189,10 @@ def dtype_leaks(model: nn.Module, dtype: torch.dtype) -> Iterator[list[str]]:
             if tensor.is_floating_point() and tensor.dtype != dtype and line not in leaks:
                 leaks.append(line)
 
-    handles = [module.register_forward_hook(partial(hook, name or "model")) for name, module in model.named_modules()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(hook, name or "model")))
         yield leaks
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -217,12 +216,10 @@ def first_non_finite(model: nn.Module) -> Iterator[list[tuple[str, bool]]]:
         attention = "att" in f"{name.rpartition('.')[2]} {kind}".lower()
         origins.append((f"{name or 'the model'} ({kind}, {_short(bad[0].dtype)})", attention))
 
-    handles = [module.register_forward_hook(partial(hook, name), with_kwargs=True) for name, module in modules.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(partial(hook, name), with_kwargs=True))
         yield origins
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _overflows(tensor: Tensor) -> bool:
@@ -241,9 +238,9 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 
 # ------------------------------------------------------------------------ canaries: they return (ok, found)
-def _check(name: str, fix: str, probe: Callable[[], tuple[bool, str]], fatal: bool = True) -> Check:
+def _check(name: str, fix: str, probe: Callable[..., tuple[bool, str]], *arguments: Any, fatal: bool = True) -> Check:
     try:
-        ok, found = probe()
+        ok, found = probe(*arguments)
     except torch.OutOfMemoryError:  # says nothing about results
         raise
     except (RuntimeError, NotImplementedError) as error:  # such as "HIP error: invalid device function"
