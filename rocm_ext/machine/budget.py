@@ -62,19 +62,12 @@ def uses_carve_out(gtt: int | None, vram: int | None) -> bool:
 
 
 def budget_from(profile: Profile, machine: Machine, host: HostMemory, taken: int = 0) -> tuple[int, str]:
-    """:func:`memory_budget` for given sizes of the host's memory.
-
-    Raises:
-        UserError: unified memory has nothing left after the host's share.
-    """
+    """:func:`memory_budget` for given sizes of the host's memory."""
     kind = profile.memory["of"]
     if kind == "host":
         return host.available, f"{gib(host.available)} of host memory are available"
     if kind == "device":
-        fraction = profile.memory["fraction"]
-        total = machine.total_memory
-        return int(total * fraction), f"{fraction:.0%} of the GPU's {gib(total)}"
-
+        return _share_of(profile, machine.total_memory, "the GPU's")
     if uses_carve_out(host.gtt, host.carve_out):  # takes no host memory
         return int(0.95 * machine.total_memory), f"95% of the carve-out's {gib(machine.total_memory)}"
     mappable = {"total_memory": machine.total_memory, **({} if host.gtt is None else {"GTT": host.gtt})}

@@ -207,7 +207,7 @@ def choose_profile(machine: Machine) -> tuple[str, str]:
     problem = _unusable_gpu(machine)
     if problem and not machine.hidden_by:
         raise UserError(f"{problem}. To run without the GPU: hardware=cpu")
-    if (profile := _profile_of(machine)) is None:
+    if (profile := profile_of(machine)) is None:
         near = nearest_profile(machine)
         what = f"Name the nearest, as in hardware={near}, or" if near != "cpu" else "To run without the GPU:"
         raise UserError(f"found {machine}, for which there is no hardware profile. {what} hardware=cpu")
@@ -220,13 +220,9 @@ def choose_profile(machine: Machine) -> tuple[str, str]:
     return profile.name, "no GPU found"
 
 
-def _profile_of(machine: Machine) -> Profile | None:
+def profile_of(machine: Machine) -> Profile | None:
+    """The profile that ``hardware: auto`` gives ``machine``; None: it has none."""
     return next((profile for profile in map(load_profile, profile_names()) if profile.fits(machine)), None)
-
-
-def has_profile(machine: Machine, arch: str) -> bool:
-    """Whether ``machine`` would have a profile if its GPU ``arch`` trained."""
-    return _profile_of(replace(machine, arch=arch)) is not None
 
 
 def intended_machine(machine: Machine) -> tuple[Machine, Profile | None]:
@@ -238,9 +234,9 @@ def intended_machine(machine: Machine) -> tuple[Machine, Profile | None]:
     if machine.backend == "cpu":
         for arch in machine.amd_archs:
             usable = replace(machine, backend="rocm", arch=arch, unified=arch in UNIFIED)
-            if profile := _profile_of(usable):
+            if profile := profile_of(usable):
                 return usable, profile
-    return machine, _profile_of(machine)
+    return machine, profile_of(machine)
 
 
 def nearest_profile(machine: Machine) -> str:
@@ -298,7 +294,7 @@ def check_profile(profile: Profile, machine: Machine, world_size: int = 1) -> li
     elif world_size > machine.gpu_count:
         use = f"--nproc_per_node {machine.gpu_count}"
         problem = f"{world_size} processes need {world_size} GPUs; found {machine}. Use {use}"
-    elif not profile.fits(machine) and (right := _profile_of(machine)):
+    elif not profile.fits(machine) and (right := profile_of(machine)):
         use = f"hardware=auto or hardware={right.name}; to run without the GPU: hardware=cpu"
         problem = f"{is_for}; found {machine}. Use {use}"
     elif not profile.fits(machine):

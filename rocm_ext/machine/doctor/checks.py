@@ -1,6 +1,7 @@
 """Checks that compute more than a rule of the table can say, and texts of its findings."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.pins import wrong_pins
@@ -8,7 +9,7 @@ from rocm_ext.machine.budget import HostMemory, before_6_16, budget_from, gib
 from rocm_ext.machine.doctor.facts import ENOUGH, Facts
 from rocm_ext.machine.doctor.recorded import Finding, unrecorded
 from rocm_ext.machine.environment import ALLOCATOR_VARIABLES, environment_conflicts, environment_for
-from rocm_ext.machine.profile import choose_profile, has_profile, nearest_profile
+from rocm_ext.machine.profile import choose_profile, nearest_profile, profile_of
 
 COMPILERS = ("gcc", "clang")
 # Variables that help to find errors and cost speed
@@ -53,7 +54,8 @@ def hardware_profile(facts: Facts) -> Iterator[Finding]:
         try:
             choose_profile(machine)
         except UserError as error:
-            better = next((gpu.kind for gpu in facts.torch_gpus if has_profile(machine, gpu.kind)), None)
+            kinds = (gpu.kind for gpu in facts.torch_gpus)
+            better = next((kind for kind in kinds if profile_of(replace(machine, arch=kind))), None)
             fix = facts.choose_gpus(better) if better else f"hardware={nearest_profile(machine)}"
             yield Finding(name, "error", f"none for {machine.arch}", str(error), fix)
 
