@@ -115,7 +115,7 @@ class RolloutPlan:
         return next((kept for kept in self.keeps if training_peak + kept <= budget), 0)
 
 
-def plan_rollout(
+def _rollout_plan(
     cfg: DictConfig,
     family: str,
     asked: Questions,
@@ -128,17 +128,8 @@ def plan_rollout(
 ) -> RolloutPlan:
     """Plan a round.
 
-    It assumes that a server is one GPU of the target's kind, as fast as this library's sampler.
-
-    Args:
-        cfg: config of the family.
-        family: recipe of this library. RAFT's sampler frees its memory before training; the others keep what fits.
-        asked: prompts and answers.
-        sampler, training: planners of sampling, in this process or on one server, and of the updates.
-        now: an update as configured.
-        budget: bytes that a rank may use.
-        servers: number of servers that sample; 0: this process samples.
-        updates_seconds: time of a round's updates; None: unknown.
+    It assumes that a server is one GPU of the target's kind, as fast as this library's sampler. ``sampler`` plans one
+    server, or this process where there is none. ``now`` is an update as configured.
     """
     grpo = family in registry.BY_STEP
     fixed = now.memory.weights if servers else now.memory.fixed
@@ -203,6 +194,7 @@ class RunPlan:
         best: the fastest training step within the budget.
         steps: optimiser steps of all epochs, in RAFT of a cycle, in GRPO of a step; None if the number of rows is
             unknown.
+        training_seconds: seconds of these steps; None as ``steps``.
         rollout: the plan of a cycle of RAFT or a step of GRPO; None for other recipes.
         reference: seconds to score all rows once under DPO's reference; None: there is no reference, or the number of
             rows is unknown.
@@ -219,6 +211,7 @@ class RunPlan:
     now: Choice
     best: Choice
     steps: int | None
+    training_seconds: float | None
     rollout: RolloutPlan | None
     reference: float | None = None
     teacher: TeacherPlan | None = None
@@ -251,12 +244,6 @@ class RunPlan:
         """Return the peak bytes of training, including sampler and teacher."""
         forward = choice.memory.fixed + self.teacher.forward if self.teacher else 0
         return max(choice.peak, forward) + self.kept(choice) + self.beside
-
-    @property
-    def training_seconds(self) -> float | None:
-        """Seconds of all epochs, in RAFT of a cycle, in GRPO of a step's updates; None: unknown number of rows."""
-        update = self.now.step.seconds + (self.teacher.seconds if self.teacher else 0.0)
-        return None if self.steps is None else self.steps * update
 
     def changes(self) -> dict[str, int | str]:
         """Return the changed keys of ``best`` with their values."""
@@ -334,12 +321,12 @@ def plan_run(
         forward = max(layer.entry + layer.kept for layer in alone.memory.layer_costs)
         parameters, _ = _parameters(teacher.decoder)
         taught = TeacherPlan(parameters, teacher_weights, forward, alone.step.forward_seconds)
+    training_seconds = None if steps is None else steps * (now.step.seconds + (taught.seconds if taught else 0.0))
     if asked:
         at_once = ranks if samples_here else 1
         sampler = SamplingPlanner(cfg, decoder, target.device, asked, ranks=at_once, figures=target.figures)
         servers = 0 if samples_here else max(1, len(cfg.engine.get("urls") or []))
-        updates = None if steps is None else steps * (now.step.seconds + (taught.seconds if taught else 0.0))
-        rollout = plan_rollout(cfg, family, asked, sampler, planner, now, budget, servers, updates)
+        rollout = _rollout_plan(cfg, family, asked, sampler, planner, now, budget, servers, training_seconds)
     return RunPlan(
         family=family,
         target=target,
@@ -350,6 +337,7 @@ def plan_run(
         now=now,
         best=planner.better(now, best, room),
         steps=steps,
+        training_seconds=training_seconds,
         rollout=rollout,
         reference=_reference(planner, now),
         teacher=taught,
@@ -358,7 +346,7 @@ def plan_run(
 
 
 def _keeps(cfg: DictConfig, family: str) -> bool:
-    """Whether a sampler in this process keeps its copy of the weights during training."""
+    """Whether a sampler in this process keeps its copy of the weights during training, if it fits; RAFT's does not."""
     return family in registry.BY_STEP and not cfg.get("given_answers")
 
 
