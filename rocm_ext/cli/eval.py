@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 _PROMPTS = "rocm_ext.data.prompt_dataset"
 _TAIL = 200  # characters shown of a question's beginning and of an answer's end
+# The measured model, with --base also the model without the adapter; and the function that compares these
+Measurements = tuple[Sequence[Any], Callable[..., Json]]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -72,10 +74,15 @@ def run(args: argparse.Namespace) -> None:
     answers = bool(args.verifier) or family not in (registry.SFT, registry.DPO)
     _check(args, adapter, target, answers)
     prepare(target, args.overrides)
-    if answers:
-        _answers(args, target, adapter)
+    measure, show = (_answers, _print_answers) if answers else (_rows, _print_rows)
+    measured, compare = measure(args, target, adapter)
+    content: Json = dict(measured[0].scores)
+    if args.base:
+        content |= {"base": measured[1].scores, "paired": compare(*measured)}
+    if args.json:
+        print_json(content)
     else:
-        _rows(args, target, adapter)
+        show(args, measured, content.get("paired"))
 
 
 def _check(args: argparse.Namespace, adapter: Path | None, target: ChosenModel, answers: bool) -> None:
@@ -99,15 +106,7 @@ def _check_new(folder: Path | None) -> None:
     refuse_first((used, f"--output {folder} exists and is not empty; choose a new folder"), code=1)
 
 
-def _content(measured: Sequence[Any], compare: Callable[..., Any]) -> Json:
-    """Return the JSON: the scores, and with ``--base`` also the base model's and the comparison."""
-    content = dict(measured[0].scores)
-    if len(measured) > 1:
-        content |= {"base": measured[1].scores, "paired": compare(*measured)}
-    return content
-
-
-def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -> None:
+def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -> Measurements:
     from rocm_ext.evaluate.answers import compare, evaluate
 
     cfg = _sampling(args, target)
@@ -115,11 +114,10 @@ def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None
         _check_new(args.output)
     with TemporaryDirectory() as unkept:
         cfg.output_dir = cfg.checkpointer.output_dir = str(args.output or unkept)
-        evaluations = evaluate(cfg, adapter, args.base)
-    content = _content(evaluations, compare)
-    if args.json:
-        print_json(content)
-        return
+        return evaluate(cfg, adapter, args.base), compare
+
+
+def _print_answers(args: argparse.Namespace, evaluations: Sequence["Evaluation"], paired: Json | None) -> None:
     for evaluation, title in zip(evaluations, ("", "without the adapter: "), strict=False):
         scores = evaluation.scores
         print(f"{title}pass@1 {Score(scores['correct'], scores['prompts'])}")
@@ -127,8 +125,7 @@ def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None
             low, high = at["interval"]
             drawn = f"pass@{k} of {scores['samples_per_prompt']}"
             print(f"{title}{drawn}: {at['pass']:.1%}, 95 % interval {low:.1%} - {high:.1%}")
-    if args.base:
-        paired = content["paired"]
+    if paired:
         low, high = paired["interval"]
         print(
             f"the adapter gains {paired['gained']} prompts and loses {paired['lost']}: {100 * paired['gain']:+.1f} "
@@ -177,7 +174,7 @@ def _print_wrong(evaluation: "Evaluation", most: int) -> None:
         print(f"    said:  {shortened(answer['text'], -_TAIL)}")
 
 
-def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -> None:
+def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -> Measurements:
     from rocm_ext.evaluate.rows import compare, keep, measure
     from rocm_ext.recipes.dpo_rocm import DPO
     from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
@@ -195,17 +192,16 @@ def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -
         keep(both[0], args.output)
         if args.base:
             keep(both[1], args.output / "base")
-    content = _content(both, compare)
-    if args.json:
-        print_json(content)
-        return
+    return both, compare
+
+
+def _print_rows(args: argparse.Namespace, both: Sequence["Measured"], paired: Json | None) -> None:
     for measured, title in zip(both, ("", "without the adapter: "), strict=False):
         scores = dict(measured.scores)
         text = f"loss {scores.pop('loss'):.4f}, perplexity {scores.pop('perplexity'):.3f}"
         text += f" ({scores.pop('rows'):,} rows, {scores.pop('tokens'):,} tokens)"
         print(title + text + "".join(f", {name} {value:.4f}" for name, value in scores.items()))
-    if args.base:
-        paired = content["paired"]
+    if paired:
         low, high = paired["interval"]
         change = f"the adapter changes the NLL per token by {paired['difference']:+.4f}"
         print(f"{change}, 95 % interval {low:+.4f} – {high:+.4f}")
