@@ -13,6 +13,8 @@ import signal
 import sys
 from typing import NoReturn
 
+import rocm_ext
+from rocm_ext.base import pins
 from rocm_ext.base.errors import UserError, nearest
 
 _COMMANDS = {
@@ -97,24 +99,12 @@ def _overview(argv: list[str]) -> NoReturn:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     about = "print the versions of this library, torchtune and torch"
-    parser.add_argument("--version", action=_Version, nargs=0, help=about)
+    versions = {"torchtune-rocm": rocm_ext.__version__, **pins.installed()}  # importing torch would take seconds
+    named = [f"{name} {versions[name] or 'is not installed'}" for name in ("torchtune-rocm", "torchtune", "torch")]
+    parser.add_argument("--version", action="version", version="\n".join(named), help=about)
     parser.parse_known_args(argv)  # --help and --version end here
     name = next((word for word in argv if not word.startswith("-")), None)
     if name is None:
         parser.print_help(sys.stderr)
         sys.exit(2)
     parser.error(f"there is no command {name}{nearest(name, _NAMES)}")
-
-
-class _Version(argparse.Action):
-    """Prints versions from the packages' metadata: importing torch would take seconds."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *args: object) -> NoReturn:
-        from importlib.metadata import PackageNotFoundError, version
-
-        for name in ("torchtune-rocm", "torchtune", "torch"):
-            try:
-                print(name, version(name))
-            except PackageNotFoundError:
-                print(name, "is not installed")
-        sys.exit()

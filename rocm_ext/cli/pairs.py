@@ -72,12 +72,7 @@ def _counts(answers: Sequence[Answer], left_out: Any) -> str:
 
 
 def _rows(folder: RunFolder, chosen: Sequence[tuple[str, Row]], trusted: bool) -> list[Row]:
-    """Return rows with the prompts that the run's config names.
-
-    Args:
-        folder: the run.
-        chosen: prompt id and columns of the rows.
-        trusted: whether the config may name code.
+    """Return rows with the prompts that the run's config names; ``trusted``: it may name code.
 
     Raises:
         UserError: the prompts cannot be read, could run code, or have changed since the run.
