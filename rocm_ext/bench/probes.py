@@ -39,7 +39,6 @@ from rocm_ext.model.weights.unpack import BLOCKS
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import CostCounter
 from rocm_ext.plan.memory import frozen_bytes, readable
-from rocm_ext.plan.planner import dtype_name
 from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession
 from rocm_ext.sampling.slots import slot_memory
@@ -215,7 +214,7 @@ def unpacking(bench: Bench, values: Values) -> ProbeResult:
     weight, x = of_blocks(packed, values["kind"], dtype), torch.randn(rows, width, device=bench.device).to(dtype)
     with _skipping():  # transformers may be missing
         plain = weight.get_original_weight()
-    facts: ProbeResult = {"shape": [rows, width, wide], "dtype": dtype_name(dtype)}
+    facts: ProbeResult = {"shape": [rows, width, wide], "dtype": numerics.dtype_name(dtype)}
     if not rows:
         times = timed(weight.get_original_weight, bench.device, bench.spec.seconds)
         return {**times.rate(wide * width), "unit": "values/s", **facts}
@@ -406,7 +405,7 @@ def _steps(trainer: Trainer, seconds: float) -> ProbeResult:
         "seconds": times.median,
         "peak_memory": _peak(trainer, update),
         "planned_memory": learner.planned_peak,
-        "dtype": dtype_name(trainer.runtime.dtype),
+        "dtype": numerics.dtype_name(trainer.runtime.dtype),
         "checkpointed": sum(hasattr(layer, "_checkpoint_wrapped_module") for layer in learner.decoder.layers),
     }
 

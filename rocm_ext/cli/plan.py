@@ -107,7 +107,7 @@ def _ways_to_fit(
     args: argparse.Namespace, recipe: registry.Recipe, chip: str | None, cfg: Any, plan: "RunPlan"
 ) -> list[tuple[str, int]]:
     """Return the first two changes of the config that make the run fit, with their peaks in bytes."""
-    from rocm_ext.plan.planner import dtype_name
+    from rocm_ext.machine.numerics import dtype_name
 
     log.info("does not fit; planning other settings ...")
     half = {key: OmegaConf.select(cfg, key) for key in ("tokenizer.max_seq_len", "max_new_tokens")}
@@ -149,12 +149,12 @@ def _check_sizes(args: argparse.Namespace, cfg: Any) -> None:
         above = isinstance(most, int) and (given or 0) > most
         refuse_first((above, f"--{option} {given} is above {key}={most}; also raise the latter"), code=1)
 
+    from rocm_ext.machine.numerics import dtype_name
 
 def _print(name: str, plan: "RunPlan", ways: Sequence[tuple[str, int]]) -> None:
     from rich.markup import escape
 
     from rocm_ext.plan.memory import readable
-    from rocm_ext.plan.planner import dtype_name
 
     out, figures = console(), plan.target.figures
     total, trainable = plan.parameters
@@ -327,7 +327,7 @@ def _duration(seconds: float) -> str:
 
 def _content(plan: "RunPlan") -> Json:
     """Return the plan for JSON; speeds and times are computed, ``published`` has the shares that runs reach."""
-    from rocm_ext.plan.planner import dtype_name
+    from rocm_ext.machine.numerics import dtype_name
 
     figures = plan.target.figures
     return {

@@ -124,7 +124,7 @@ def canaries(
     """
     rng = torch.Generator().manual_seed(0)
     other_torch = "use another torch or ROCm release; on AMD, unset PYTORCH_HIP_ALLOC_CONF and try again"
-    short = _short(dtype)
+    short = dtype_name(dtype)
     allocator = "unset PYTORCH_HIP_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF"
     libraries = "try ROCBLAS_USE_HIPBLASLT=0 TORCH_BLAS_PREFER_HIPBLASLT=0; " + other_torch
     tf32 = "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and keep torch's matmul precision at highest; " + other_torch
@@ -185,7 +185,7 @@ def dtype_leaks(model: nn.Module, dtype: torch.dtype) -> Iterator[list[str]]:
 
     def hook(name: str, module: nn.Module, args: object, output: object) -> None:
         for tensor in _tensors(output):
-            line = f"{name}: {_short(tensor.dtype)}"
+            line = f"{name}: {dtype_name(tensor.dtype)}"
             if tensor.is_floating_point() and tensor.dtype != dtype and line not in leaks:
                 leaks.append(line)
 
@@ -214,7 +214,7 @@ def first_non_finite(model: nn.Module) -> Iterator[list[tuple[str, bool]]]:
             name = name.rpartition(".")[0]
         kind = type(modules[name]).__name__
         attention = "att" in f"{name.rpartition('.')[2]} {kind}".lower()
-        origins.append((f"{name or 'the model'} ({kind}, {_short(bad[0].dtype)})", attention))
+        origins.append((f"{name or 'the model'} ({kind}, {dtype_name(bad[0].dtype)})", attention))
 
     with ExitStack() as hooks:
         for name, module in modules.items():
@@ -390,5 +390,6 @@ def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 
     return error <= allowed, f"relative error {error:.1e}, {allowed:.0e} allowed"
 
 
-def _short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name in configs: bf16; torch's name of any other dtype: float64."""
     return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from rocm_ext.data.batches import Steps, cut, rows_per_step, width_multiple
 from rocm_ext.losses import Objective
-from rocm_ext.machine.numerics import DTYPES
+from rocm_ext.machine.numerics import dtype_name
 from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes, stays_quantized
@@ -404,8 +404,3 @@ def decode_seconds(decoder: Sampler, slots: int, context: float, figures: Figure
     read = decoder.weight_bytes + slots * decoder.cache_bytes(context)
     computing = slots * decoder.flops_per_token / figures.rate(dtype_name(decoder.dtype))
     return (read / figures.bandwidth + computing) / figures.decode_efficiency
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name in configs: ``torch.bfloat16`` -> ``bf16``."""
-    return next(name for name, known in DTYPES.items() if known == dtype)
