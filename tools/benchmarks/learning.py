@@ -238,7 +238,7 @@ def draw(path: Path, title: str, curves: Mapping[str, Mapping[int, Sequence[tupl
         x, name = np.array(common, dtype=float), METHODS[method].name
         lines += [Line(name, x, np.array(seed), colour, faint=True) for seed in values if len(values) > 1]
         lines.append(Line(name, x, np.mean(values, axis=0), colour))
-    write_picture(path, {title: lines}, x_title="samples drawn")
+    write_picture(path, title, lines, x_title="samples drawn")
 
 
 # ---- the command

@@ -26,7 +26,7 @@ S, T = TypeVar("S"), TypeVar("T")
 
 
 class Failed(Exception):
-    """A side ended early or a gate failed; the message is for the user."""
+    """A side ended early, or a gate or a part failed; the message is for the user."""
 
 
 class Side:

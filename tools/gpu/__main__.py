@@ -11,6 +11,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from rocm_ext.base.files import replace_text
 from tools.gpu.parts import PARTS, Part, chosen
 from tools.gpu.runner import Runner
 from tools.gpu.table import line, markdown, summary
@@ -74,9 +75,7 @@ def write(output: Path, machine: Mapping[str, Any], results: Sequence[Mapping[st
     """Write both files; they appear by rename."""
     texts = {".md": markdown(machine, results), ".json": json.dumps({**machine, "parts": results}, indent=1) + "\n"}
     for suffix, text in texts.items():
-        path = output.with_suffix(suffix)
-        path.with_name(f"{path.name}.new").write_text(text)
-        os.replace(path.with_name(f"{path.name}.new"), path)
+        replace_text(output.with_suffix(suffix), text)
 
 
 def parse() -> argparse.Namespace:

@@ -1,32 +1,33 @@
 """Checks of arithmetic, attention and decoding on the device."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from rocm_ext.bench import probes
 from rocm_ext.bench.sweep import COPIES
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.machine import numerics
 from rocm_ext.machine.detect import detect
+from rocm_ext.machine.numerics import dtype_name
 from rocm_ext.model.attention import Lengths, attend
 from rocm_ext.model.build import Weights, build_model, load_weights
 from rocm_ext.model.lora import adapters
 from rocm_ext.model.sampler import sampler_of
 from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession
-from tools.gpu.here import Here, Row, Skipped, check, speed
+from tools.gpu.here import Here, Row, check, speed
 from tools.gpu.training import SeededWeights
 
 HEADS = ((64, 14), (128, 28))  # head_dim and heads of Qwen2.5 0.5B and 7B
-KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 ABSENT = ("No available kernel", "No viable backend")  # torch's words on a GPU and on a CPU
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-3}  # relative to the largest value
 SMALL = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64,
@@ -49,7 +50,7 @@ def numeric(here: Here) -> Iterator[Row]:
             canaries = numerics.canaries(machine, device, dtype, head_dim, heads)
             wrong = [f"{canary.name}: {canary.found}" for canary in canaries if not canary.ok and canary.fatal]
             slow = [canary.found for canary in canaries if not canary.ok and not canary.fatal]
-            yield check(f"canaries, {_name(dtype)}, head_dim {head_dim}", not wrong,
+            yield check(f"canaries, {dtype_name(dtype)}, head_dim {head_dim}", not wrong,
                         "; ".join(wrong or slow) or f"{len(canaries)} hold")  # fmt: skip
 
 
@@ -61,12 +62,12 @@ def attention(here: Here) -> Iterator[Row]:
             rng = torch.Generator().manual_seed(0)
             shape = (4, 1, 2 if here.tiny else heads, 80 if here.tiny else 333, head_dim)
             qkvg = torch.randn(shape, generator=rng).to(device, dtype)
-            expected = _eager(*qkvg.float().unbind(0))
-            for name, kernel in KERNELS.items():
-                what = f"{name} attention, {_name(dtype)}, head_dim {head_dim}"
+            expected = _with_gradients(_plain, qkvg.float())
+            for name, kernel in numerics.SDPA_KERNELS.items():
+                what = f"{name} attention, {dtype_name(dtype)}, head_dim {head_dim}"
                 with sdpa_kernel(kernel):
                     try:
-                        result = _attend(*qkvg.unbind(0))
+                        result = _with_gradients(partial(scaled_dot_product_attention, is_causal=True), qkvg)
                     except RuntimeError as error:
                         if not any(said in str(error) for said in ABSENT):
                             raise
@@ -97,19 +98,14 @@ def _packed(here: Here, dtype: torch.dtype, head_dim: int, heads: int) -> Iterat
         ]
         expected.append(_plain(*parts)[:, :, shared:].transpose(1, 2))
         first += count
-    yield _close(f"packed rows with shared beginnings, {_name(dtype)}, head_dim {head_dim}", [result],
+    yield _close(f"packed rows with shared beginnings, {dtype_name(dtype)}, head_dim {head_dim}", [result],
                  [torch.cat(expected, dim=1)], dtype)  # fmt: skip
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+def _with_gradients(attention: Callable[..., Tensor], qkvg: Tensor) -> list[Tensor]:
+    q, k, v, grad = qkvg.unbind(0)
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out = F.scaled_dot_product_attention(*leaves, is_causal=True)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def _eager(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out = _plain(*leaves)
+    out = attention(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
@@ -155,13 +151,15 @@ def _decoding(here: Here, of: str, model: Any, dtypes: Sequence[torch.dtype]) ->
             answers[name], logprobs = _greedy(decoder, prompts, 8 if here.tiny else 40, graphs, merge=None)
             behind, apart = _judge(decoder, prompts, answers[name], logprobs)
             limit = BEHIND[dtype]
-            yield check(f"greedy tokens{of} {name} are the training forward's, {_name(dtype)}", behind <= limit,
+            yield check(f"greedy tokens{of} {name} are the training forward's, {dtype_name(dtype)}", behind <= limit,
                         f"at most {behind:.1e} below the best log-prob")  # fmt: skip
-            yield check(f"log-probs{of} {name} are the training forward's, {_name(dtype)}", apart <= limit / 5,
+            yield check(f"log-probs{of} {name} are the training forward's, {dtype_name(dtype)}", apart <= limit / 5,
                         f"off by {apart:.1e} on average")  # fmt: skip
         if here.gpu:
             same = _share(answers["with graphs"], answers["without graphs"])
-            row = check(f"tokens{of} with and without graphs are equal, {_name(dtype)}", same >= 0.95, f"{same:.1%}")
+            row = check(
+                f"tokens{of} with and without graphs are equal, {dtype_name(dtype)}", same >= 0.95, f"{same:.1%}"
+            )
             yield row if dtype == torch.float32 else {**row, "ok": None}  # in bf16 ties are frequent
 
 
@@ -221,12 +219,7 @@ def _share(result: Sequence[list[int]], expected: Sequence[list[int]]) -> float:
 
 
 def merging(here: Here, size: str) -> Iterator[Row]:
-    """Merge the adapter into the sampler's layout, refresh it after a change, and leave the model as it was.
-
-    Args:
-        here: the device.
-        size: of the model.
-    """
+    """Merge the adapter into the sampler's layout, refresh it after a change, and leave the model as it was."""
     bench = here.bench(size)
     bench.require(4 * sum(p.numel() for p in bench.shape.parameters()) * bench.dtype.itemsize)
     decoder = random_decoder(bench.cfg.model, bench.dtype, bench.device)
@@ -268,10 +261,6 @@ def _sums(decoder: Any) -> list[float]:
     return [float(p.detach().double().sum()) for p in decoder.parameters()]
 
 
-def _name(dtype: torch.dtype) -> str:
-    return next(name for name, value in numerics.DTYPES.items() if value == dtype)
-
-
 def bandwidths(here: Here) -> Iterator[Row]:
     """Matrix products, and copies on the device and from and to the host, as ``rocm-ext bench`` measures them."""
     bench = here.bench("7b")
@@ -286,19 +275,11 @@ def bandwidths(here: Here) -> Iterator[Row]:
 
 
 def decode_speed(here: Here, size: str) -> Iterator[Row]:
-    """Decoding steps with all slots full, and the share of the copy bandwidth at which they read weights and cache.
-
-    Args:
-        here: the device.
-        size: of the model.
-    """
+    """Decoding steps with all slots full, and the share of the copy bandwidth at which they read weights and cache."""
     bench = here.bench(size)
     copy = here.of("machine", "copy")
     for slots in (8,) if here.tiny else (8, 64, 256):
-        try:
-            result = probes.decoding(bench, {"slots": slots})
-        except probes.Skipped as reason:
-            raise Skipped(str(reason)) from reason
+        result = probes.decoding(bench, {"slots": slots})
         sampler = bench.shape.sampler()
         read = sampler.weight_bytes + slots * sampler.cache_bytes(result["context"])
         share = "" if copy is None else f", {read / result['seconds'] / copy:.0%} of the copy bandwidth"

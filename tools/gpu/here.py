@@ -1,13 +1,14 @@
 """The surroundings of a part: device, sizes of models, folders. Importing this module does not import torch."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rocm_ext.base.files import replace_text
 
 if TYPE_CHECKING:
     import torch
@@ -21,10 +22,6 @@ GIB = 2**30
 
 class Skipped(Exception):
     """A part cannot run here; the message says why."""
-
-
-class Failed(Exception):
-    """A part found something wrong; the message says what."""
 
 
 def check(what: str, ok: bool, found: str) -> Row:
@@ -114,8 +111,7 @@ class Here:
             if (free := shutil.disk_usage(self.folder).free / GIB) < gib + 1:
                 raise Skipped(f"needs {gib + 1:.0f} GiB of disk in {self.folder}, {free:.0f} are free")
             folder.mkdir()
-            done.with_suffix(".new").write_text(json.dumps(make(folder)))
-            os.replace(done.with_suffix(".new"), done)
+            replace_text(done, json.dumps(make(folder)))
         return folder, json.loads(done.read_text())
 
     def of(self, part: str, key: str) -> Any:

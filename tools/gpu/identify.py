@@ -8,7 +8,8 @@ from importlib import metadata
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.environment import environment_for
 from rocm_ext.machine.profile import choose_profile, load_profile
-from tools.gpu.here import GIB, Failed, Here, Row
+from tools.benchmarks.protocol import Failed
+from tools.gpu.here import GIB, Here, Row
 
 PACKAGES = ("torchtune-rocm", "torch", "torchtune", "torchao", "triton", "transformers", "trl", "peft", "vllm")
 

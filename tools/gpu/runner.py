@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 
 from rocm_ext.base.process import end_with_parent, handled
-from tools.gpu.here import Failed, Here, Skipped
+from tools.benchmarks.protocol import Failed
+from tools.gpu.here import Here, Skipped
 from tools.gpu.parts import Part
 
 MARK = "ROCM_EXT_GPU_PART"  # in the environment of all programs that a part starts

@@ -7,12 +7,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from tools.gpu.here import Failed, Here, Row, check
+from rocm_ext.base.files import read_lines
+from tools.benchmarks.protocol import Failed
+from tools.gpu.here import Here, Row, check
 
 CONFIGS = {"lora_finetune_rocm": "cpu_pocket", "dpo_rocm": "cpu_pocket_dpo", "raft_rocm": "cpu_pocket_raft",
            "grpo_rocm": "cpu_pocket_grpo", "distil_rocm": "cpu_pocket_distil"}  # fmt: skip
@@ -55,10 +56,6 @@ class Kill:
 def resumed(here: Here, recipe: str) -> Iterator[Row]:
     """Run a recipe undisturbed; run it again with a kill in the middle, and resume it.
 
-    Args:
-        here: the device.
-        recipe: its name.
-
     Raises:
         Failed: a run ends otherwise than expected.
     """
@@ -83,10 +80,10 @@ def make_pocket(folder: Path) -> None:
 
     torch.set_num_threads(min(4, torch.get_num_threads()))  # 16 threads in two parts took minutes
     make(folder / "model", seed=7, target=0.01)
-    rows = _lines(folder / "model" / "train.jsonl")[:PAIRS]
+    rows = read_lines(folder / "model" / "train.jsonl")
     pairs = [
         {"prompt": row["prompt"], "chosen": _answer(row), "rejected": _answer(other)}
-        for row, other in pairwise(rows)
+        for row, other in pairwise(islice(rows, PAIRS))
         if row["answer"] != other["answer"]
     ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
@@ -131,16 +128,8 @@ def run_recipe(recipe: str, config: str | Path, *changes: str, ended_by: int = 0
         raise Failed(f"{recipe} ended with {process.returncode} instead of {-ended_by}: {said.strip()}")
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    lines = []
-    for line in path.read_text().splitlines():
-        with suppress(json.JSONDecodeError):
-            lines.append(json.loads(line))
-    return lines
-
-
 def _losses(out: Path) -> list[float]:
-    return [line["loss"] for line in _lines(out / "metrics.jsonl") if "loss" in line]
+    return [line["loss"] for line in read_lines(out / "metrics.jsonl", problems=[]) if "loss" in line]
 
 
 def _said(out: Path) -> str:
@@ -172,5 +161,5 @@ def _answers(out: Path) -> Counter:
     return Counter(
         (path.parent.name if path.parent != out else "", line.get("step"), line["prompt_id"], line["sample"])
         for path in out.rglob("samples.jsonl")
-        for line in _lines(path)
+        for line in read_lines(path, problems=[])
     )

@@ -8,16 +8,14 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tools.benchmarks import dpo, sampling, sft
-from tools.benchmarks.protocol import Failed as SideFailed
-from tools.benchmarks.protocol import difference
+from tools.benchmarks.protocol import Failed, difference
 from tools.benchmarks.training import GATE, OURS, Work
 from tools.benchmarks.work import Task, write_adapter, write_sized_model
-from tools.gpu.here import GIB, Failed, Here, Row, check, speed
+from tools.gpu.here import GIB, Here, Row, check, speed
 
 VOCAB = {"tiny": 512, "0.5b": 152064, "7b": 152064}
 DISK = {"tiny": 0.1, "0.5b": 1.3, "7b": 15.5}  # GiB of a model in bf16
@@ -54,15 +52,6 @@ def rounds(here: Here) -> int:
     return 2 if here.tiny else 8
 
 
-@contextmanager
-def as_part() -> Iterator[None]:
-    """Turn a side's failure into a part's."""
-    try:
-        yield
-    except SideFailed as error:
-        raise Failed(str(error)) from error
-
-
 # ---- SFT and DPO
 
 
@@ -94,8 +83,7 @@ def train(here: Here, work: str, size: str, peer: str | None, gate: bool = True)
         task = Task(work, shape, VOCAB[shape], dtype, (peer,) if peer else ())
         # compiled layers are checked in a separate part
         args = arguments(here, *(["batch_size=8"] if here.gpu else []), *([] if timed else ["compile=False"]))
-        with as_part():
-            result = _steps(here, base, way, name, task, len(steps), args, timed)
+        result = _steps(here, base, way, name, task, len(steps), args, timed)
         expected = here.of(known, f"losses_{dtype}") if peer else result["losses"]
         if expected is not None and peer:
             apart = difference(result["losses"], expected)
@@ -156,33 +144,32 @@ def sample(here: Here, size: str, peer: str | None, gate: bool = True) -> Iterat
     base, _ = here.world(f"sampling-{shape}", lambda folder: None)
     model, (prompts, lengths) = model_of(here, size), trace.make(VOCAB[shape])
     judged = lengths[: JUDGED * trace.samples]
-    with as_part():
-        with sampling.start(base, model, name, dtype, trace, args) as side:
-            greedy = sampling.sample(side, prompts[:JUDGED], [min(24, trace.most)] * len(prompts[:JUDGED]), greedy=True)
-            warm_up = lengths if sampling.PEERS.get(name) is None else [min(length, 64) for length in lengths]
-            sampling.sample(side, prompts, warm_up)
-            until_warm = time.perf_counter() - side.began
-            result = [sampling.sample(side, prompts, lengths) for _ in range(1 if here.tiny else 2)]
-        if [len(tokens) for tokens in result[-1]["answers"]] != lengths:
-            raise Failed(f"{name} gave answers of other lengths")
-        seconds = [answer["seconds"][0] for answer in result]
-        ours = here.of(f"sampling-{size}", "seconds") if peer else None
-        faster = "" if ours is None else f"ours is {min(seconds) / ours:.2f} x as fast; "
-        yield speed(f"sampling of {shape}, {dtype}, {name}", sum(lengths) / min(seconds), "tokens/s",
-                    f"{faster}{len(lengths)} answers of {min(lengths)} to {max(lengths)} tokens, "
-                    f"{result[-1]['peak_memory'] / GIB:.2f} GiB, warm after {until_warm:.0f} s",
-                    seconds=min(seconds), all_seconds=seconds)  # fmt: skip
-        if not gate:
-            return
-        with sampling.judge(base, model, trace, args) as knows:
-            known = knows.ask(prompts=prompts[:JUDGED], answers=greedy["answers"])
-            sampling.check_greedy(name, greedy["answers"], greedy["answers"], known, dtype)
-            yield check(f"greedy tokens of {name} are the model's, {shape}", True,
-                        f"at most {known['behind']:.1e} below the best log-prob")  # fmt: skip
-            last = {**result[-1], "answers": result[-1]["answers"][: len(judged)]}
-            if "logprobs" in last:
-                last["logprobs"] = last["logprobs"][: sum(judged)]
-            known = knows.ask(prompts=prompts[:JUDGED], answers=last["answers"])
-            sampling.check_sampled(name, last, known, dtype)
-            yield check(f"samples of {name} have the model's probabilities, {shape}", True,
-                        f"{len(known['logprobs'])} tokens")  # fmt: skip
+    with sampling.start(base, model, name, dtype, trace, args) as side:
+        greedy = sampling.sample(side, prompts[:JUDGED], [min(24, trace.most)] * len(prompts[:JUDGED]), greedy=True)
+        warm_up = lengths if sampling.PEERS.get(name) is None else [min(length, 64) for length in lengths]
+        sampling.sample(side, prompts, warm_up)
+        until_warm = time.perf_counter() - side.began
+        result = [sampling.sample(side, prompts, lengths) for _ in range(1 if here.tiny else 2)]
+    if [len(tokens) for tokens in result[-1]["answers"]] != lengths:
+        raise Failed(f"{name} gave answers of other lengths")
+    seconds = [answer["seconds"][0] for answer in result]
+    ours = here.of(f"sampling-{size}", "seconds") if peer else None
+    faster = "" if ours is None else f"ours is {min(seconds) / ours:.2f} x as fast; "
+    yield speed(f"sampling of {shape}, {dtype}, {name}", sum(lengths) / min(seconds), "tokens/s",
+                f"{faster}{len(lengths)} answers of {min(lengths)} to {max(lengths)} tokens, "
+                f"{result[-1]['peak_memory'] / GIB:.2f} GiB, warm after {until_warm:.0f} s",
+                seconds=min(seconds), all_seconds=seconds)  # fmt: skip
+    if not gate:
+        return
+    with sampling.judge(base, model, trace, args) as knows:
+        known = knows.ask(prompts=prompts[:JUDGED], answers=greedy["answers"])
+        sampling.check_greedy(name, greedy["answers"], greedy["answers"], known, dtype)
+        yield check(f"greedy tokens of {name} are the model's, {shape}", True,
+                    f"at most {known['behind']:.1e} below the best log-prob")  # fmt: skip
+        last = {**result[-1], "answers": result[-1]["answers"][: len(judged)]}
+        if "logprobs" in last:
+            last["logprobs"] = last["logprobs"][: sum(judged)]
+        known = knows.ask(prompts=prompts[:JUDGED], answers=last["answers"])
+        sampling.check_sampled(name, last, known, dtype)
+        yield check(f"samples of {name} have the model's probabilities, {shape}", True,
+                    f"{len(known['logprobs'])} tokens")  # fmt: skip

@@ -13,12 +13,7 @@ from tools.gpu.sides import model_of, shape_of
 
 
 def grpo_step(here: Here, size: str) -> Iterator[Row]:
-    """Seconds of a GRPO step: sampling and updates. A coin judges the answers.
-
-    Args:
-        here: the device.
-        size: of the model.
-    """
+    """Seconds of a GRPO step: sampling and updates. A coin judges the answers."""
     prompts, samples, tokens, steps = (4, 2, 8, 2) if here.tiny else (32, 8, 256, 3)
     model = model_of(here, size)
     base, _ = here.world(f"grpo-{shape_of(here, size)}", lambda folder: _write_prompts(folder, prompts * steps))

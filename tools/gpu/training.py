@@ -23,10 +23,10 @@ from torch import Tensor
 from rocm_ext.bench import probes
 from rocm_ext.bench.probes import Bench, ProbeLearner, RandomWeights, probe_config, random_rows
 from rocm_ext.machine.detect import detect
+from rocm_ext.machine.numerics import dtype_name
 from rocm_ext.model.build import Weights, read_weights
 from rocm_ext.model.weights.unpack import BLOCKS, unpack
 from rocm_ext.plan import workload
-from rocm_ext.plan.planner import dtype_name
 from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.trainer import Trainer
@@ -193,12 +193,7 @@ def blocks(here: Here) -> Iterator[Row]:
 
 
 def gguf(here: Here, size: str) -> Iterator[Row]:
-    """Steps over a GGUF file in Q4_K whose blocks stay packed, and whose blocks a CPU unpacks as it reads them.
-
-    Args:
-        here: the device.
-        size: of the model.
-    """
+    """Steps over a GGUF file in Q4_K whose blocks stay packed, and whose blocks a CPU unpacks as it reads them."""
     from tools.benchmarks import unpacking  # as above
 
     bench, rows = _wider(here, size), 2 if here.tiny else 8
@@ -229,12 +224,7 @@ def checkpointing(here: Here) -> Iterator[Row]:
 
 
 def memory(here: Here, size: str) -> Iterator[Row]:
-    """The planned peak of a training step beside the allocator's.
-
-    Args:
-        here: the device.
-        size: of the model.
-    """
+    """The planned peak of a training step beside the allocator's."""
     bench = here.bench(size)
     for rows in (2,) if here.tiny else (1, 4, 16):
         for recompute in (False, True):
