@@ -224,9 +224,7 @@ class Problem:
     def row(self, rng: random.Random, calls: float = 0.0) -> Row:
         """Return the problem as a training row, in a random wording; a sum's operands come in random order.
 
-        Args:
-            rng: draws the wording.
-            calls: probability that the row calls the calculator.
+        ``calls`` is the probability that the row calls the calculator.
         """
         problem = Problem(self.b, "+", self.a) if self.op == "+" and rng.random() < 0.5 else self
         prompt = rng.choice(PHRASES[self.op]).format(a=problem.a, b=problem.b)

@@ -217,11 +217,7 @@ def _summary(path: Path) -> tuple[str, str, str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, with unresolved interpolations.
-
-    Raises:
-        UserError: the file cannot be read, or holds no mapping.
-    """
+    """The mapping in a YAML file, with unresolved interpolations; UserError: it is unreadable, or holds no mapping."""
     import yaml
 
     try:

@@ -141,12 +141,7 @@ class Winner:
 class Sweep:
     """The measurements of one machine: first of the device, then of training steps, one key after another.
 
-    Args:
-        cfg: config of the training.
-        machine: machine to measure.
-        locked: settings to leave out.
-        quick: whether to measure fewer items.
-        probes: probes to run.
+    It skips values that ``locked`` forbids; with ``quick`` it has fewer items.
     """
 
     def __init__(

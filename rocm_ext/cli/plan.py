@@ -56,11 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan the run and print the plan.
-
-    Returns:
-        Exit code: 0 if the config fits, else 1.
-    """
+    """Plan the run and print the plan; returns 0 if the config fits, else 1."""
     chip = None
     if args.machine is not None:
         profile, chip = find_chip(args.machine, by_key(args.overrides).get("hardware"))
@@ -149,11 +145,11 @@ def _check_sizes(args: argparse.Namespace, cfg: Any) -> None:
         above = isinstance(most, int) and (given or 0) > most
         refuse_first((above, f"--{option} {given} is above {key}={most}; also raise the latter"), code=1)
 
-    from rocm_ext.machine.numerics import dtype_name
 
 def _print(name: str, plan: "RunPlan", ways: Sequence[tuple[str, int]]) -> None:
     from rich.markup import escape
 
+    from rocm_ext.machine.numerics import dtype_name
     from rocm_ext.plan.memory import readable
 
     out, figures = console(), plan.target.figures

@@ -236,10 +236,9 @@ class _Attempt:
             file.write(json.dumps({"pid": self._process.pid, "began": began}) + "\n")
 
     def wait(self, stop: _Stop) -> str | None:
-        """Wait for the end. After a signal, or if the run hangs, ask it to save, and kill it if it does not.
+        """Wait for the end, and return why the run died; None: it is complete.
 
-        Returns:
-            Why the run died; None if it is complete.
+        After a signal, or if the run hangs, ask it to save, and kill it if it does not.
 
         Raises:
             UserError: the killed process does not end.

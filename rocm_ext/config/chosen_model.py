@@ -186,9 +186,7 @@ def is_server(teacher: str) -> bool:
 def teacher_config(cfg: DictConfig, training: DictConfig) -> DictConfig:
     """Return the config of a teacher that is another model than the learner.
 
-    Args:
-        cfg: config of ``distil_rocm``.
-        training: config of the learner, with the machine's settings.
+    ``cfg`` is a config of ``distil_rocm``; ``training``, the learner's, has the machine's settings.
     """
     if (Path(cfg.teacher) / "adapter_config.json").is_file() and not (Path(cfg.teacher) / "config.json").is_file():
         raise UserError(f"teacher {cfg.teacher} is an adapter; set teacher_adapter to it, and teacher to its base")

@@ -196,10 +196,7 @@ def load_profile(name: str) -> Profile:
 
 
 def choose_profile(machine: Machine) -> tuple[str, str]:
-    """Choose the profile for ``hardware: auto``.
-
-    Returns:
-        The profile's name and the reason.
+    """Choose the profile for ``hardware: auto``; return its name and the reason.
 
     Raises:
         UserError: the AMD GPU has no profile, or torch cannot use it.
@@ -226,11 +223,7 @@ def profile_of(machine: Machine) -> Profile | None:
 
 
 def intended_machine(machine: Machine) -> tuple[Machine, Profile | None]:
-    """The machine as it will be once torch can use its AMD GPU.
-
-    Returns:
-        That machine and its profile; None where the GPU that torch uses has no profile.
-    """
+    """The machine as it will be once torch can use its AMD GPU, and its profile; None: the GPU in use has none."""
     if machine.backend == "cpu":
         for arch in machine.amd_archs:
             usable = replace(machine, backend="rocm", arch=arch, unified=arch in UNIFIED)
@@ -316,11 +309,7 @@ def reinstall_command(profile: Profile, machine: Machine) -> str:
 
 
 def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]]:
-    """The versions outside the profile's limits.
-
-    Returns:
-        {"torch", "rocm" or "kernel": (problem, fix)}.
-    """
+    """The versions outside the profile's limits: {"torch", "rocm" or "kernel": (problem, fix)}."""
     # Microsoft builds WSL's kernel, and the GPU's driver runs on Windows
     versions = {"torch": machine.torch, "rocm": machine.rocm, "kernel": "" if machine.wsl else machine.kernel}
     outside = {}

@@ -327,13 +327,7 @@ def simulate(
 ) -> tuple[list[LayerCosts], LossCosts, int]:
     """Run a step of ``decoder`` on fake tensors, or recall the costs of an equal step.
 
-    Args:
-        decoder: model with adapters, without weights.
-        objective: computes the loss from hidden states; ``chunk_tokens`` must be set.
-        lengths: tokens of the sequences in the micro-batch.
-        targets: number of the micro-batch's tokens with a label.
-        kernels: fused kernels of the device.
-        shared: shared tokens of the packed sequences, see :class:`rocm_ext.data.batches.MicroBatch`.
+    Args: see :func:`rocm_ext.plan.memory.plan_memory`; the objective's ``chunk_tokens`` must be set.
 
     Returns:
         Costs of the layers, costs of everything after them, and bytes of the tables of positions and the masks, which

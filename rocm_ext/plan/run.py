@@ -106,12 +106,7 @@ class RolloutPlan:
         )
 
     def kept(self, training_peak: int, budget: int) -> int:
-        """Return the bytes that the sampler keeps during training: weights and cache, or only weights, as they fit.
-
-        Args:
-            training_peak: bytes of training alone.
-            budget: bytes that this process may use.
-        """
+        """Return the bytes that the sampler keeps during training: weights and cache, or only weights, as they fit."""
         return next((kept for kept in self.keeps if training_peak + kept <= budget), 0)
 
 

@@ -95,12 +95,8 @@ class Questions:
 def sft_rows(cfg: DictConfig, known: Known, share: bool = False) -> Workload:
     """Estimate the rows of an SFT config.
 
-    It tokenises up to 2,000 rows if data and tokenizer are on disk. Otherwise it assumes rows of full length.
-
-    Args:
-        cfg: the config.
-        known: the user's sizes, which take precedence.
-        share: see :func:`describe`.
+    It tokenises up to 2,000 rows if data and tokenizer are on disk. Otherwise it assumes rows of full length. Sizes in
+    ``known`` take precedence; for ``share``, see :func:`describe`.
     """
     limit = cfg.tokenizer.get("max_seq_len")
     if _is_local(cfg.dataset) and _tokenizer_is_here(cfg):

@@ -13,9 +13,7 @@ __all__ = ["check_config", "check_max_seq_len", "check_sampled_values", "check_v
 def check_config(cfg: DictConfig, family: str) -> None:
     """Raise a UserError for values that a recipe would refuse before it reads a file.
 
-    Args:
-        cfg: config of the run.
-        family: recipe of this library that runs it or that its recipe extends; empty: none, so nothing is checked.
+    ``family`` is the recipe of this library that runs it or that its recipe extends; empty: nothing is checked.
     """
     if family in registry.SAMPLED:
         check_values(OmegaConf.create(trainer_config(cfg)))

@@ -124,10 +124,7 @@ class Recorded:
 
 
 def read_recorded(root: Path) -> Recorded:
-    """Read ``rocm-ext.json`` in the folder ``root``.
-
-    Returns:
-        The content; an empty :class:`Recorded` without this file.
+    """Read ``rocm-ext.json`` in the folder ``root``; without this file, return an empty :class:`Recorded`.
 
     Raises:
         UserError: the file is damaged or has unknown content.

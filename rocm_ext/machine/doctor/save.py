@@ -22,12 +22,7 @@ _CARD = ("vendor", "device", "vbios_version", "mem_info_gtt_total", "mem_info_vr
 
 
 def save(facts: Facts, root: Path, folder: Path) -> None:
-    """Write the checks' input into ``folder``, for ``rocm-ext doctor --root``.
-
-    Args:
-        facts: facts of the machine.
-        root: folder of the machine's files.
-        folder: new or empty folder.
+    """Write the checks' input, with the files below ``root``, into ``folder``, for ``rocm-ext doctor --root``.
 
     Raises:
         UserError: ``folder`` is not empty, or cannot be written.
