@@ -7,12 +7,15 @@ torchtune import newer torchao. The top of this file imports nothing that torch 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import logging
 import os
 import sys
 from functools import partial
 from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rocm_ext.base import pins, registry
@@ -156,10 +159,6 @@ def _names_us(argv: list[str], table: Mapping[str, registry.Recipe]) -> bool:
 
 def _unknown_recipe(arguments: list[str], _: Mapping[str, registry.Recipe]) -> str | None:
     """The message about the recipe in `tune run ARGUMENTS`, unless it is one of `tune`'s, a file or a module."""
-    import contextlib
-    import io
-    from pathlib import Path
-
     from torchtune._recipe_registry import get_all_recipes
 
     known = {recipe.name for recipe in get_all_recipes()}
@@ -179,8 +178,6 @@ def _unknown_recipe(arguments: list[str], _: Mapping[str, registry.Recipe]) -> s
 def _file_in_the_way(arguments: list[str], table: Mapping[str, registry.Recipe]) -> str | None:
     """The message about the file that `tune cp ARGUMENTS` would overwrite with one of ours. ``--force``, which
     torchtune does not know, allows it."""
-    from pathlib import Path
-
     names = [argument for argument in arguments if not argument.startswith("-")]
     if len(names) != 2 or not _names_us(["tune", "cp", names[0]], table):
         return None
@@ -197,8 +194,6 @@ def _file_in_the_way(arguments: list[str], table: Mapping[str, registry.Recipe])
 def _validate(arguments: list[str], table: Mapping[str, registry.Recipe]) -> None:
     """Let `rocm-ext validate` answer `tune validate ARGUMENTS` where they name a config of ours: torchtune neither
     knows our keys nor takes ``--config`` and a config's name."""
-    from pathlib import Path
-
     names = [argument.removeprefix("--config=") for argument in arguments if argument != "--config"]
     shipped = [path.stem for recipe in table.values() for path in recipe.configs]
     if names and (names[0] in shipped or registry.stated_recipe(Path(names[0])) is not None):

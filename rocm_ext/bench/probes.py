@@ -25,7 +25,7 @@ from rocm_ext.data.batches import Layout, StepLoader, Update
 from rocm_ext.data.rows import Rows
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.machine import numerics
-from rocm_ext.machine.budget import open_device
+from rocm_ext.machine.budget import open_device, readable
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import load_profile
 from rocm_ext.model.attention import choose_attention, span_for
@@ -38,7 +38,7 @@ from rocm_ext.model.weights.quantized import Quantized, of_blocks
 from rocm_ext.model.weights.unpack import BLOCKS
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import CostCounter
-from rocm_ext.plan.memory import frozen_bytes, readable
+from rocm_ext.plan.memory import frozen_bytes
 from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession
 from rocm_ext.sampling.slots import slot_memory

@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from omegaconf import OmegaConf
+from rich.markup import escape
 
 from rocm_ext import config
 from rocm_ext.base import registry
@@ -147,8 +148,6 @@ def _outcome(measurement: Measurement) -> str:
 
 
 def _show(measured: Sequence[Measurement], won: Sequence[Winner]) -> None:
-    from rich.markup import escape
-
     out = console()
     for probe in PROBES:
         if of_probe := [measurement for measurement in measured if measurement.item.probe == probe]:

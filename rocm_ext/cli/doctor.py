@@ -10,6 +10,9 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
+from rich.padding import Padding
+from rich.text import Text
+
 from rocm_ext.cli._common import add_json, console, exits_with, print_json, printable, table
 from rocm_ext.machine.doctor import exit_code, judge, verdict
 from rocm_ext.machine.doctor.facts import Facts, recorded_facts
@@ -49,9 +52,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(facts: Facts, findings: list[Finding]) -> None:
-    from rich.padding import Padding
-    from rich.text import Text
-
     screen = console()
     rows = table(printable(facts.title), "", "check", "found")
     for finding in findings:

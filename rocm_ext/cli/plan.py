@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
+from rich.markup import escape
 
 from rocm_ext import config
 from rocm_ext.base import registry
@@ -21,6 +22,7 @@ from rocm_ext.cli._common import add_json, add_overrides, console, count, print_
 from rocm_ext.config.algorithms import describe, filled
 from rocm_ext.config.checks import check_config
 from rocm_ext.config.layers import by_key
+from rocm_ext.machine.budget import readable
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import find_chip, load_profile
 
@@ -103,13 +105,11 @@ def _ways_to_fit(
     args: argparse.Namespace, recipe: registry.Recipe, chip: str | None, cfg: Any, plan: "RunPlan"
 ) -> list[tuple[str, int]]:
     """Return the first two changes of the config that make the run fit, with their peaks in bytes."""
-    from rocm_ext.machine.numerics import dtype_name
-
     log.info("does not fit; planning other settings ...")
     half = {key: OmegaConf.select(cfg, key) for key in ("tokenizer.max_seq_len", "max_new_tokens")}
     changes: list[tuple[str, int]] = [
         *[(f"dtype={'bf16' if 'bf16' in plan.target.figures.flops else 'fp16'}", 1)]
-        * (dtype_name(plan.target.dtype) == "fp32"),
+        * (plan.target.dtype_name == "fp32"),
         *[("model.quantize_base=nf4", 1)] * ("quantize_base" not in cfg.model),
         *[("teacher_quantize_base=nf4", 1)] * (cfg.get("teacher_quantize_base") is False and bool(plan.teacher)),
         *[(f"{key}={value // 2}", 1) for key, value in half.items() if isinstance(value, int)],
@@ -147,16 +147,11 @@ def _check_sizes(args: argparse.Namespace, cfg: Any) -> None:
 
 
 def _print(name: str, plan: "RunPlan", ways: Sequence[tuple[str, int]]) -> None:
-    from rich.markup import escape
-
-    from rocm_ext.machine.numerics import dtype_name
-    from rocm_ext.plan.memory import readable
-
     out, figures = console(), plan.target.figures
     total, trainable = plan.parameters
     out.print(f"[bold]{escape(name)}[/] on {escape(plan.target.name)}")
-    dtype = dtype_name(plan.target.dtype)
-    out.print(f"{total / 1e6:,.1f} million parameters, {trainable / 1e6:,.1f} million of them trained, {dtype}")
+    size = f"{total / 1e6:,.1f} million parameters, {trainable / 1e6:,.1f} million of them trained"
+    out.print(f"{size}, {plan.target.dtype_name}")
     if plan.shape:
         out.print(escape(plan.shape))
     rows = f"rows of {plan.rows.mean:,.0f} tokens, at most {plan.rows.longest:,} ({escape(plan.rows.source)})"
@@ -207,8 +202,6 @@ def _memory(plan: "RunPlan", choice: "Choice") -> dict[str, int]:
 
 
 def _memory_rows(plan: "RunPlan", choices: Sequence["Choice"]) -> Rows:
-    from rocm_ext.plan.memory import readable
-
     columns = [_memory(plan, choice) for choice in choices]
     sizes = {name: [column[name] for column in columns] for name in columns[0]}
     return [(_NAMES.get(name, name), [*map(readable, row)]) for name, row in sizes.items() if any(row)]
@@ -242,8 +235,6 @@ def _step_rows(plan: "RunPlan", choices: Sequence["Choice"]) -> Rows:
 
 
 def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
-    from rocm_ext.plan.memory import readable
-
     asked, sampling = rollout.asked, rollout.sampling
     prompts = f"{asked.prompts} prompts" if asked.prompts else "prompts"
     rows: Rows = [("answers", [f"of {asked.answer:,.0f} tokens to {prompts} of {asked.mean:,.0f}"])]
@@ -283,8 +274,6 @@ def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
 
 
 def _print_verdict(out: Any, plan: "RunPlan", ways: Sequence[tuple[str, int]]) -> None:
-    from rocm_ext.plan.memory import readable
-
     budget, changes = plan.target.budget[0], plan.changes()
     if not plan.fits:
         how = " or ".join(f"{change} (plans {readable(peak)})" for change, peak in ways)
@@ -323,13 +312,11 @@ def _duration(seconds: float) -> str:
 
 def _content(plan: "RunPlan") -> Json:
     """Return the plan for JSON; speeds and times are computed, ``published`` has the shares that runs reach."""
-    from rocm_ext.machine.numerics import dtype_name
-
     figures = plan.target.figures
     return {
         "machine": plan.target.name,
         "here": plan.target.here,
-        "dtype": dtype_name(plan.target.dtype),
+        "dtype": plan.target.dtype_name,
         "ranks": plan.ranks,
         "parameters": plan.parameters[0],
         "trainable_parameters": plan.parameters[1],

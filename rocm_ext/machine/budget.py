@@ -138,6 +138,11 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
+def readable(size: float) -> str:
+    """Bytes as ``16.0 GiB``, or as ``1.0 MiB`` if they are fewer than a GiB."""
+    return gib(size) if size >= GIB else f"{size / 2**20:.1f} MiB"
+
+
 def open_device(
     profile: Profile,
     machine: Machine,

@@ -17,6 +17,7 @@ from torchtune.modules import TransformerDecoder
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.losses import Objective
+from rocm_ext.machine.budget import readable
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.lora import adapter_parameters, quantized
 from rocm_ext.plan.costs import Kernels, LayerCosts, LossCosts, simulate
@@ -175,11 +176,6 @@ def worst_rows(longest: int, tokens: int) -> list[int]:
     """Return the row lengths that fill ``tokens`` tokens with the most attention: rows of ``longest`` and a rest."""
     count, rest = divmod(tokens, longest)
     return [longest] * count + [rest] * (rest > 0)
-
-
-def readable(size: float) -> str:
-    """Format bytes: ``17179869184`` -> ``16.0 GiB``, ``1048576`` -> ``1.0 MiB``."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def checkpointed_layers(setting: bool | int | str, plan: MemoryPlan, budget: int) -> tuple[list[int], str]:

@@ -15,12 +15,13 @@ from omegaconf import DictConfig
 
 from rocm_ext.data.batches import Steps, cut, rows_per_step, width_multiple
 from rocm_ext.losses import Objective
+from rocm_ext.machine.budget import readable
 from rocm_ext.machine.numerics import dtype_name
 from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes, stays_quantized
 from rocm_ext.plan.costs import Kernels, Operation, launches_of
-from rocm_ext.plan.memory import MemoryPlan, plan_memory, readable, shared_bytes, worst_rows
+from rocm_ext.plan.memory import MemoryPlan, plan_memory, shared_bytes, worst_rows
 from rocm_ext.plan.speeds import Figures
 from rocm_ext.plan.workload import Questions, Workload, longest_answer
 from rocm_ext.sampling import Sampling

@@ -13,7 +13,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.machine.bench_file import BenchFile, of_this_machine
 from rocm_ext.machine.budget import GIB, memory_budget, nominal_budget
 from rocm_ext.machine.detect import Machine
-from rocm_ext.machine.numerics import DTYPES, pick_dtype
+from rocm_ext.machine.numerics import DTYPES, dtype_name, pick_dtype
 from rocm_ext.machine.profile import Chip, Profile, chips_of, load_profile, named_chips
 from rocm_ext.plan.costs import Operation
 
@@ -215,6 +215,11 @@ class Target:
     budget: tuple[int, str]
     device: torch.device
     dtype: torch.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype's name in configs."""
+        return dtype_name(self.dtype)
 
     @classmethod
     def of(cls, cfg: DictConfig, machine: Machine, bench: Path | None = None, chip: str | None = None) -> "Target":
