@@ -98,7 +98,12 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None, c
     Raises:
         UserError: ``bench`` is not a bench file or comes from other hardware, or the profile has no chip.
     """
-    here = _is(profile, machine) and (chip is None or chip in _named_here(profile, machine))
+    # the profile's chips that this machine may have, and those that its name means; without such a chip, the name
+    memory = None if machine.unified else machine.total_memory
+    likely = named = chips_of(profile, machine.arch, machine.name, memory) if profile.fits(machine) else []
+    if profile.fits(machine) and machine.backend != "cpu":
+        named = named_chips(profile, machine.arch, machine.name or "", memory) or [machine.name or ""]
+    here = _is(profile, machine) and (chip is None or chip in named)
     measured = BenchFile.read(bench) if bench else of_this_machine(machine) if here else None
     if measured and bench:  # which must come from the hardware of the plan
         keys = measured.machine
@@ -116,10 +121,10 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None, c
         return measure_cpu()
     if not profile.chips:
         raise UserError(f"hardware={profile.name} has no data sheet of its machine; measure it with rocm-ext bench")
-    name = chip or (_chips_here(profile, machine) or list(profile.chips))[0]
+    name = chip or (likely or list(profile.chips))[0]
     sheet = profile.chips[name]
     reached = {**profile.reached, **sheet.reached}
-    mine = chip or not _is(profile, machine) or name in _named_here(profile, machine)
+    mine = chip or not _is(profile, machine) or name in named
     other = "" if mine else f"; {machine.name} has none here"
     rates = {"bf16": sheet.bf16, "fp16": sheet.fp16, "fp32": sheet.fp32}
     return Figures(
@@ -148,21 +153,6 @@ def _sizes(sheet: Chip | None, profile: Profile) -> dict[str, Any]:
         return {}
     link = {"link": sheet.link * 1e9 * profile.reached["bandwidth"]} if sheet.link else {}
     return {"memory": int(sheet.memory * GIB), **link}
-
-
-def _chips_here(profile: Profile, machine: Machine) -> list[str]:
-    """The chips of ``profile`` that this machine may have, the likeliest first."""
-    if not profile.fits(machine):
-        return []
-    return chips_of(profile, machine.arch, machine.name, None if machine.unified else machine.total_memory)
-
-
-def _named_here(profile: Profile, machine: Machine) -> list[str]:
-    """The chips of ``profile`` that this machine's name means; without such a chip, the name."""
-    if machine.backend == "cpu" or not profile.fits(machine):
-        return _chips_here(profile, machine)
-    memory = None if machine.unified else machine.total_memory
-    return named_chips(profile, machine.arch, machine.name or "", memory) or [machine.name or ""]
 
 
 def _is(profile: Profile, machine: Machine) -> bool:
