@@ -182,9 +182,7 @@ class Trace:
 def seconds(events: list[Json], kind: str) -> tuple[float, float]:
     """Seconds of the recorded steps, and the part of them in which a kernel or copy of a GPU ran.
 
-    Args:
-        events: events of the trace. An annotation whose name begins with ``kind`` spans a step.
-        kind: kind of the steps.
+    An annotation whose name begins with ``kind`` spans a step.
     """
     timed = [event for event in events if "dur" in event]
     steps = [e for e in timed if e.get("cat") == "user_annotation" and e["name"].startswith(kind)]

@@ -25,12 +25,7 @@ ENOUGH = 0.7
 
 
 class Facts:
-    """The facts about a machine, with conclusions from them.
-
-    Args:
-        said: content of ``rocm-ext.json``.
-        files: content of the system's files.
-        root: folder of the system's files.
+    """The facts about a machine, whose files are below ``root``, with conclusions from them.
 
     Attributes:
         machine: the machine as torch can use it now.
