@@ -291,7 +291,8 @@ class SlotBatch:
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """Draw one uniform number per row with SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): [n], fp64 in [0, 1).
 
-    It computes any element of a stream directly: ``seeds`` [n] are the rows' streams, ``positions`` [n] the elements.
+    It computes any element of a stream directly. ``seeds`` and ``positions`` are int64 [n]: the rows' streams, and the
+    elements.
     """
     z = seeds + (positions + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15; int64 wraps around
     z = (z ^ _shift(z, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
