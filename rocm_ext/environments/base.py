@@ -55,15 +55,27 @@ class Environment:
     tools: Sequence[Any] = ()
     needs: tuple[str, ...] = ()
     at_once: int = 512
+    _judged_by: Verifier | None = None
 
     def __init__(self, row: Row) -> None:
         self.row = row
 
+    def judge_by(self, verifier: Verifier) -> None:
+        """Let a verifier judge the answer; raises UserError if it compares the answers of a group."""
+        if verifier.groups:
+            raise UserError(f"{name_of(verifier)} compares answers of a group; a conversation is judged by itself")
+        self._judged_by, self.needs = verifier, tuple(verifier.needs)
+
     def check(self) -> None:
-        """Raise UserError if this machine cannot run the environment."""
+        """Raise UserError if this machine cannot run the environment or the verifier."""
+        if self._judged_by is not None:
+            self._judged_by.check()
 
     def check_row(self, row: Row) -> None:
         """Raise UserError or ValueError, naming the field, if a row allows no conversation."""
+        if self._judged_by is not None:
+            self._judged_by.check_row(row)
+            return
         for name in self.needs:
             field(row, name)
 
@@ -96,46 +108,17 @@ class Environment:
         return self.judge(message["content"])
 
     def judge(self, answer: str) -> Any:
-        """Judge the last message: a :class:`~rocm_ext.verifiers.Result`, or a reward from 0 to 1, CORRECT if 1."""
-        raise NotImplementedError(f"{type(self).__name__} defines neither judge nor reply")
+        """Judge the last message: a :class:`~rocm_ext.verifiers.Result`, or a reward from 0 to 1, CORRECT if 1.
+
+        By default the verifier of :meth:`judge_by` judges it.
+        """
+        if self._judged_by is None:
+            raise NotImplementedError(f"{type(self).__name__} defines neither judge nor reply")
+        return checked(self._judged_by, self._judged_by(answer, self.row))
 
     def run(self, call: Call) -> str:
         """Return the result of a tool call, as text."""
         return tools_of(self)(call)
-
-
-class JudgedEnvironment(Environment):
-    """An environment whose answer a verifier judges.
-
-    Attributes:
-        verifier: the verifier; None: the environment gives the result.
-    """
-
-    verifier: Verifier | None = None
-
-    def judge_by(self, verifier: Verifier) -> None:
-        """Let a verifier judge the answer; raises UserError if it compares the answers of a group."""
-        if verifier.groups:
-            raise UserError(f"{name_of(verifier)} compares answers of a group; a conversation is judged by itself")
-        self.verifier, self.needs = verifier, tuple(verifier.needs)
-
-    def check(self) -> None:
-        """Raise UserError if this machine cannot run the verifier."""
-        if self.verifier is not None:
-            self.verifier.check()
-
-    def check_row(self, row: Row) -> None:
-        """Raise UserError or ValueError, naming the field, if a row lacks a column, or the verifier cannot judge it."""
-        if self.verifier is None:
-            super().check_row(row)
-        else:
-            self.verifier.check_row(row)
-
-    def judge(self, answer: str) -> Any:
-        """Return the verifier's result."""
-        if self.verifier is None:
-            return super().judge(answer)
-        return checked(self.verifier, self.verifier(answer, self.row))
 
 
 def tools_of(environment: Environment) -> Tools:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.types import Message, Row
-from rocm_ext.environments.base import Ask, JudgedEnvironment
+from rocm_ext.environments.base import Ask, Environment
 from rocm_ext.environments.endpoint import Endpoint, Exchange
 from rocm_ext.verifiers.base import Result, Verdict, error, short
 from rocm_ext.verifiers.build import build
@@ -43,7 +43,7 @@ except OSError as problem:
 """
 
 
-class Program(JudgedEnvironment):
+class Program(Environment):
     """A conversation with a program, such as an agent that you already have.
 
     The program runs in the sandbox of the verifiers, once for each conversation. Its input is a line of JSON, the
@@ -135,8 +135,7 @@ class Program(JudgedEnvironment):
         super().check()
 
     def begin(self) -> Ask | Result:
-        self._running, server, key = self._start()
-        Endpoint(server, key, self._asked)
+        self._running = self._start()
         threading.Thread(target=self._watch, daemon=True).start()
         return self._next()
 
@@ -155,8 +154,8 @@ class Program(JudgedEnvironment):
             self._exchange.answer(_AT_LIMIT)
         return reply
 
-    def _start(self) -> tuple[RunningProgram, socket.socket, str]:
-        """Start the program; return it, the endpoint's socket, and the key."""
+    def _start(self) -> RunningProgram:
+        """Start the program and its endpoint."""
         ours, theirs = socket.socketpair()
         key = secrets.token_hex(16)
         packages = [*filter(None, [self._folder]), *self._shown.packages]
@@ -173,7 +172,8 @@ class Program(JudgedEnvironment):
             _, fds, *_ = socket.recv_fds(ours, 1, 1) if readable(ours.fileno(), _START) else (b"", [])
         if not fds:
             raise RuntimeError(f"the sandbox did not start: {short(running.last_words())}")
-        return running, socket.socket(fileno=fds[0]), key
+        Endpoint(socket.socket(fileno=fds[0]), key, self._asked)
+        return running
 
     def _watch(self) -> None:
         supervise([self._running.child], _FOREVER)
@@ -202,7 +202,7 @@ class Program(JudgedEnvironment):
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
-        if self.verifier is not None:
+        if self._judged_by is not None:
             text = value if isinstance(value, str) else line
             answer = value.get("answer") if isinstance(value, dict) else text
             if not isinstance(answer, (str, int, float)):

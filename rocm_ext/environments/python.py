@@ -122,16 +122,14 @@ class _Interpreter:
         answered = b""
         with contextlib.suppress(OSError):
             answered = self._link.recv(1) if in_time else b""
-        ended = ""
-        if child.killed:
-            ended = f"the code {child.killed}"
-        elif not in_time:
-            ended = f"the code ran for more than {seconds:g} s"
-        elif not answered:
-            ended = "the interpreter ended"
-        elif not rests or self._stdout.closed:
-            ended = "the code left processes that go on" if not rests else "the code closed its output"
-        return bytes(child.stdout), ended
+        ends = {
+            f"the code {child.killed}": child.killed,
+            f"the code ran for more than {seconds:g} s": not in_time,
+            "the interpreter ended": not answered,
+            "the code left processes that go on": not rests,
+            "the code closed its output": self._stdout.closed,
+        }
+        return bytes(child.stdout), next((why for why, holds in ends.items() if holds), "")
 
     def _rest(self) -> bool:
         """Stop the interpreter and kill its child processes; False if some are left."""

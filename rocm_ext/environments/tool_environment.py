@@ -7,11 +7,11 @@ from typing import Any
 from rocm_ext.base.errors import UserError, explain_errors, refuse
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.types import Row
-from rocm_ext.environments.base import JudgedEnvironment
+from rocm_ext.environments.base import Environment
 from rocm_ext.verifiers.build import build
 
 
-class ToolEnvironment(JudgedEnvironment):
+class ToolEnvironment(Environment):
     """Tools and a verifier: the first message that calls no tool is the answer.
 
     Args:
