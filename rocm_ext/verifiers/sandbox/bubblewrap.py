@@ -49,7 +49,7 @@ class Mode:
     proc: bool
 
 
-class _UserIds:
+class UserIds:
     """User ids that no other run has at the moment.
 
     A process takes its range of ids by its pid, and gives out the id that was free for longest. Ids repeat if a process
@@ -62,7 +62,12 @@ class _UserIds:
         self._pid, self._free = 0, OrderedDict[int, None]()
         self._lock = threading.Lock()
 
-    def take(self) -> int:
+    def take(self) -> int | None:
+        """The user id for a new run, until :meth:`give_back`; None: bwrap sets one."""
+        if not usable_mode().real_id:
+            return None
+        if not _many_ids():
+            return NOBODY
         with self._lock:
             if self._pid != os.getpid():  # also after a fork
                 self._pid = os.getpid()
@@ -75,13 +80,14 @@ class _UserIds:
                 self._free[uid] = None
             return uid
 
-    def give_back(self, uid: int) -> None:
+    def give_back(self, uid: int | None) -> None:
+        """Free the user id of a run that has ended."""
         with self._lock:
-            if self._pid == os.getpid():
+            if uid not in (None, NOBODY) and self._pid == os.getpid():
                 self._free[uid] = None
 
 
-_ids = _UserIds()
+ids = UserIds()
 
 
 @functools.cache
@@ -99,19 +105,6 @@ def bwrap() -> tuple[str, str]:
             if tuple(map(int, version[:2])) >= OLDEST:
                 return path, ".".join(version) + origin
     raise UserError(NO_BWRAP)
-
-
-def take_id() -> int | None:
-    """The user id for a new run, until :func:`give_back_id`; None: bwrap sets one."""
-    if not usable_mode().real_id:
-        return None
-    return _ids.take() if _many_ids() else NOBODY
-
-
-def give_back_id(uid: int | None) -> None:
-    """Free the user id of a run that has ended."""
-    if uid not in (None, NOBODY):
-        _ids.give_back(uid)
 
 
 def limits_processes() -> bool:

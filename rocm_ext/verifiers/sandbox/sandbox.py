@@ -152,8 +152,8 @@ class Sandbox:
             fds = list(pass_fds)
             path, status, mark, user = None, None, "", ""
             if self.kind == "bubblewrap":
-                uid = bubblewrap.take_id()
-                ours.callback(bubblewrap.give_back_id, uid)
+                uid = bubblewrap.ids.take()
+                ours.callback(bubblewrap.ids.give_back, uid)
                 status, writer = _pipe(ours, theirs)
                 blocked, _ = _pipe(theirs, theirs)  # bwrap waits until we close the other end
                 command, opened = bubblewrap.command_line(data, self.readable, limits, writer, blocked)
