@@ -313,7 +313,7 @@ def choose_by_curriculum(
         uniform = ((hashes >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1)
         keys = -np.log(uniform) / weights
         chosen = _lowest(np.flatnonzero(free), keys, count)
-    elif curriculum in ("none", "easy_to_hard"):
+    else:
         if curriculum == "easy_to_hard":
             progress = (step - 1) / max(1, steps - 1)
             share = math.ceil((START + (1 - START) * min(1.0, progress)) * len(ids) - 1e-9)
@@ -327,8 +327,6 @@ def choose_by_curriculum(
             if len(chosen) < count:
                 equal = candidates[times == often]
                 chosen += _lowest(equal, _mixed(hashes, seed, "pass", often), count - len(chosen))
-    else:
-        raise UserError(f"curriculum must be none, informative or easy_to_hard, found {curriculum!r}")
     return [ids[index] for index in chosen]
 
 

@@ -14,7 +14,6 @@ from statistics import fmean, pstdev
 import numpy as np
 from omegaconf import DictConfig
 
-from rocm_ext.base.errors import UserError
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows
 from rocm_ext.rl.records import Sample, measure
@@ -240,21 +239,14 @@ def select(
     samples = {key: samples[key] for key in sorted(samples)}  # ranks have them in different orders
     results = {key: result for answers in rounds for key, result in answers.results.items()}
     results = {key: results[key] for key in samples}
-    of_answer = rewards(
-        samples,
-        results,
-        truncated=cfg.truncated,
-        penalty=cfg.truncation_penalty,
-        margin=cfg.truncation_margin,
-        max_new_tokens=cfg.max_new_tokens,
-    )
+    of_answer = rewards(samples, results, cfg)
     worth = advantages(of_answer, center=cfg.center, scale=cfg.scale)
     if reference:
         less = {key: -kl_coef * (fsum(samples[key].logprobs) - fsum(reference[key])) for key in of_answer}
         less = advantages(less, cfg.center, "none")
         worth = {key: value + less[key] for key, value in worth.items()}
     worth = {key: value if value > 0 else cfg.negative_weight * value for key, value in worth.items()}
-    without = flat(worth) | (set(asked) - groups(worth).keys())
+    without = set(asked) - {prompt for (prompt, _), value in worth.items() if value}
     trainable = {
         key: value
         for key, value in worth.items()
@@ -282,35 +274,23 @@ def select(
 
 
 def rewards(
-    samples: Mapping[SampleKey, Sample],
-    results: Mapping[SampleKey, Result],
-    *,
-    truncated: str,
-    penalty: float,
-    margin: int,
-    max_new_tokens: int,
+    samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Result], cfg: DictConfig
 ) -> dict[SampleKey, float]:
     """Return the rewards of a step's answers. Answers without a reward (verdict ERROR) are left out.
 
-    Args:
-        samples: answers by prompt id and sample index.
-        results: verdicts under the same keys.
-        truncated: ``penalize`` subtracts a penalty from the rewards of answers that ``max_new_tokens`` cut; any other
-            value leaves the rewards as they are.
-        penalty: subtracted from the reward of a cut answer.
-        margin: number of tokens before ``max_new_tokens`` over which the penalty grows linearly from 0, also for
-            answers that ended by themselves: the soft overlong punishment of DAPO (arXiv:2503.14476, equation 13). 0:
-            only cut answers have a penalty.
-        max_new_tokens: longest answer, in tokens.
+    ``truncated: penalize`` subtracts ``truncation_penalty`` from the reward of an answer that ``max_new_tokens`` cut.
+    Over the last ``truncation_margin`` tokens before that, the penalty grows linearly from 0, also for answers that
+    ended by themselves: the soft overlong punishment of DAPO (arXiv:2503.14476, equation 13).
     """
     rewards = {key: result.reward for key, result in results.items() if result.reward is not None}
-    if truncated != "penalize":
+    if cfg.truncated != "penalize":
         return rewards
+    penalty, margin, longest = cfg.truncation_penalty, cfg.truncation_margin, cfg.max_new_tokens
 
     def share(sample: Sample) -> float:
         if sample.finish_reason == "length":
             return 1.0
-        over = len(sample.tokens) - (max_new_tokens - margin)
+        over = len(sample.tokens) - (longest - margin)
         return min(1.0, over / margin) if margin and over > 0 else 0.0
 
     return {key: reward - penalty * share(samples[key]) for key, reward in rewards.items()}
@@ -322,11 +302,6 @@ def groups(rewards: Mapping[SampleKey, float]) -> dict[str, dict[SampleKey, floa
     for key, reward in rewards.items():
         groups.setdefault(key[0], {})[key] = reward
     return groups
-
-
-def flat(advantages: Mapping[SampleKey, float]) -> set[str]:
-    """Return the prompts that teach nothing: none of their answers has an advantage."""
-    return {prompt for prompt, group in groups(advantages).items() if not any(group.values())}
 
 
 def advantages(rewards: Mapping[SampleKey, float], center: str, scale: str) -> dict[SampleKey, float]:
@@ -342,20 +317,13 @@ def advantages(rewards: Mapping[SampleKey, float], center: str, scale: str) -> d
         scale: the divisor of the difference. ``std``: the sample standard deviation of the group's rewards;
             ``batch``: of all rewards of the step; both as in TRL's GRPOTrainer. ``none``: nothing, as in Dr. GRPO
             (arXiv:2503.20783).
-
-    Raises:
-        UserError: ``center`` or ``scale`` has another value.
     """
-    if center not in ("mean", "leave_one_out", "batch", "none"):
-        raise UserError(f"center must be mean, leave_one_out, batch or none, found {center!r}")
-    if scale not in ("std", "batch", "none"):
-        raise UserError(f"scale must be std, batch or none, found {scale!r}")
     values: dict[SampleKey, float] = {}
     of_step = _deviation(rewards) if scale == "batch" else 0.0
     mean_of_step = fsum(rewards.values()) / max(1, len(rewards))
     for group in groups(rewards).values():
         count, mean = len(group), fsum(group.values()) / len(group)
-        baseline = {"batch": mean_of_step, "none": 0.0}.get(center, mean)
+        baseline = {"mean": mean, "leave_one_out": mean, "batch": mean_of_step, "none": 0.0}[center]
         if _equal(group) and abs(mean - baseline) <= EQUAL:
             values |= dict.fromkeys(group, 0.0)
             continue

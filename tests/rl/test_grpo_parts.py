@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torch import nn
 
-from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import Layout
 from rocm_ext.data.rows import Rows
 from rocm_ext.rl.evaluation import advice, flat_reason, mismatch_warning, policy_stop_reason, rate_warning
 from rocm_ext.rl.prompts import choose_by_curriculum as choose
 from rocm_ext.rl.prompts import pass_rate
 from rocm_ext.rl.rollout import Answers
-from rocm_ext.rl.selection import EPSILON, advantages, flat, groups, length_share, rewards, select
+from rocm_ext.rl.selection import EPSILON, advantages, groups, length_share, rewards, select
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.train.loop import StepStats
 from rocm_ext.verifiers import Result, Verdict
@@ -51,8 +50,14 @@ def judged(given_rewards):
     }
 
 
-def rewarded(samples, given_rewards, **settings):
-    return rewards(samples, judged(given_rewards), **{"penalty": 1.0, "margin": 0, "max_new_tokens": 100, **settings})
+def rewarded(samples, given_rewards, truncated, penalty=1.0, margin=0):
+    cfg = {"truncation_penalty": penalty, "truncation_margin": margin, "max_new_tokens": 100}
+    return rewards(samples, judged(given_rewards), OmegaConf.create({**cfg, "truncated": truncated}))
+
+
+def flat(found):
+    """The prompts without an advantage."""
+    return {prompt for prompt, group in groups(found).items() if not any(group.values())}
 
 
 def test_an_answer_without_a_reward_has_none():
@@ -223,14 +228,6 @@ def test_advantages_equal_those_of_trl(trl_advantages, ours, theirs):
         assert len(found) > 100
         for (prompt, j), value in found.items():
             assert value == pytest.approx(expected[int(prompt[1:])][j], rel=1e-6, abs=1e-9)  # TRL: a factor in fp32
-
-
-def test_an_unknown_kind_of_advantage_or_curriculum_is_named():
-    for kind in (("median", "std"), ("mean", "group")):
-        with pytest.raises(UserError, match=r"found '(median|group)'"):
-            advantages({}, *kind)
-    with pytest.raises(UserError, match="'hard_first'"):
-        chosen({}, curriculum="hard_first")
 
 
 def test_length_share_is_the_r_squared_of_a_regression_with_an_intercept_per_group():
