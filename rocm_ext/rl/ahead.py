@@ -70,7 +70,6 @@ class Ahead:
     The thread uses no collective operation. All ranks call every method but :meth:`abandon` together.
 
     Args:
-        workers: the processes.
         step: steps done.
         keep: steps for which the servers keep an older adapter, because requests still use it.
 

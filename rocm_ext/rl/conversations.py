@@ -2,12 +2,12 @@
 
 import hashlib
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -29,15 +29,10 @@ _AHEAD = 64  # conversations that begin before there is room for them
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a conversation after its prompt.
+    """Limits of a conversation after its prompt."""
 
-    Attributes:
-        turns: messages of the model.
-        added: tokens of the environment.
-    """
-
-    turns: int
-    added: int
+    turns: int  # messages of the model
+    added: int  # tokens of the environment
 
 
 @dataclass
@@ -90,8 +85,6 @@ class ConversationQueue(RequestQueue):
         queue: the requests that begin conversations.
         sampling: settings; ``max_new_tokens`` limits all of the model's messages in a conversation together.
         environments: the other side.
-        tokenizer: the model's tokenizer.
-        limits: limits of a conversation.
         stopped: returns whether to stop; open conversations stay as they are.
         rows: rows of the prompts, by prompt id.
         turns: records of the model's messages. The environment gets recorded messages of an earlier process. If it
@@ -116,7 +109,7 @@ class ConversationQueue(RequestQueue):
         self._defused = defused(tokenizer)
         self._open: dict[SampleKey, _Talk] = {}
         self._beginning: Counter[str] = Counter()  # conversations that the environment has not begun, by prompt
-        self._begun: dict[str, list[Request]] = {}  # first requests of prompts with such conversations
+        self._begun: dict[str, list[Request]] = defaultdict(list)  # first requests of prompts with such conversations
         self._first: deque[list[Request]] = deque()
         self._next: deque[Request] = deque()
         self._replies: SimpleQueue[tuple[_Talk, Future]] = SimpleQueue()
@@ -185,7 +178,6 @@ class ConversationQueue(RequestQueue):
     def _begin(self, same: list[Request]) -> None:
         prompt = same[0].prompt_id
         self._beginning[prompt] += len(same)
-        self._begun.setdefault(prompt, [])
         for request in same:
             turns, tools = to_turns(request.messages), [dict(tool) for tool in request.tools] or None
             talk = self._open[request.key] = _Talk(request, turns, list(request.tokens), tools)
@@ -197,11 +189,8 @@ class ConversationQueue(RequestQueue):
     def _hear(self) -> None:
         """Take the environment's replies."""
         with self._lock:
-            while True:
-                try:
-                    talk, done = self._replies.get_nowait()
-                except Empty:
-                    return
+            while not self._replies.empty():
+                talk, done = self._replies.get()
                 self._take(talk, done.result())
 
     def _take(self, talk: _Talk, reply: Any) -> None:
@@ -228,9 +217,9 @@ class ConversationQueue(RequestQueue):
             self._beginning[prompt] -= 1
             if not self._beginning[prompt]:
                 del self._beginning[prompt]
-                by_tokens: dict[tuple[int, ...], list[Request]] = {}
-                for request in self._begun.pop(prompt):
-                    by_tokens.setdefault(request.tokens, []).append(request)
+                by_tokens: dict[tuple[int, ...], list[Request]] = defaultdict(list)
+                for request in self._begun.pop(prompt, ()):
+                    by_tokens[request.tokens].append(request)
                 self._first += by_tokens.values()
 
     def _following(self, talk: _Talk, reply: Ask | list[Message]) -> Request | None:

@@ -107,8 +107,6 @@ class Rollout:
     """Answers that :meth:`finish` samples, verified meanwhile; all ranks call its methods together.
 
     Args:
-        job: requests, prompts and records.
-        workers: the processes.
         open_session: opens a session of the engine. If any rank samples, all ranks call it to gather sharded weights.
     """
 
