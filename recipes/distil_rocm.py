@@ -107,9 +107,8 @@ class Distil(Loop):
         (answers,) = rounds
         failed = {key for key, result in answers.results.items() if result.verdict is Verdict.ERROR}
         words = range(self.teacher.learner.decoder.tok_embeddings.num_embeddings)
-        known = (key for key, sample in answers.samples.items() if max(sample.tokens, default=-1) in words)
-        keys = sorted(key for key in known if key not in failed)
         samples = {key: answers.samples[key] for key in sorted(answers.samples)}
+        keys = [key for key, s in samples.items() if key not in failed and max(s.tokens, default=-1) in words]
         return Selected(samples, answers.results, dict.fromkeys(keys, 1.0), set(), asked, answers.stats)
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:

@@ -257,9 +257,7 @@ def open_chat(
 
     Args:
         cfg: config of any recipe, from :meth:`rocm_ext.config.chosen_model.ChosenModel.load`.
-        seed: seed of the answers; None: a random seed.
-        system: system message; empty: none.
-        tools: functions that the model may call; None: none.
+        seed, system, tools: see :class:`Chat`; seed None: a random one.
         sampling: values of :class:`~rocm_ext.sampling.Sampling`; the model's defaults replace None and missing
             values.
 

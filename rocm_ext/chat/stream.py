@@ -15,9 +15,6 @@ class TextStream:
 
     The pieces of :meth:`add` and :meth:`end` together are the text of all tokens. A character whose bytes are in
     several tokens comes with the last of them.
-
-    Args:
-        tokenizer: a torchtune model tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -95,11 +92,7 @@ def harmless(text: str) -> str:
 class Writer:
     """Writes the pieces of an answer as they come.
 
-    A terminal gets reasoning dimmed, and no control characters. A pipe gets the answer without its
-    reasoning.
-
-    Args:
-        out: where to write.
+    A terminal gets reasoning dimmed, and no control characters. A pipe gets the answer without its reasoning.
     """
 
     def __init__(self, out: TextIO) -> None:

@@ -122,8 +122,7 @@ def _evaluate(recipe: RLRecipe, cfg: DictConfig, output: OutputDir, name: str) -
     adapter = Path(first) if first else None
 
     def check(session: Any) -> None:
-        if adapter is not None:
-            recipe.server_check.check(session, requests, adapter, None)
+        recipe.server_check.check(session, requests, Path(first), None)
 
     job = Job(name, requests, recipe.prompts.held_out, *Records.open(out, ranks, -1, -1).phase(0, "eval"))
     judged = recipe.rollout(job, lambda: recipe.engines.session("eval", adapter, check)).finish()

@@ -47,13 +47,10 @@ class Entry:
 
 
 def write_model(source: Source, out: Path, kind: str) -> None:
-    """Write the model, merged with its adapter, as the new file ``out``.
+    """Write the model, merged with its adapter, as the new file ``out`` of a ``kind`` in :data:`TYPES`.
 
     Values are rounded once, from the merged weights in fp32. A base model's quantised weights first become bf16. Norms
     and biases are fp32.
-
-    Args:
-        kind: one of :data:`TYPES`.
 
     Raises:
         UserError: the family or its tokenizer cannot be written, or the disk is full.
@@ -186,7 +183,6 @@ def _write(path: Path, writer: Any, entries: Sequence[Entry]) -> None:
         writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), int(np.prod(row)), raw_dtype=kind)
     progress = Progress(len(entries), 0, enabled=True, unit="tensor", brief=True)
     with replace_file(path) as aside:
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             writer.write_header_to_file(aside)
             writer.write_kv_data_to_file()

@@ -66,12 +66,8 @@ class TemplateParts:
 def parts(template: ChatTemplate, begin: str = "") -> TemplateParts | None:
     """Read the parts of a template off rendered conversations.
 
-    Args:
-        template: the model's chat template.
-        begin: text of the token that Ollama adds before a prompt; its template must leave the token out.
-
-    Returns:
-        None if the parts depend on more than a message's role, or cannot be written in a Modelfile.
+    ``begin`` is the text of the token that Ollama adds before a prompt; its template must leave the token out. The
+    result is None if the parts depend on more than a message's role, or cannot be written in a Modelfile.
     """
     conversations: list[Messages] = [_TALK, _TALK[:1], [_SYSTEM, *_TALK]]
     talk, alone, with_system = (_cut(template, conversation, begin) for conversation in conversations)
@@ -119,11 +115,7 @@ def _cut(template: ChatTemplate, messages: Messages, begin: str) -> list[str] | 
 
 
 def write_modelfile(source: Source, gguf: Path, adapter: bool = False) -> Path:
-    """Write ``NAME.Modelfile`` for the file ``NAME.gguf`` and return its path.
-
-    Args:
-        adapter: whether the file holds an adapter, which needs the base model.
-    """
+    """Write ``NAME.Modelfile`` for the file ``NAME.gguf`` of a model or an ``adapter``, and return its path."""
     encoder = TextEncoder(source.base / TOKENIZER)
     texts = {number: text for text, number in encoder.ids.items()}
     lines = [f"# ollama create NAME -f {gguf.stem}.Modelfile"]

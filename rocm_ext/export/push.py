@@ -133,7 +133,6 @@ def push(source: Source, repo: str, card: str, folder: Path | None, files: Seque
 
     Args:
         repo: ``OWNER/NAME``.
-        card: the model card.
         folder: folder of a merged model or an adapter; only its files are uploaded.
         files: further files.
         private: whether the repository must be private.

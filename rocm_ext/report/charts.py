@@ -109,7 +109,6 @@ def line_chart(
     Args:
         title, unit: title, and unit of the values; ``bytes`` becomes MiB or GiB.
         lines: at least one.
-        x_title: title of the x axis.
         zero: begin the y axis at 0, if no value is below.
         marks: (x, text) of vertical lines.
         legend: name the lines.
@@ -170,7 +169,6 @@ def bar_chart(
         at: [n] steps or cycles.
         parts: name -> [n] sizes.
         colours: name -> name of its colour, in the order of the parts from the bottom up; other parts are grey.
-        x_title: title of the x axis.
     """
     names = [*(name for name in colours if name in parts), *sorted(parts.keys() - colours.keys())]
     filled = sum((parts[name] for name in names), np.zeros(len(at))) > 0
@@ -279,18 +277,12 @@ def time_unit(longest: float) -> tuple[float, str]:
 
 
 def visible(text: str, limit: int) -> str:
-    """``text`` with a visible escape for every invisible character, and without its middle if it is too long.
-
-    Args:
-        text: any text.
-        limit: most characters of ``text`` to show.
-    """
+    """``text`` with a visible escape for every invisible character, and without its middle beyond ``limit``."""
     if text.isascii() and text.isprintable() and len(text) <= limit:
         return text
     if len(text) > limit:
         tail = limit // 4
-        left_out = len(text) - limit
-        text = f"{text[: limit - tail]}\n[ {left_out:,} characters left out ]\n{text[-tail:]}"
+        text = f"{text[: limit - tail]}\n[ {len(text) - limit:,} characters left out ]\n{text[-tail:]}"
     return "".join(map(_visible, text.replace("\r\n", "\n")))
 
 

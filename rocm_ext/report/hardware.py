@@ -35,13 +35,9 @@ _CELLS = (  # column, key of a number and its unit, or of a pool of memory
 
 
 def charts(runs: Sequence[tuple[str, Readings]], from_now: bool = False) -> list[Chart]:
-    """Charts of the recorded counters over the running time.
+    """Charts of the recorded counters over the running time, or over the time before the last reading (``from_now``).
 
     A single run has a line for each GPU; several runs have a line each, the mean of their GPUs.
-
-    Args:
-        runs: names and readings.
-        from_now: count the time from the last reading.
     """
     clocks = [running_time(readings) for _, readings in runs]
     size, x_title = time_unit(max((float(clock[-1]) for clock, _ in clocks if len(clock)), default=0.0))

@@ -145,12 +145,7 @@ def _patience(run: RunFolder) -> float:
 class PageServer(ThreadingHTTPServer):
     """An HTTP server of one page at the loopback address.
 
-    Args:
-        page: the page.
-        port: None: :data:`PORT`, or a free one if that is in use.
-
-    Raises:
-        UserError: the port cannot be used.
+    ``port`` None: :data:`PORT`, or a free one if that is in use. Raises UserError if a given port cannot be used.
     """
 
     daemon_threads = True

@@ -5,7 +5,7 @@ A step of RAFT is a cycle.
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -86,7 +86,7 @@ def _of_step(run: RunFolder, step: int, name: str) -> list[Group]:
         if fits:
             chosen[kind] = max(fits, key=lambda prompt: fits[prompt])  # the first of equals
             free.remove(chosen[kind])
-    texts = prompt_texts(run, set(chosen.values())) if chosen else {}
+    texts = prompt_texts(run) if chosen else {}
     shown = []
     for kind, prompt in chosen.items():
         positions = {sample: position for (of, sample), (position, _) in read.items() if of == prompt}
@@ -138,8 +138,8 @@ def _answers(run: RunFolder, rows: np.ndarray, positions: Mapping[int, int]) -> 
     return answers
 
 
-def prompt_texts(run: RunFolder, ids: Collection[str]) -> dict[str, str]:
-    """The last turn of prompts by id, from the run's data if that is an existing file.
+def prompt_texts(run: RunFolder) -> dict[str, str]:
+    """The last turn of all prompts by id, from the run's data if that is an existing file.
 
     A report downloads nothing and runs no component of a user.
     """
@@ -149,18 +149,12 @@ def prompt_texts(run: RunFolder, ids: Collection[str]) -> dict[str, str]:
     source = setting.get("source")
     if not isinstance(source, str) or not Path(source).is_file():
         return {}
-    known = _last_turns(json.dumps(setting, sort_keys=True, default=str), Path(source).stat().st_mtime_ns)
-    return {prompt: known[prompt] for prompt in ids if prompt in known}
+    return _last_turns(json.dumps(setting, sort_keys=True, default=str), Path(source).stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=4)  # a live page asks again and again
 def _last_turns(setting: str, written: int) -> dict[str, str]:
-    """The last turns of all prompts, by id.
-
-    Args:
-        setting: the setting as JSON.
-        written: modification time of its file, for the cache.
-    """
+    """The last turns of prompts by id. ``setting`` is JSON; the time when its file was ``written`` is for the cache."""
     from rocm_ext.data.prompts import prompt_dataset  # here: `datasets` takes a second to import
 
     settings = {key: value for key, value in json.loads(setting).items() if key != "_component_"}

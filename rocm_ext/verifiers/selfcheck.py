@@ -68,7 +68,7 @@ def self_check(
                     raise UserError(f"no gold answer in {' or '.join(names)}; the row has {', '.join(row)}")
             except (UserError, ValueError) as error:
                 raise UserError(f"{origin}: {error}") from error
-            futures.append((origin, pool.submit(str(gold), row)))
+            futures.append((origin, pool.submit(gold, row)))
         results = [(origin, future.result()) for origin, future in futures]
     if not results:
         raise UserError("there are no rows to check the verifier with")

@@ -146,8 +146,7 @@ class PythonTests(Verifier):
     def __call__(self, completion: str, row: Row) -> Result:
         prefix, entry = row.get("code_prefix") or "", row.get("entry_point") or ""
         try:
-            calls = None if row.get("cases") is None else calls_of(row)
-            tests = tests_of(row) if row.get("cases") is None else ""
+            tests, calls = (tests_of(row), None) if row.get("cases") is None else ("", calls_of(row))
         except ValueError as problem:
             return error(problem)
         trusted, lead = trusted_of(row), [re.split(r"\W", entry)[0]] + ["Solution"] * (calls is not None)
