@@ -139,16 +139,15 @@ class Environments:
             self._ending.append((talk, why))  # for the thread: ending takes as long as an answer
 
     def _ask(self, key: Key, content: Json) -> "Future[Reply]":
-        talk = self._open.get(key)
-        if talk is None:
-            return done(error("the conversation has ended"))
-        future: Future[Reply] = Future()
-        talk.future, talk.deadline = future, time.monotonic() + self._timeout
         try:
             text = _line(content)
         except (TypeError, ValueError, RecursionError) as problem:
             return done(error(f"the row cannot be sent to the environment: {problem}"))
-        with self._lock:
+        future: Future[Reply] = Future()
+        with self._lock:  # whatever ends the conversation from now on resolves this future
+            if (talk := self._open.get(key)) is None:
+                return done(error("the conversation has ended"))
+            talk.future, talk.deadline = future, time.monotonic() + self._timeout
             if not talk.registered:
                 self._selector.register(talk.socket, selectors.EVENT_READ, key)
                 talk.registered = True

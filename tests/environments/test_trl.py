@@ -2,6 +2,7 @@
 
 import ast
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 pytest.importorskip("resource", reason="forks and POSIX signals")
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.environments import Call, Environments
+from rocm_ext.environments import Call, Environments, processes
 from rocm_ext.verifiers import Verdict
 
 WORLDS = "tests.kit.trl_worlds."
@@ -54,6 +55,25 @@ def test_an_environment_with_a_reward_of_its_own():
         assert (end.verdict, end.reward) == (Verdict.CORRECT, 1.0)
         *_, end = talk(environments, said("I give up."))
         assert (end.verdict, end.reward) == (Verdict.WRONG, 0.0)
+
+
+def test_a_conversation_that_ends_while_a_message_is_sent_answers(monkeypatch):
+    ended, future, end = threading.Event(), processes.Future, processes._Talk.end
+
+    def ends(*arguments):
+        end(*arguments)
+        ended.set()
+
+    def waits():
+        environments.end(("p", 0))
+        assert ended.wait(30)
+        return future()
+
+    with opened("Rewarded") as environments:
+        environments.begin(("p", 0), ROW).result(30)
+        monkeypatch.setattr(processes._Talk, "end", ends)
+        monkeypatch.setattr(processes, "Future", waits)
+        assert environments.say(("p", 0), said("Done.")).result(10).verdict is Verdict.ERROR
 
 
 def test_an_environment_with_a_reward_function():
