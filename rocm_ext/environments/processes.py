@@ -142,12 +142,13 @@ class Environments:
         try:
             text = _line(content)
         except (TypeError, ValueError, RecursionError) as problem:
+            self.end(key)
             return done(error(f"the row cannot be sent to the environment: {problem}"))
         future: Future[Reply] = Future()
         with self._lock:  # whatever ends the conversation from now on resolves this future
             if (talk := self._open.get(key)) is None:
                 return done(error("the conversation has ended"))
-            talk.future, talk.deadline = future, time.monotonic() + self._timeout
+            talk.deadline, talk.future = time.monotonic() + self._timeout, future  # _listen reads them in reverse
             if not talk.registered:
                 self._selector.register(talk.socket, selectors.EVENT_READ, key)
                 talk.registered = True
@@ -167,7 +168,7 @@ class Environments:
             if (instant := time.monotonic()) >= looked + _LOOK:
                 looked = instant
                 for key, talk in list(self._open.items()):
-                    if instant > talk.deadline and talk.future is not None and not talk.future.done():
+                    if talk.future is not None and not talk.future.done() and instant > talk.deadline:
                         self.end(key, f"the environment hung for {self._timeout:g} s")
             self._end_talks()
 

@@ -330,7 +330,7 @@ def advantages(rewards: Mapping[SampleKey, float], center: str, scale: str) -> d
         # a reward minus the mean of the others is this factor times the reward minus the mean of all
         factor = count / (count - 1) if center == "leave_one_out" else 1.0
         if scale != "none":
-            factor /= (_deviation(group) if scale == "std" else of_step) + EPSILON
+            factor /= {"std": _deviation(group), "batch": of_step}[scale] + EPSILON
         values |= {key: factor * (reward - baseline) for key, reward in group.items()}
     return values
 
