@@ -4,8 +4,8 @@
     tune run --nproc_per_node 8 raft_rocm --config mi300x_qwen7b_raft_8gpu
 
 :class:`rocm_ext.rl.loop.Loop` has the steps, which RAFT calls cycles. ``cycle_k/`` has a cycle's outputs:
-``kept.jsonl``, ``adapter/``, ``summary.json`` and ``eval.json``; ``cycle_0/`` has the evaluation before any training.
-A cycle that keeps no answer is skipped.
+``kept.jsonl``, ``metrics.jsonl`` of its training and ``adapter/``. Cycle 0 is the evaluation before any training. A
+cycle that keeps no answer is skipped.
 
 To change a part, subclass :class:`RAFT` and override :meth:`RAFT.choose`, :meth:`RAFT.select`, :meth:`RAFT.rows` or
 :meth:`RAFT.training_config`.

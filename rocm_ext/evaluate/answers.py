@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.files import replace_text
+from rocm_ext.base.files import append_line, replace_text
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.types import Json
 from rocm_ext.config.chosen_model import sampling_config
@@ -38,7 +38,7 @@ class Evaluation:
     """The measured answers of one model.
 
     Attributes:
-        scores: content of ``eval.json``, see :func:`rocm_ext.rl.evaluation.score`.
+        scores: see :func:`rocm_ext.rl.evaluation.score`.
         answers: lines of ``answers.jsonl``: ``prompt_id``, ``sample`` (-1: the greedy answer), ``prompt``, ``text``,
             ``verdict``, ``reward``, ``detail`` and ``finish_reason``.
         right: whether the greedy answer is right, by prompt.
@@ -52,8 +52,8 @@ class Evaluation:
 def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[Evaluation]:
     """Score a model on a config's ``eval_prompts``.
 
-    ``output_dir`` gets the records of an evaluation before a RAFT run's first cycle, with ``cycle_0``. The second
-    evaluation has the folder ``base`` in it.
+    ``output_dir`` gets the records of an evaluation before a RAFT run's first cycle. The second evaluation has the
+    folder ``base`` in it.
 
     Args:
         cfg: config of ``raft_rocm`` or ``grpo_rocm``, with an ``output_dir`` for this evaluation.
@@ -116,7 +116,7 @@ def _evaluate(recipe: RLRecipe, cfg: DictConfig, output: OutputDir, name: str) -
     if ranks.is_main:
         output.create()
         output.take(OmegaConf.to_yaml(cfg), None, lambda line: False)
-        (out / "cycle_0").mkdir(exist_ok=True)
+        (out / "cycle_0").mkdir(exist_ok=True)  # it tells the readers of runs that this is cycle 0
     ranks.barrier()
     first, requests = cfg.checkpointer.get("adapter_checkpoint"), recipe.prompts.evaluation_requests(recipe.sampling)
     adapter = Path(first) if first else None
@@ -128,7 +128,7 @@ def _evaluate(recipe: RLRecipe, cfg: DictConfig, output: OutputDir, name: str) -
     judged = recipe.rollout(job, lambda: recipe.engines.session("eval", adapter, check)).finish()
     scores, answers = evaluation.score(judged, recipe.cfg.eval_samples), _answers(recipe, judged)
     if ranks.is_main:
-        replace_text(out / "cycle_0" / "eval.json", json.dumps(scores, indent=2) + "\n")
+        append_line(out / "metrics.jsonl", {"cycle": 0, "phase": "eval", "eval": scores, **judged.stats})
         replace_text(out / ANSWERS, "".join(json.dumps(answer) + "\n" for answer in answers))
     ranks.barrier()
     return Evaluation(scores, answers, evaluation.greedy(judged.results))

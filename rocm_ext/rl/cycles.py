@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -30,8 +30,8 @@ from rocm_ext.rl.evaluation import stop_reason
 from rocm_ext.rl.records import measure, pass_rates
 from rocm_ext.rl.selection import Selected
 from rocm_ext.rl.trainer import PolicyTrainer
-from rocm_ext.runs.folder import PHASES, SampleKey
-from rocm_ext.runs.records import EvalScores
+from rocm_ext.runs.folder import SampleKey
+from rocm_ext.runs.records import PHASES, EvalScores, PhaseLines
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.builders import nothing_changed
 from rocm_ext.train.checkpoint import FREE_KEYS, State
@@ -243,10 +243,8 @@ class CycleTrainer(PolicyTrainer):
             self.earlier_updates += self.done
             self.done = 0
             if self.ranks.is_main:
-                folder = self.cycle_folder(self.step)
                 with replace_folder(self.adapter_folder(self.step)) as adapter:
                     self.learner.write_adapter(adapter)
-                replace_text(folder / "summary.json", json.dumps(updates, indent=2) + "\n")
             self.save_checkpoint()
         self._write_summary()
 
@@ -259,14 +257,12 @@ class CycleTrainer(PolicyTrainer):
         return self.cfg.cycles if count == "all" else count
 
     def finish_evaluation(self, step: int, scores: EvalScores, stats: Mapping[str, float]) -> None:
-        """Write the scores of a cycle's adapter, and remember the adapter if none before it is better."""
+        """Log the scores of a cycle's adapter, and remember the adapter if none before it is better."""
         self.evaluated = max(step, self.evaluated)
         if step and (self.best is None or scores["correct"] >= self.best["score"]):
             self.best = {"score": scores["correct"], "step": step, "adapter": self.learner.adapter_state()}
         self.log_phase(step, "eval", {"eval": scores, **stats})
         self.log_numbers({"eval_correct": scores["pass_at_1"]})
-        if self.ranks.is_main:
-            replace_text(self.cycle_folder(step) / "eval.json", json.dumps(scores, indent=2) + "\n")
         self._write_summary()
 
     def log_phase(self, cycle: int, phase: str, values: Mapping[str, object]) -> None:
@@ -313,11 +309,8 @@ def cycle_entries(lines: Sequence[Json]) -> list[Json]:
     Args:
         lines: lines of ``metrics.jsonl``, one per finished phase: ``cycle``, ``phase`` and measurements.
     """
-    of_cycles: dict[int, dict[str, Json]] = defaultdict(dict)
-    for line in lines:
-        of_cycles[line["cycle"]][line["phase"]] = line
     entries = []
-    for cycle, phases in sorted(of_cycles.items()):
+    for cycle, phases in sorted(PhaseLines(lines).items()):
         entry: Json = {"cycle": cycle}
         counts = phases.get("sample", {}).get("counts", {})
         if counts and not counts["kept"]:

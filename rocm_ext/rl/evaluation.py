@@ -37,9 +37,9 @@ _FAR = 20 * 8e-5  # sum of learning rates: 20 updates of Tinker's recipe for GSM
 
 
 def score(answers: Answers, samples: int) -> EvalScores:
-    """Compute the content of ``eval.json``.
+    """Compute the scores of an evaluation.
 
-    It has pass@1 of the greedy answers, and pass@k of the sampled ones for k = 1, 2, 4 … up to ``samples``. An answer
+    They are pass@1 of the greedy answers, and pass@k of the sampled ones for k = 1, 2, 4 … up to ``samples``. An answer
     passes if its verdict is CORRECT; an ERROR does not pass. The interval of pass@k counts a prompt as one trial, so it
     is wider than necessary.
 

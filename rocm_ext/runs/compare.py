@@ -207,8 +207,7 @@ def _of_finite(of: Callable[[np.ndarray], Any], pair: Sequence[np.ndarray]) -> P
 
 
 def _peak_memory(run: RunFolder) -> float:
-    summaries = [run.summary, *(cycle.summary for cycle in run.cycles)]
-    peaks = [*run.steps["peak_memory"], *(number(summary.get("peak_memory")) for summary in summaries)]
+    peaks = [*run.steps["peak_memory"], *(number(summary.get("peak_memory")) for summary in run.summaries)]
     return max(filter(math.isfinite, peaks), default=math.nan)
 
 

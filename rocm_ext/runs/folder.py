@@ -26,9 +26,9 @@ from rocm_ext.runs.answers import AnswerLog
 from rocm_ext.runs.records import (
     MOST,
     ROWS,
-    AllLines,
     Columns,
     MetricLines,
+    PhaseLines,
     PolicyLines,
     Readings,
     Scores,
@@ -41,7 +41,6 @@ from rocm_ext.runs.records import (
 from rocm_ext.runs.records import SampleKey as SampleKey
 from rocm_ext.runs.tails import Record, Tails
 
-PHASES = ("sample", "train", "eval")  # of a RAFT cycle
 _PAUSE = 60.0  # seconds without a line in hardware.jsonl after which a run counts as paused
 _BOOKKEEPING = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir"}
 
@@ -60,6 +59,7 @@ class RunFolder:
         unit: what it counts: ``cycle`` in RAFT, else ``step``.
         config: content of ``config.yaml``.
         summary: content of ``summary.json``; empty before the end of SFT and DPO, or of RAFT's first cycle.
+        summaries: it, and the summaries of the training in RAFT's cycles.
         rows: content of ``rows.json``.
         steps: optimiser steps in order: ``step``, ``loss``, ``lr`` … A RAFT run counts them across its cycles. A step
             of GRPO may have several updates, or none and no loss.
@@ -85,18 +85,18 @@ class RunFolder:
         self.config = deepcopy(tails.content(path / "config.yaml", read_yaml, self.problems))
         self.summary = read_json(path / "summary.json", self.problems)
         self.rows = tails.content(path / ROWS, read_json, self.problems)
-        folders = [p for p in path.glob("cycle_*") if re.fullmatch(r"cycle_(0|[1-9]\d{0,8})", p.name) and p.is_dir()]
-        shape = self._shape(bool(folders))
+        begun = begun_cycles(path)
+        shape = self._shape(bool(begun))
         self.recipe = str(self.config.get("recipe", shape))
         self.family = self.recipe if self.recipe in TITLES else shape
         self.cycles: list[CycleFolder] = []
         self.evaluations: dict[int, Scores] = {}
         self.validations = Columns()
         self.answers = AnswerLog(path, self.problems, tails)
-        if self.family in BY_STEP and folders:  # rocm-ext eval with a config of GRPO: it writes a cycle's records
+        if self.family in BY_STEP and begun:  # rocm-ext eval with a config of GRPO: it writes a cycle's records
             self.family = RAFT
         if self.family == RAFT:
-            self._read_cycles(sorted(folders, key=lambda p: int(p.name[6:])))
+            self._read_cycles(begun)
         else:
             kind = PolicyLines if self.family in BY_STEP else MetricLines
             lines = tails.lines(path / "metrics.jsonl", kind, self.problems)
@@ -109,25 +109,26 @@ class RunFolder:
                 f"{path} holds no run: neither its config.yaml nor its metrics.jsonl can be read; expected the "
                 f"output_dir of {', '.join(others)} or {last}" + "".join(f" ({p})" for p in self.problems[:1])
             )
+        self.summaries = [self.summary, *(cycle.phases.get("train", {}) for cycle in self.cycles)]
         self.unit = "cycle" if self.family == RAFT else "step"
         self.hardware = tails.lines(path / HARDWARE_LOG, Readings, self.problems)
 
     def _shape(self, cycles: bool) -> str:
         """The recipe whose records the folder has; for a user's recipe, the one that it extends."""
-        if cycles or "cycles" in self.config:
-            return RAFT
         lines = list(islice(read_lines(self.path / "metrics.jsonl", problems=[]), 2))
+        if cycles or "cycles" in self.config or PhaseLines(lines):
+            return RAFT
         if of_policy(self.config, lines, (self.path / "samples.jsonl").exists()):
             return GRPO
         if any("reward_chosen" in line for line in lines):
             return DPO
         return SFT
 
-    def _read_cycles(self, folders: Sequence[Path]) -> None:
-        lines = self.tails.lines(self.path / "metrics.jsonl", AllLines, self.problems)
+    def _read_cycles(self, begun: set[int]) -> None:
+        lines = self.tails.lines(self.path / "metrics.jsonl", PhaseLines, self.problems)
         listed = self.summary.get("cycles")
         rows = {r["cycle"]: r for r in listed if type(r.get("cycle")) is int} if is_rows(listed) else {}
-        self.cycles = [CycleFolder(self, p, lines, rows.get(int(p.name[6:]), {})) for p in folders]
+        self.cycles = [CycleFolder(self, k, lines.get(k, {}), rows.get(k, {})) for k in sorted({*begun, *lines})]
         steps = [{**line, "cycle": cycle.number} for cycle in self.cycles for line in cycle.steps.lines]
         self.steps = Columns([{**line, "step": number} for number, line in enumerate(steps, start=1)])
 
@@ -183,53 +184,46 @@ class RunFolder:
         }
 
     def fact(self, key: str) -> Any:
-        """A value of a summary: ``machine``, ``dtype`` or ``ranks``. In RAFT it is in the summaries of the cycles."""
-        summaries = [self.summary, *(cycle.summary for cycle in self.cycles)]
-        return next((summary[key] for summary in summaries if summary.get(key) is not None), None)
+        """A value of a summary: ``machine``, ``dtype`` or ``ranks``."""
+        return next((summary[key] for summary in self.summaries if summary.get(key) is not None), None)
 
 
 class CycleFolder:
-    """``cycle_k`` of a RAFT run.
+    """A cycle of a RAFT run, and its folder ``cycle_k``.
 
     Attributes:
-        number: k; cycle 0 holds the evaluation before any training.
+        number: k; cycle 0 is the evaluation before any training.
         steps: optimiser steps of its training.
-        summary: summary of its training; empty before the end.
-        seconds: durations of the phases that ended.
-        phases: the phases' last lines in the run's ``metrics.jsonl``.
+        phases: the lines of its finished phases in the run's ``metrics.jsonl``.
+        seconds: durations of these phases.
+        scores: scores of its evaluation; None before its end.
         row: the cycle's entry in the run's ``summary.json``; empty for an unfinished cycle.
     """
 
-    def __init__(self, run: RunFolder, folder: Path, lines: Sequence[Record], row: Record) -> None:
-        self.folder, self.number, self.row = folder, int(folder.name[6:]), row
-        self._answers, self._problems = run.answers, run.problems
-        self.steps = run.tails.lines(folder / "metrics.jsonl", MetricLines, run.problems).steps
-        self.summary = read_json(folder / "summary.json", run.problems)
-        self.phases: dict[str, Record] = {}
-        self.seconds: dict[str, float] = {}
-        for line in lines:
-            if line.get("cycle") == self.number and (phase := str(line.get("phase"))) in PHASES:
-                self.phases[phase] = line
-                if 0 <= (seconds := number(line.get("seconds"))) < MOST:
-                    self.seconds[phase] = seconds
-
-    @cached_property
-    def scores(self) -> Scores | None:
-        """``eval.json`` with its intervals; None if it is missing or damaged."""
-        return parse_scores(read_json(self.folder / "eval.json", self._problems))
+    def __init__(self, run: RunFolder, cycle: int, phases: Mapping[str, Record], row: Record) -> None:
+        self.folder, self.number, self.row = run.path / f"cycle_{cycle}", cycle, row
+        self._answers = run.answers
+        self.steps = run.tails.lines(self.folder / "metrics.jsonl", MetricLines, run.problems).steps
+        self.phases = dict(phases)
+        if not cycle and "eval" not in phases and (older := read_json(self.folder / "eval.json", run.problems)):
+            self.phases["eval"] = {"eval": older}  # of a rocm-ext eval that wrote no line
+        seconds = {phase: number(line.get("seconds")) for phase, line in self.phases.items()}
+        self.seconds = {phase: duration for phase, duration in seconds.items() if 0 <= duration < MOST}
+        self.scores = parse_scores(self.phases.get("eval", {}).get("eval"))
 
     @property
     def state(self) -> str:
         """``begun``, ``sampling``, ``training``, ``trained``, ``evaluating``, ``complete`` or ``skipped``."""
         if self.kept == 0:
             return "skipped"
-        if (self.folder / "eval.json").exists() or (self.row and self.number):
+        if "eval" in self.phases or (self.row and self.number):
             return "complete"
         if self._answers.has(self.number, held_out=True):
             return "evaluating"
-        for sign, state in (("summary.json", "trained"), ("kept.jsonl", "training")):
-            if (self.folder / sign).exists():
-                return state
+        if "train" in self.phases:
+            return "trained"
+        if self.kept is not None:
+            return "training"
         return "sampling" if self._answers.has(self.number) else "begun"
 
     @cached_property
@@ -246,9 +240,8 @@ class CycleFolder:
     @cached_property
     def kept(self) -> int | None:
         """How many of its answers the cycle trains on, 0 if it was skipped; None before they are chosen."""
-        path = self.folder / "kept.jsonl"
         try:
-            return path.read_bytes().count(b"\n") if path.exists() else None
+            return (self.folder / "kept.jsonl").read_bytes().count(b"\n")
         except OSError:
             return None
 
@@ -299,6 +292,12 @@ def of_policy(config: Json, lines: Sequence[Record], sampled: bool) -> bool:
     if config.get("dataset") or any("loss" in line and "reward" not in line for line in lines):
         return False
     return sampled or any({"reward", "eval"} & line.keys() for line in lines)
+
+
+def begun_cycles(path: Path) -> set[int]:
+    """The cycles that have a folder: those of RAFT from 1, and cycle 0 of ``rocm-ext eval``."""
+    names = [folder.name for folder in path.glob("cycle_*") if folder.is_dir()]
+    return {int(name[6:]) for name in names if re.fullmatch(r"cycle_(0|[1-9]\d{0,8})", name)}
 
 
 def raft_finished(path: Path, config: Json, last: int, skipped: bool = False) -> bool:

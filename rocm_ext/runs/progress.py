@@ -1,7 +1,6 @@
 """How far a run has come, read from the ends of its files."""
 
 import os
-import re
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import TypeGuard
 
 from rocm_ext.base.files import json_object
 from rocm_ext.base.types import Json
-from rocm_ext.runs.folder import of_policy, raft_finished, steps_finished
-from rocm_ext.runs.records import MOST, is_rows, number, parse_scores, read_json, read_yaml
+from rocm_ext.runs.folder import begun_cycles, of_policy, raft_finished, steps_finished
+from rocm_ext.runs.records import MOST, PhaseLines, is_rows, number, parse_scores, read_json, read_yaml
 from rocm_ext.runs.tails import Record
 
 _TAIL = 1 << 16  # bytes read from the end of a metrics.jsonl: some hundred lines
@@ -34,11 +33,12 @@ def progress(out: Path) -> LatestValues:
         return {"problem": f"{out} {'is a file' if out.exists() else 'does not exist'}"}
     metrics, samples, verdicts = (out / f"{name}.jsonl" for name in ("metrics", "samples", "verdicts"))
     summary = read_json(out / "summary.json", [])  # a file may be unreadable while the run writes it
-    cycles = {int(path.name[6:]): path for path in out.glob("cycle_*") if re.fullmatch(r"cycle_\d{1,9}", path.name)}
-    lines = [] if cycles else _last_lines(metrics)
+    config, lines = read_yaml(out / "config.yaml", []), _last_lines(metrics)
+    phases = PhaseLines(lines)
     values: LatestValues
-    if cycles:
-        cycle, folder = max(cycles.items())
+    if cycles := begun_cycles(out) | phases.keys():
+        cycle = max(cycles)
+        folder = out / f"cycle_{cycle}"
         newest = max((folder / "metrics.jsonl", samples, verdicts), key=lambda path: _stat(path)[0])
         written, values = _stat(newest)[0], {"cycle": cycle}
         if written:
@@ -50,9 +50,8 @@ def progress(out: Path) -> LatestValues:
             values["phase"] = "skipped"
         listed = summary.get("cycles")
         ended = cycle and is_rows(listed) and any(entry.get("cycle") == cycle for entry in listed)
-        complete = (folder / "eval.json").exists() or ended
-        finished = complete and raft_finished(out, read_yaml(out / "config.yaml", []), cycle, skipped)
-    elif of_policy(config := read_yaml(out / "config.yaml", []), lines, samples.exists()):
+        finished = ("eval" in phases.get(cycle, {}) or ended) and raft_finished(out, config, cycle, skipped)
+    elif of_policy(config, lines, samples.exists()):
         written = max(_stat(metrics), _stat(samples), _stat(verdicts))[0]
         values = _policy_progress(out, lines, config)
         finished = steps_finished(summary, config, number(values.get("step", 0)))

@@ -18,6 +18,7 @@ from rocm_ext.runs.tails import JsonLines, Record
 GREEDY = -1  # index of a held-out prompt's greedy answer; drawn answers count from 0
 MOST = 1e12  # seconds or prompts; a file with more is damaged
 MOST_STEPS = 2**31
+PHASES = ("sample", "train", "eval")  # of a RAFT cycle
 ROWS = "rows.json"  # a run's data, see rocm_ext.data.overview
 SampleKey = tuple[str, int]  # prompt id, index of the sample
 Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
@@ -57,12 +58,19 @@ class Columns:
         self.lines[at : at + again] = [line]
 
 
-class AllLines(JsonLines, list[Record]):
-    """All lines of a file."""
+class PhaseLines(JsonLines, dict[int, dict[str, Any]]):
+    """The lines of a RAFT run's ``metrics.jsonl`` by cycle and phase; the last line of a phase counts."""
+
+    def __init__(self, lines: Iterable[Record] = ()) -> None:
+        super().__init__()
+        for line in lines:
+            self.take(line, 0)
 
     def take(self, record: Record, position: int) -> None:
         """Take a line."""
-        self.append(record)
+        phase = record.get("phase")
+        if 0 <= (cycle := number(record.get("cycle"))) < MOST_STEPS and cycle == int(cycle) and phase in PHASES:
+            self.setdefault(int(cycle), {})[str(phase)] = record
 
 
 class MetricLines(JsonLines):
@@ -172,7 +180,7 @@ def wilson(k: float, n: int) -> tuple[float, float]:
 
 
 class EvalScores(TypedDict):
-    """``eval.json``, and ``eval`` in a line of ``metrics.jsonl``; see :func:`rocm_ext.rl.evaluation.score`."""
+    """``eval`` in a line of ``metrics.jsonl``; see :func:`rocm_ext.rl.evaluation.score`."""
 
     prompts: int
     correct: int

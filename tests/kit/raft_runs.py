@@ -119,11 +119,10 @@ def outcome(out: Path) -> dict:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         lines = [{k: v for k, v in line.items() if k not in timing} for line in lines]
         found[str(path.relative_to(out))] = sorted(map(json.dumps, lines))
-    for folder in sorted(out.glob("cycle_*")):
-        for name in (WEIGHTS, "eval.json"):
-            if (folder / name).exists():
-                found[f"{folder.name}/{name}"] = (folder / name).read_bytes()
-    return found
+    for path in out.glob(f"cycle_*/{WEIGHTS}"):
+        found[str(path.relative_to(out))] = path.read_bytes()
+    rows = json.loads((out / "summary.json").read_text()).get("cycles", [])  # none of SFT and DPO
+    return found | {f"scores of cycle {row['cycle']}": row.get("held_out") for row in rows}
 
 
 def assert_equal(out: Path, reference: Path) -> None:

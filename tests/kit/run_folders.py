@@ -53,9 +53,9 @@ def append_jsonl(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def remove_lines(path: Path, step: int, phase: str) -> None:
-    """Remove the records of a phase."""
+    """Remove the records of a phase, or a cycle's line in ``metrics.jsonl``."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    write_jsonl(path, [line for line in lines if (line["step"], line["phase"]) != (step, phase)])
+    write_jsonl(path, [line for line in lines if (line.get("step", line.get("cycle")), line["phase"]) != (step, phase)])
 
 
 def step_lines(losses: Sequence[float], speed: float = 1000.0, memory: int = 40 << 30) -> list[dict[str, Any]]:
@@ -159,83 +159,53 @@ def raft(
         "max_new_tokens": 512,
     }
     write_yaml(folder / "config.yaml", config)
+    if config.get("prompts", "") is None:  # rocm-ext eval
+        (folder / "cycle_0").mkdir()
     lines: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
+    verdicts: list[dict[str, Any]] = []
     for number, passed in enumerate(right):
-        out = folder / f"cycle_{number}"
-        out.mkdir()
-        scores = _held_out(out, passed, drawn)
-        row: dict[str, Any] = {"cycle": number, "held_out": scores}
+        row: dict[str, Any] = {"cycle": number}
         if number:
-            _sampled(out, number, answers, texts or {})
-            sft(out / "tmp", curve(12, number))
-            for path in (out / "tmp").iterdir():
-                path.rename(out / path.name)
-            (out / "tmp").rmdir()
+            out = sft(folder / f"cycle_{number}", curve(12, number))
             summary = json.loads((out / "summary.json").read_text())
+            for name in ("config.yaml", "summary.json"):
+                (out / name).unlink()
+            sampled, judged = _sampled(number, answers, texts or {})
+            write_jsonl(out / "kept.jsonl", sampled[: answers // 2 - 1])
+            samples, verdicts = samples + sampled, verdicts + judged
             row |= {"filter": {"below_threshold": answers // 2, "duplicate": 1, "kept": answers // 2 - 1}}
             row |= {"kept": answers // 2 - 1, "entropy": 0.3 / number, "pass_rate": 0.5, "samples": answers}
             lines.append({"cycle": number, "phase": "sample", "tokens": 5000, "tokens_per_second": 900.0})
             lines[-1] |= {"seconds": 0.7 * seconds, "waiting": 0.1, "occupancy": 0.9}
             lines.append({"cycle": number, "phase": "train", **summary, "seconds": 0.2 * seconds})
-        lines.append({"cycle": number, "phase": "eval", "tokens": 500, "tokens_per_second": 800.0})
-        lines[-1] |= {"seconds": 0.1 * seconds, "waiting": 0.0}
+        row["held_out"] = _evaluated(number, passed, samples, verdicts, drawn)["eval"]
+        lines.append({"cycle": number, "phase": "eval", "eval": row["held_out"], "seconds": 0.1 * seconds})
+        lines[-1] |= {"tokens": 500, "tokens_per_second": 800.0, "waiting": 0.0}
         rows.append(row)
-    write_jsonl(folder / "metrics.jsonl", lines)
+    for name, written in (("metrics", lines), ("samples", samples), ("verdicts", verdicts)):
+        write_jsonl(folder / f"{name}.jsonl", written)
     (folder / "summary.json").write_text(json.dumps({"cycles": rows}))
     if finished:
         (folder / "adapter").mkdir()
     return folder
 
 
-def _held_out(out: Path, passed: Sequence[bool], drawn: int) -> dict[str, Any]:
-    scope = {"step": int(out.name[6:]), "phase": "eval"}
-    verdicts = [
-        {
-            **scope,
-            "prompt_id": f"held{i}",
-            "sample": s,
-            "verdict": "CORRECT" if ok else "WRONG",
-            "reward": float(ok),
-            "detail": "",
-        }
-        for i, ok in enumerate(passed)
-        for s in (-1, *range(drawn))
-    ]
-    append_jsonl(out.parent / "verdicts.jsonl", verdicts)
-    samples = [{**scope, **_sample(f"held{i}", -1, f"held-out answer {i}", 20)} for i in range(len(passed))]
-    append_jsonl(out.parent / "samples.jsonl", samples)
-    share = sum(passed) / len(passed)
-    at = {str(k): {"pass": share ** (1 / k), "interval": [0, 1]} for k in (1, 2, 4) if k <= drawn}
-    scores = {
-        "prompts": len(passed),
-        "correct": sum(passed),
-        "pass_at_1": share,
-        "interval": [0, 1],
-        "pass_at_k": at,
-        "samples_per_prompt": drawn,
-        "verdicts": {"CORRECT": sum(passed), "WRONG": len(passed) - sum(passed)},
-        "truncated": 0,
-    }
-    (out / "eval.json").write_text(json.dumps(scores))
-    return scores
-
-
-def _sampled(out: Path, cycle: int, answers: int, texts: Mapping[str, str]) -> None:
+def _sampled(cycle: int, answers: int, texts: Mapping[str, str]) -> tuple[list[dict], list[dict]]:
+    """Return the samples and the verdicts of a cycle."""
     kinds = ["CORRECT", "WRONG", "CORRECT", "UNPARSED", "WRONG", "TIMEOUT", "CORRECT", "ERROR"]
-    samples, verdicts = [], []
+    samples, verdicts, scope = [], [], {"step": cycle, "phase": "sample"}
     for i in range(answers):
         verdict = kinds[i % len(kinds)]
         prompt, sample = f"prompt{i // 4}", i % 4
         text = texts.get(verdict, f"So the answer of cycle {cycle} is {i}.")
-        samples.append(_sample(prompt, sample, text, 10 + 7 * i % 90))
+        samples.append({**scope, **_sample(prompt, sample, text, 10 + 7 * i % 90)})
         reward = {"CORRECT": 1.0, "ERROR": None}.get(verdict, 0.25 * (i % 3))
         detail = texts.get("detail", f"found {i}")
-        verdicts.append({"prompt_id": prompt, "sample": sample, "verdict": verdict, "reward": reward, "detail": detail})
-    scope = {"step": cycle, "phase": "sample"}
-    append_jsonl(out.parent / "samples.jsonl", [{**scope, **line} for line in samples])
-    append_jsonl(out.parent / "verdicts.jsonl", [{**scope, **line} for line in verdicts])
-    write_jsonl(out / "kept.jsonl", samples[: answers // 2 - 1])
+        judged = {"verdict": verdict, "reward": reward, "detail": detail}
+        verdicts.append({**scope, "prompt_id": prompt, "sample": sample, **judged})
+    return samples, verdicts
 
 
 def _sample(prompt: str, sample: int, text: str, tokens: int) -> dict[str, Any]:
@@ -359,16 +329,17 @@ def policy_answers(step: int, prompts: int, samples: int) -> list[tuple[dict[str
     return found
 
 
-def _evaluated(step: int, passed: Sequence[bool], answers: list, verdicts: list) -> dict[str, Any]:
+def _evaluated(step: int, passed: Sequence[bool], answers: list, verdicts: list, drawn: int = 0) -> dict[str, Any]:
     """Add the records of an evaluation, and return its line of ``metrics.jsonl``."""
     for i, ok in enumerate(passed):
         head = {"step": step, "phase": "eval"}
         answers.append({**head, **_sample(f"held{i}", -1, f"held-out answer {i}", 20), "seconds": 0.5})
         verdict = {"verdict": "CORRECT" if ok else "WRONG", "reward": float(ok), "detail": "", "seconds": 0.1}
-        verdicts.append({**head, "prompt_id": f"held{i}", "sample": -1, **verdict})
+        verdicts += [{**head, "prompt_id": f"held{i}", "sample": sample, **verdict} for sample in (-1, *range(drawn))]
     share = sum(passed) / len(passed)
+    at = {str(k): {"pass": share ** (1 / k), "interval": [0, 1]} for k in (1, 2, 4) if k <= drawn}
     scores = {"prompts": len(passed), "correct": sum(passed), "pass_at_1": share, "interval": [0, 1]}
-    return {"step": step, "eval": {**scores, "pass_at_k": {}, "truncated": 1}, "seconds": 3.0}
+    return {"step": step, "eval": {**scores, "pass_at_k": at, "truncated": 1}, "seconds": 3.0}
 
 
 def hardware(folder: Path, gpus: int = 1, lines: int = 120, pause_at: int | None = None) -> Path:

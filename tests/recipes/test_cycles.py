@@ -136,7 +136,7 @@ KILL_AT_ITS_END = signal_at(CycleTrainer, "save_checkpoint", lambda self: self.s
 
 
 def trained_rows(out: Path, cycle: int) -> int:
-    return json.loads((out / f"cycle_{cycle}" / "summary.json").read_text())["rows"]["rows"]
+    return lines(out, cycle, "train")[0]["rows"]["rows"]
 
 
 FROM_BASE = {"start_from": "base", "max_per_prompt": None, "epochs": 1, "prompts_per_cycle": 6}
@@ -215,11 +215,11 @@ def test_some_cycles_are_evaluated_some_adapters_stay_and_rates_decay(make, tmp_
     changes = {"cycles": 5, "epochs": 1, "eval_every_n_cycles": 2, "keep_last_n_adapters": 1, "prompts_per_cycle": 3,
                "lr_decay": 0.5, "lr_floor": 2e-3}  # fmt: skip
     out = ran(make, tmp_path / "out", **changes)
-    assert [cycle for cycle in range(6) if (out / f"cycle_{cycle}" / "eval.json").exists()] == [0, 2, 4, 5]
     assert [cycle_row(out, cycle)["lr"] for cycle in (1, 2, 3)] == pytest.approx([5e-3, 2.5e-3, 2e-3])
     rows = json.loads((out / "summary.json").read_text())["cycles"]
-    scores = {row["cycle"]: row["held_out"]["correct"] for row in rows if "held_out" in row and row["cycle"]}
-    assert list(scores) == [2, 4, 5]
+    scores = {row["cycle"]: row["held_out"]["correct"] for row in rows if "held_out" in row}
+    assert list(scores) == [0, 2, 4, 5]
+    del scores[0]
     chosen = max(scores, key=lambda cycle: (scores[cycle], cycle))
     assert {cycle for cycle in range(6) if (out / f"cycle_{cycle}" / "adapter").exists()} == {chosen, 5}
     assert (out / WEIGHTS).read_bytes() == (out / f"cycle_{chosen}" / WEIGHTS).read_bytes()

@@ -44,7 +44,6 @@ def test_every_arrow_is_a_file(reference):
     assert text == json.dumps(json.loads(text), indent=2) + "\n"
     rows = json.loads(text)["cycles"]
     assert [row["cycle"] for row in rows] == [0, 1, 2]
-    assert (reference / "cycle_0" / "eval.json").exists()
     for cycle in (1, 2):
         folder = reference / f"cycle_{cycle}"
         samples, verdicts = (records(reference, cycle, name) for name in ("samples", "verdicts"))
@@ -59,7 +58,6 @@ def test_every_arrow_is_a_file(reference):
         assert (row["samples"], row["kept"]) == (48, len(kept))
         assert row["verdicts"] == {"CORRECT": len(right), "WRONG": 48 - len(right)}
         assert row["steps"] == 2 * -(-len(kept) // 8)
-        assert row["held_out"] == json.loads((folder / "eval.json").read_text())
         assert row["seconds"]["sample"] > 0
     for record in samples:
         assert len(record["tokens"]) == len(record["logprobs"]) <= 12
@@ -116,7 +114,7 @@ def test_what_is_trained_on_is_what_was_sampled(reference, make, tmp_path):
 def test_an_evaluation_has_the_scores_of_the_run_and_can_be_stopped(reference, make, tmp_path, monkeypatch):
     whole, stopped = (config.load("raft_rocm", str(make(tmp_path / name))) for name in ("whole", "stopped"))
     adapter = reference / "cycle_2" / "adapter"
-    assert evaluate(whole, adapter)[0].scores == json.loads((reference / "cycle_2" / "eval.json").read_text())
+    assert evaluate(whole, adapter)[0].scores == cycle_row(reference, 2)["held_out"]
     monkeypatch.setattr(PhaseRecords, "append", PhaseRecords.append)  # it comes back after the test
     signal_at(PhaseRecords, "append", lambda *_: True, signal.SIGTERM)()
     with pytest.raises(SystemExit) as stop:
@@ -134,8 +132,7 @@ def test_a_run_goes_on_from_an_older_checkpoint(reference, make, tmp_path):
     *_, last = sorted((out / "checkpoints").iterdir())
     shutil.rmtree(last)
     shutil.rmtree(out / "cycle_2" / "adapter")
-    for name in ("kept.jsonl", "summary.json", "eval.json"):
-        (out / "cycle_2" / name).unlink()
+    (out / "cycle_2" / "kept.jsonl").unlink()
     messages = succeed(main, make(out), RESUME)
     assert_equal(out, reference)
     found, expected = (json.loads((each / "summary.json").read_text())["cycles"] for each in (out, reference))
@@ -304,7 +301,7 @@ def test_pass_at_k_is_measured_and_each_answer_is_judged_once(make, tmp_path):
     log, out = tmp_path / "log", tmp_path / "out"
     verifier = {"_component_": "tests.kit.judges.Coin", "log": str(log)}
     succeed(main, make(out, "llama", cycles=1, eval_samples=4, verifier=verifier))
-    scores = json.loads((out / "cycle_1" / "eval.json").read_text())
+    scores = cycle_row(out, 1)["held_out"]
     assert list(scores["pass_at_k"]) == ["1", "2", "4"]
     verdicts = records(out, 1, "verdicts", "eval")
     right = [r["verdict"] == "CORRECT" for r in verdicts if r["sample"] >= 0]

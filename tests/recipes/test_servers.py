@@ -28,7 +28,7 @@ from tests.kit import grpo_runs, raft_runs
 from tests.kit.forks import RESUME, forked, forked_ranks, several_ranks, signal_at, succeed, succeed_on_ranks
 from tests.kit.grpo_runs import lines
 from tests.kit.lines import one_line_has
-from tests.kit.raft_runs import loaded, records, trained
+from tests.kit.raft_runs import cycle_row, loaded, records, trained
 from tests.kit.servers import COMPLETIONS, error, is_check, vllm_form
 
 OVERLAP = {"max_staleness": 1}
@@ -509,7 +509,7 @@ def test_evaluations_sample_in_process_if_the_server_takes_no_adapters(serve, ma
     cfg = config.load("raft_rocm", str(path), [f"output_dir={out}/again"])
     cfg.engine = {"_component_": "rocm_ext.sampling.LocalEngine"}
     scores = evaluate(cfg, out / "cycle_1" / "adapter")[0].scores
-    assert scores == json.loads((out / "cycle_1" / "eval.json").read_text())
+    assert scores == cycle_row(out, 1)["held_out"]
     assert raft.engines.sample is not raft.engines.eval
 
 

@@ -137,12 +137,17 @@ def test_two_runs_by_held_out_scores(tmp_path, capsys, worse, better, code, says
 
 
 def test_evaluations_with_configs_of_both_recipes(tmp_path, capsys):
-    """`rocm-ext eval` writes the same records with either."""
+    """`rocm-ext eval` writes the same records with either; older versions wrote the scores to a file of the cycle."""
     a = raft(tmp_path / "a", [passing(0.3, 1)], finished=False, prompts=None)
     b = raft(tmp_path / "b", [flip(passing(0.3, 1), 0, 60)], finished=False, prompts=None, recipe="grpo_rocm", steps=10)
     assert RunFolder(b).is_evaluation
     assert RunFolder(b).finished
     assert main(["compare", str(a), str(b)]) == 0
+    assert "held-out pass@1 +15.0 points" in " ".join(capsys.readouterr().out.split())
+    (b / "cycle_0" / "eval.json").write_text(json.dumps(json.loads((b / "metrics.jsonl").read_text())["eval"]))
+    (b / "metrics.jsonl").write_text("")
+    assert RunFolder(b).finished
+    assert main(["compare", str(a), str(b)]) == 3  # an unknown speed
     assert "held-out pass@1 +15.0 points" in " ".join(capsys.readouterr().out.split())
 
 

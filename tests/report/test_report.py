@@ -178,14 +178,16 @@ def test_losses_that_are_not_finite_and_spikes(tmp_path):
     assert "without spikes" in words(html)
 
 
-@pytest.mark.parametrize(("state", "gone"), [
-    ("sampling", ["eval.json", "summary.json", "metrics.jsonl", "kept.jsonl", "adapter"]),
-    ("training", ["eval.json", "summary.json", "adapter"]), ("trained", ["eval.json"]), ("evaluating", ["eval.json"]),
+@pytest.mark.parametrize(("state", "phases", "gone"), [
+    ("sampling", ["sample", "train", "eval"], ["metrics.jsonl", "kept.jsonl", "adapter"]),
+    ("training", ["train", "eval"], ["adapter"]), ("trained", ["eval"], []), ("evaluating", ["eval"], []),
 ])  # fmt: skip
-def test_in_the_middle_of_a_cycle(raft_run, state, gone):
+def test_in_the_middle_of_a_cycle(raft_run, state, phases, gone):
     shutil.rmtree(raft_run / "adapter")
     rows = json.loads((raft_run / "summary.json").read_text())["cycles"]
     (raft_run / "summary.json").write_text(json.dumps({"cycles": rows[:2]}))
+    for phase in phases:
+        remove_lines(raft_run / "metrics.jsonl", 2, phase)
     for name in gone:
         path = raft_run / "cycle_2" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -360,8 +362,7 @@ def hostile(folder: Path) -> Path:
     samples = [{**line, "text": NASTY, "tokens": [1], "logprobs": [-1.0]} for line in lines]
     for name, more in (("verdicts", lines), ("samples", samples)):
         append_jsonl(run / f"{name}.jsonl", more)
-    summary = json.loads((run / "cycle_1" / "summary.json").read_text())
-    (run / "cycle_1" / "summary.json").write_text(json.dumps({**summary, "machine": NASTY, "dtype": NASTY}))
+    append_jsonl(run / "metrics.jsonl", [{"cycle": 1, "phase": "train", "machine": NASTY, "dtype": NASTY}])
     gpus = [{"id": NASTY, "name": NASTY, "busy": 5}, {"id": "b", "busy": 6}]
     write_jsonl(run / "hardware.jsonl", [{"time": 5 * i, "gpus": gpus} for i in range(5)])
     return run
