@@ -21,6 +21,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors
 from rocm_ext.base.log import log
 from rocm_ext.distributed.ranks import Ranks, local_world_size
+from rocm_ext.machine.sysfs import host_memory
 from rocm_ext.model.lora import adapters
 from rocm_ext.model.token_rows import trained_tokens
 from rocm_ext.plan.memory import frozen_bytes
@@ -505,7 +506,7 @@ def free_memory(cfg: DictConfig, learner: Learner, beside_graphs: bool = False) 
     """
     runtime: Any = learner.runtime
     if runtime.device.type == "cpu":
-        return psutil.virtual_memory().available // local_world_size()
+        return host_memory(Path("/"), "MemAvailable") // local_world_size()
     torch.cuda.empty_cache()
     taken = (torch.cuda.memory_reserved if beside_graphs else torch.cuda.memory_allocated)(runtime.device)
     free = runtime.budget(taken) - taken

@@ -197,7 +197,7 @@ class MergedWeights:
         if name in self.experts:
             a, b, layer = self.experts[name]
             scale, merged = self.config.scale(name), torch.empty_like(weight, dtype=dtype)
-            for i, (a_i, b_i) in enumerate(zip(*expert_factors(a.float(), b.float(), layer.experts), strict=True)):
+            for i, (a_i, b_i) in enumerate(zip(*expert_factors(a.float(), b.float(), len(weight)), strict=True)):
                 change = (b_i @ a_i).T if layer.transposed else b_i @ a_i
                 merged[i] = _round_by_chance(weight[i].float() + scale * change, dtype, f"{name}.{i}")
             return merged
