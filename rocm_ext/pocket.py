@@ -40,7 +40,7 @@ from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
 from rocm_ext.model.download import published_models
 from rocm_ext.model.native.decoder import native
 from rocm_ext.model.sampler import sampler_of
-from rocm_ext.runs.records import Score
+from rocm_ext.runs.scores import Score
 from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession
 

@@ -22,7 +22,7 @@ from rocm_ext.data.prompts import check_disjoint, prompt_dataset
 from rocm_ext.data.render import render_conversation, render_prompt
 from rocm_ext.environments import Tools, calculator, calls_in
 from rocm_ext.model.native.decoder import native
-from rocm_ext.runs.records import Score, wilson
+from rocm_ext.runs.scores import Score, wilson
 from rocm_ext.sampling import LocalEngine, Request, Sampling
 from tests.kit.families import folder_config
 from tests.kit.forks import forked

@@ -34,7 +34,7 @@ from rocm_ext.cli._common import (
     take_model,
 )
 from rocm_ext.config.chosen_model import ChosenModel, find_target, sampling_config
-from rocm_ext.runs.records import Score
+from rocm_ext.runs.scores import Score
 
 if TYPE_CHECKING:
     from rocm_ext.evaluate.answers import Evaluation

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from rocm_ext.cli._common import number, seed
-from rocm_ext.runs.records import Score
+from rocm_ext.runs.scores import Score
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ from rocm_ext.export.source import OF_ADAPTER, Source
 from rocm_ext.model.adapters.merge import BESIDE_WEIGHTS, MERGED_WEIGHTS
 from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, PeftConfig
 from rocm_ext.runs.folder import RunFolder, held_out
-from rocm_ext.runs.records import Score
+from rocm_ext.runs.scores import Score
 
 _TAGS = ["lora", "peft", "torchtune-rocm"]
 _LICENCE = ("license", "license_name", "license_link")

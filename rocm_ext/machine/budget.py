@@ -62,7 +62,7 @@ def uses_carve_out(gtt: int | None, vram: int | None) -> bool:
 
 
 def budget_from(profile: Profile, machine: Machine, host: HostMemory, taken: int = 0) -> tuple[int, str]:
-    """:func:`memory_budget` for given sizes of the host's memory."""
+    """:func:`memory_budget` for given sizes of the host's memory; a UserError as there."""
     kind = profile.memory["of"]
     if kind == "host":
         return host.available, f"{gib(host.available)} of host memory are available"

@@ -14,7 +14,8 @@ from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import EQUAL
 from rocm_ext.runs.folder import SampleKey
 from rocm_ext.runs.intervals import mcnemar
-from rocm_ext.runs.records import GREEDY, EvalScores, wilson
+from rocm_ext.runs.records import GREEDY, EvalScores
+from rocm_ext.runs.scores import wilson
 from rocm_ext.verifiers import Result, Verdict
 
 Lines = Sequence[Json]  # lines of ``metrics.jsonl`` in order, for steps and evaluations

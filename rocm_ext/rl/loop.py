@@ -31,7 +31,8 @@ from rocm_ext.rl.records import Records, is_correct, key_of
 from rocm_ext.rl.rollout import Answers, Job, OpenSession, Requests, Rollout, Workers
 from rocm_ext.rl.selection import Selected
 from rocm_ext.rl.trainer import PolicyTrainer
-from rocm_ext.runs.records import ROWS, Score
+from rocm_ext.runs.records import ROWS
+from rocm_ext.runs.scores import Score
 from rocm_ext.sampling import Sampling, Session
 from rocm_ext.train.builders import check_tokenizer
 from rocm_ext.train.learner import Learner

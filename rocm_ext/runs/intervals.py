@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from rocm_ext.runs.records import Z95
+from rocm_ext.runs.scores import Z95
 
 BATCHES = 8
 

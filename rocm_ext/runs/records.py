@@ -13,6 +13,7 @@ import yaml
 
 from rocm_ext.base.files import json_object
 from rocm_ext.base.types import Json
+from rocm_ext.runs.scores import wilson
 from rocm_ext.runs.tails import JsonLines, Record
 
 GREEDY = -1  # index of a held-out prompt's greedy answer; drawn answers count from 0
@@ -21,7 +22,6 @@ MOST_STEPS = 2**31
 PHASES = ("sample", "train", "eval")  # of a RAFT cycle
 ROWS = "rows.json"  # a run's data, see rocm_ext.data.overview
 SampleKey = tuple[str, int]  # prompt id, index of the sample
-Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 
 
 class Columns:
@@ -147,36 +147,6 @@ Share = tuple[float, float, float]  # a share, and the ends of its 95 % interval
 
 
 PassAtK = TypedDict("PassAtK", {"pass": float, "interval": list[float]})  # pass@k with its 95 % interval
-
-
-@dataclass(frozen=True)
-class Score:
-    """How many of ``total`` answers are correct."""
-
-    correct: int
-    total: int
-
-    @property
-    def accuracy(self) -> float:
-        """The share of correct answers."""
-        return self.correct / self.total
-
-    def __str__(self) -> str:
-        low, high = wilson(self.correct, self.total)
-        return (
-            f"{100 * self.accuracy:.1f} % ({self.correct}/{self.total}), 95 % interval {100 * low:.1f}–{100 * high:.1f}"
-        )
-
-
-def wilson(k: float, n: int) -> tuple[float, float]:
-    """The 95 % score interval of the proportion ``k / n`` (Wilson 1927), as fractions.
-
-    Unlike the normal approximation, it stays within 0 and 1, and its width is positive at ``k = 0`` and ``k = n``.
-    """
-    p, z2 = k / n, Z95**2
-    center = (p + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    return max(0.0, center - half), min(1.0, center + half)
 
 
 class EvalScores(TypedDict):

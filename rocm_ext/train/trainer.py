@@ -17,7 +17,8 @@ from rocm_ext.config.checks.training import EVAL_METRIC
 from rocm_ext.data.batches import StepLoader, Steps, Update, rows_per_step
 from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.rows import Rows
-from rocm_ext.runs.records import EvalScores, Score
+from rocm_ext.runs.records import EvalScores
+from rocm_ext.runs.scores import Score
 from rocm_ext.train.checkpoint import FREE_KEYS, State
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, Interrupted

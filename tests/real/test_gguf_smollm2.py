@@ -8,7 +8,7 @@ import zipfile
 import pytest
 
 from rocm_ext import cli
-from rocm_ext.runs.records import wilson
+from rocm_ext.runs.scores import wilson
 from tests.kit.llama_cpp import llama_cpp
 from tests.kit.tiny import tune, write_yaml
 from tests.real.smollm2 import WHEEL, marks

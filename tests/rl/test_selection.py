@@ -12,7 +12,7 @@ from rocm_ext.rl.cycles import cycle_stop_reason
 from rocm_ext.rl.prompts import choose_unsolved
 from rocm_ext.rl.records import Sample, measure, pass_at_k, passes
 from rocm_ext.rl.selection import KeepRule, filter_samples
-from rocm_ext.runs.records import wilson
+from rocm_ext.runs.scores import wilson
 from rocm_ext.verifiers import Result, Verdict
 
 BAR = KeepRule("rewarded", 0.5)

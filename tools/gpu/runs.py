@@ -129,7 +129,9 @@ def run_recipe(recipe: str, config: str | Path, *changes: str, ended_by: int = 0
 
 
 def _losses(out: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(out / "metrics.jsonl", problems=[]) if "loss" in line]
+    if not (losses := [line["loss"] for line in read_lines(out / "metrics.jsonl") if "loss" in line]):
+        raise Failed(f"{out / 'metrics.jsonl'} is missing or has no losses")
+    return losses
 
 
 def _said(out: Path) -> str:

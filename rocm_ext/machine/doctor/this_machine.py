@@ -130,8 +130,9 @@ def _disk_free() -> dict[str, int]:
     free = {}
     for name, path in folders.items():
         path = path.expanduser().absolute()
-        existing = next(folder for folder in (path, *path.parents) if folder.exists())
-        free[name] = shutil.disk_usage(existing).free
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        free[name] = shutil.disk_usage(path).free
     return free
 
 
