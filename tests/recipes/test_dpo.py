@@ -429,11 +429,11 @@ def test_dpo_raises_the_accuracy_of_raft(tmp_path):
     def evaluate(out: str) -> dict[str, bool]:
         """Return whether the greedy answer to each held-out prompt is right."""
         kept = tmp_path / f"eval_{out}"
-        scores = json.loads(command("eval", "--config", "cpu_pocket_raft", "--json", "--adapter", adapter(out),
-                                     "--output", kept, f"pocket={pocket}", "verify_workers=1"))  # fmt: skip
+        said = json.loads(command("eval", "--config", "cpu_pocket_raft", "--json", "--adapter", adapter(out),
+                                   "--output", kept, f"pocket={pocket}", "verify_workers=1"))  # fmt: skip
         (found,) = held_out(RunFolder(kept))
         right = found.greedy()
-        assert (len(right), sum(right.values())) == (scores.prompts, scores.correct) == (400, scores.correct)
+        assert (len(right), sum(right.values())) == (said["prompts"], said["correct"]) == (400, said["correct"])
         return right
 
     def adapter(out: str) -> Path:
