@@ -31,7 +31,7 @@ from rocm_ext.rl.prompts import choose_by_curriculum
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import Selected, select, to_rows
 from rocm_ext.rl.trainer import PolicyTrainer
-from rocm_ext.runs.folder import SampleKey
+from rocm_ext.runs.records import SampleKey
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import run
 from rocm_ext.train.scoring import reference, score

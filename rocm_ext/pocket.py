@@ -93,7 +93,7 @@ CHAT_TEMPLATE = (
 CARD = "pocket.json"
 
 
-class Card(TypedDict):
+class PocketCard(TypedDict):
     """The content of ``pocket.json``: the arguments of :func:`make`, and the trained model's steps, size and score."""
 
     seed: int
@@ -108,7 +108,7 @@ class Card(TypedDict):
 
 def make(
     folder: Path, seed: int = 0, target: float = 0.33, force: bool = False, tools: bool = False
-) -> tuple[Card, bool]:
+) -> tuple[PocketCard, bool]:
     """Make a pocket model in ``folder``, or keep the one that is already there.
 
     The folder holds the model in Hugging Face's format, ``train.jsonl`` and ``heldout.jsonl`` (rows of
@@ -133,7 +133,7 @@ def make(
         raise UserError(f"accuracy is {target}; expected a number between 0 and 1")
     folder = folder.resolve()
     card_file = folder / CARD
-    earlier: Card | None = json.loads(card_file.read_text()) if card_file.is_file() else None
+    earlier: PocketCard | None = json.loads(card_file.read_text()) if card_file.is_file() else None
     if earlier is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not a pocket model; choose another folder")
     if earlier and not force:
@@ -156,7 +156,7 @@ def make(
         write_tokenizer(aside, [problem.row(phrasing, calls) for problem in pool])
         tokenizer = load_tokenizer(aside)
         model, steps, score = _train(tokenizer, pool, measured, seed, target, calls)
-        card: Card = {
+        card: PocketCard = {
             "seed": seed,
             "target": target,
             "tools": tools,

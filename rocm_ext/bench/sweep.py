@@ -54,7 +54,7 @@ class Item:
     """One thing to measure.
 
     Attributes:
-        probe: one of :data:`rocm_ext.bench.probes.PROBES`.
+        probe: one of :data:`PROBES`.
         values: the probe's arguments.
         environ: environment variables of the child.
         skip: the reason to leave this out; empty: measure it.
@@ -72,7 +72,7 @@ class Item:
 
 
 class ProbeResult(TypedDict, total=False):
-    """The speed that a probe measured, its quartiles, and facts of some probes."""
+    """The speed or ratio that a probe measured, its quartiles, and facts of some probes."""
 
     value: float
     low: float

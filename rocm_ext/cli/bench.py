@@ -27,7 +27,7 @@ from rocm_ext.bench.sweep import PROBES, Measurement, Spec, Sweep, Winner
 from rocm_ext.cli._common import add_force, add_json, add_overrides, check_new_file, console, number, print_json, table
 from rocm_ext.config.checks import check_values
 from rocm_ext.machine.bench_file import bench_path, machine_key
-from rocm_ext.machine.budget import memory_budget
+from rocm_ext.machine.budget import gib, memory_budget
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.environment import environment_for
 from rocm_ext.machine.profile import choose_profile, load_profile
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     profile = load_profile(cfg.hardware)
     budget, why = memory_budget(profile, machine)
     sweep = Sweep(cfg, machine, {} if args.risky else profile.locked, args.quick, args.only or PROBES)
-    print(f"{machine}; model of {name}; budget {budget / 2**30:.1f} GiB ({why})", file=sys.stderr)
+    print(f"{machine}; model of {name}; budget {gib(budget)} ({why})", file=sys.stderr)
     from rocm_ext.bench import runner
 
     spec, others = Spec(name, overrides, budget, 0.3 if args.quick else 1.0), runner.OtherPrograms()

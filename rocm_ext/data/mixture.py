@@ -23,7 +23,7 @@ class DataShare(TypedDict, total=False):
     weight: float | None  # None: the config has no weights
     rows_of_epoch: int
     share: float  # of an epoch's rows
-    rows_given: int  # rows in the run's steps
+    rows_given: int  # rows in the run's steps; missing if these are not known
 
 
 @dataclass(frozen=True)

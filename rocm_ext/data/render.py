@@ -12,7 +12,7 @@ from itertools import groupby, pairwise
 from os.path import commonprefix
 from typing import Any
 
-from torchtune.data import Message
+from torchtune.data import Message as TorchtuneMessage
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.encoder import TextEncoder, to_text
@@ -369,7 +369,7 @@ class TorchtuneRenderer:
         """Return tokens and mask; only the turns at these indices are unmasked."""
         roles = ("ipython" if turn.role == "tool" else turn.role for turn in turns)
         parts = enumerate(zip(roles, turns, strict=True))
-        messages = [Message(role, turn.content, masked=i not in unmasked) for i, (role, turn) in parts]
+        messages = [TorchtuneMessage(role, turn.content, masked=i not in unmasked) for i, (role, turn) in parts]
         out = self._tokenizer({"messages": messages})
         return out["tokens"], out["mask"]
 

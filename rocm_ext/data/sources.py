@@ -254,7 +254,7 @@ class ConversationDataset(SourceDataset):
         what = "any schema" if self.schema == "auto" else f"schema {self.schema}"
         return f"{columns} do not fit {what}; use column_map, {{ours: yours}}. Known: {NEEDS}"
 
-    def _messages(self, schema: str, fields: Row, tools: list[Json] | None) -> Any:
+    def _messages(self, schema: str, fields: Row, tools: list[Json] | None) -> list[Any]:
         def turns(column: str, role: str) -> list:
             value = fields[column]
             chat = schema == "prompt_completion" and isinstance(value, list)

@@ -38,9 +38,9 @@ class Environment:
     """One conversation: it answers the model's messages until it gives a result.
 
     By default it runs the tools that a message calls, and judges the first message that calls none. Your class
-    overrides what differs. All methods but ``run`` and the checks may be asynchronous. An object serves one
-    conversation, in a separate process, so it may keep state and start processes; an exception is the conversation's
-    ERROR.
+    overrides what differs. All methods but ``judge_by``, ``run`` and the checks may be asynchronous. An object serves
+    one conversation, in a separate process, so it may keep state and start processes; an exception is the
+    conversation's ERROR.
 
     Args:
         row: the columns of the prompt's row.
@@ -61,7 +61,11 @@ class Environment:
         self.row = row
 
     def judge_by(self, verifier: Verifier) -> None:
-        """Let a verifier judge the answer; raises UserError if it compares the answers of a group."""
+        """Let a verifier judge the answer and check the rows; its ``needs`` replace the environment's.
+
+        Raises:
+            UserError: it compares the answers of a group.
+        """
         if verifier.groups:
             raise UserError(f"{name_of(verifier)} compares answers of a group; a conversation is judged by itself")
         self._judged_by, self.needs = verifier, tuple(verifier.needs)

@@ -123,8 +123,8 @@ def _rollout_plan(
 ) -> RolloutPlan:
     """Plan a round.
 
-    It assumes that a server is one GPU of the target's kind, as fast as this library's sampler. ``sampler`` plans one
-    server, or this process where there is none. ``now`` is an update as configured.
+    A server counts as one GPU of the target's kind, as fast as this library's sampler. ``sampler`` plans one server;
+    without servers it plans this process. ``now`` is the configured update.
     """
     grpo = family in registry.BY_STEP
     fixed = now.memory.weights if servers else now.memory.fixed

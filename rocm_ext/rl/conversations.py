@@ -19,7 +19,7 @@ from rocm_ext.data.render import marked_text, render_history, render_reply
 from rocm_ext.data.tokenizer import defused
 from rocm_ext.environments import Ask, Environments, calls_in
 from rocm_ext.rl.records import Given, PhaseRecords, Sample, packed_routes, to_sample
-from rocm_ext.runs.folder import SampleKey
+from rocm_ext.runs.records import SampleKey
 from rocm_ext.sampling import Completion, Request, RequestQueue, Sampling, sample_seed
 from rocm_ext.verifiers import Result
 from rocm_ext.verifiers.base import error

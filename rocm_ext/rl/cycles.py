@@ -30,8 +30,7 @@ from rocm_ext.rl.evaluation import stop_reason
 from rocm_ext.rl.records import measure, pass_rates
 from rocm_ext.rl.selection import Selected
 from rocm_ext.rl.trainer import PolicyTrainer
-from rocm_ext.runs.folder import SampleKey
-from rocm_ext.runs.records import PHASES, EvalScores, PhaseLines
+from rocm_ext.runs.records import PHASES, EvalScores, PhaseLines, SampleKey
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.builders import nothing_changed
 from rocm_ext.train.checkpoint import FREE_KEYS, State

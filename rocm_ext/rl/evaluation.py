@@ -9,12 +9,11 @@ from omegaconf import DictConfig
 
 from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
-from rocm_ext.rl.records import passes
+from rocm_ext.rl.records import pass_at_ks
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import EQUAL
-from rocm_ext.runs.folder import SampleKey
 from rocm_ext.runs.intervals import mcnemar
-from rocm_ext.runs.records import GREEDY, EvalScores
+from rocm_ext.runs.records import GREEDY, EvalScores, SampleKey
 from rocm_ext.runs.scores import wilson
 from rocm_ext.verifiers import Result, Verdict
 
@@ -54,7 +53,7 @@ def score(answers: Answers, samples: int) -> EvalScores:
     for (prompt, sample), passed in right.items():
         if sample != GREEDY:
             drawn[prompt] = drawn.get(prompt, 0) + passed
-    at = passes([(samples, correct) for correct in drawn.values()])
+    at = pass_at_ks([(samples, correct) for correct in drawn.values()])
     return {
         "prompts": len(greedy),
         "correct": sum(greedy),

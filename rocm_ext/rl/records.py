@@ -25,7 +25,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, read_lines, rewrite_lines
 from rocm_ext.base.types import Json, Message
 from rocm_ext.distributed.ranks import Ranks
-from rocm_ext.runs.folder import SampleKey
+from rocm_ext.runs.records import SampleKey
 from rocm_ext.sampling import Completion
 from rocm_ext.verifiers import Result, Verdict
 
@@ -162,7 +162,7 @@ def measure(samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Res
             values.setdefault(f"reward/{name}", []).append(value)
     return {
         **{name: fmean(measured) if measured else None for name, measured in values.items()},
-        **{f"pass_at_{k}": value for k, value in passes([(len(group), sum(group)) for group in judged]).items()},
+        **{f"pass_at_{k}": value for k, value in pass_at_ks([(len(group), sum(group)) for group in judged]).items()},
     }
 
 
@@ -479,7 +479,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def passes(groups: Sequence[tuple[int, int]]) -> dict[int, float]:
+def pass_at_ks(groups: Sequence[tuple[int, int]]) -> dict[int, float]:
     """The mean of :func:`pass_at_k` over prompts, for k = 1, 2, 4 … up to the most answers that a prompt has.
 
     Args:

@@ -18,7 +18,7 @@ from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows
 from rocm_ext.rl.records import Sample, measure
 from rocm_ext.rl.rollout import Answers
-from rocm_ext.runs.folder import SampleKey
+from rocm_ext.runs.records import SampleKey
 from rocm_ext.sampling import sample_seed
 from rocm_ext.verifiers import Result, Verdict
 

@@ -38,7 +38,6 @@ from rocm_ext.runs.records import (
     read_json,
     read_yaml,
 )
-from rocm_ext.runs.records import SampleKey as SampleKey
 from rocm_ext.runs.tails import Record, Tails
 
 _PAUSE = 60.0  # seconds without a line in hardware.jsonl after which a run counts as paused
@@ -93,7 +92,7 @@ class RunFolder:
         self.evaluations: dict[int, Scores] = {}
         self.validations = Columns()
         self.answers = AnswerLog(path, self.problems, tails)
-        if self.family in BY_STEP and begun:  # rocm-ext eval with a config of GRPO: it writes a cycle's records
+        if self.family in BY_STEP and shape == RAFT:  # rocm-ext eval with a config of GRPO: it writes a cycle's records
             self.family = RAFT
         if self.family == RAFT:
             self._read_cycles(begun)
@@ -115,8 +114,10 @@ class RunFolder:
 
     def _shape(self, cycles: bool) -> str:
         """The recipe whose records the folder has; for a user's recipe, the one that it extends."""
+        if cycles or "cycles" in self.config:
+            return RAFT
         lines = list(islice(read_lines(self.path / "metrics.jsonl", problems=[]), 2))
-        if cycles or "cycles" in self.config or PhaseLines(lines):
+        if PhaseLines(lines):
             return RAFT
         if of_policy(self.config, lines, (self.path / "samples.jsonl").exists()):
             return GRPO
@@ -184,7 +185,7 @@ class RunFolder:
         }
 
     def fact(self, key: str) -> Any:
-        """A value of a summary: ``machine``, ``dtype`` or ``ranks``."""
+        """A value of a summary: ``machine``, ``dtype``, ``ranks`` or ``base_model``."""
         return next((summary[key] for summary in self.summaries if summary.get(key) is not None), None)
 
 

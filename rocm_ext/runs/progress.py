@@ -33,7 +33,7 @@ def progress(out: Path) -> LatestValues:
         return {"problem": f"{out} {'is a file' if out.exists() else 'does not exist'}"}
     metrics, samples, verdicts = (out / f"{name}.jsonl" for name in ("metrics", "samples", "verdicts"))
     summary = read_json(out / "summary.json", [])  # a file may be unreadable while the run writes it
-    config, lines = read_yaml(out / "config.yaml", []), _last_lines(metrics)
+    lines = _last_lines(metrics)
     phases = PhaseLines(lines)
     values: LatestValues
     if cycles := begun_cycles(out) | phases.keys():
@@ -50,8 +50,9 @@ def progress(out: Path) -> LatestValues:
             values["phase"] = "skipped"
         listed = summary.get("cycles")
         ended = cycle and is_rows(listed) and any(entry.get("cycle") == cycle for entry in listed)
-        finished = ("eval" in phases.get(cycle, {}) or ended) and raft_finished(out, config, cycle, skipped)
-    elif of_policy(config, lines, samples.exists()):
+        complete = "eval" in phases.get(cycle, {}) or ended
+        finished = complete and raft_finished(out, read_yaml(out / "config.yaml", []), cycle, skipped)
+    elif of_policy(config := read_yaml(out / "config.yaml", []), lines, samples.exists()):
         written = max(_stat(metrics), _stat(samples), _stat(verdicts))[0]
         values = _policy_progress(out, lines, config)
         finished = steps_finished(summary, config, number(values.get("step", 0)))

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rocm_ext.base.types import Message
+from rocm_ext.base.types import Json, Message
 from rocm_ext.config.checks.kinds import NULL, POSITIVE, SHARE, Kind, check, integer, number
 from rocm_ext.distributed.ranks import Ranks
 
@@ -79,7 +79,7 @@ class Request:
     seed: int
     tokens: tuple[int, ...]
     messages: tuple[Message, ...] = ()
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Json, ...] = ()
     adapter: Any = None
     most: int | None = None
 

@@ -21,6 +21,7 @@ from rocm_ext.base.supervised import beat
 from rocm_ext.config.checks.kinds import NULL, check, integer
 from rocm_ext.data.encoder import to_text
 from rocm_ext.data.tokenizer import ChatTokenizer
+from rocm_ext.machine.budget import gib
 from rocm_ext.machine.trace import DECODING, PREFILL, Trace
 from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder
@@ -106,8 +107,8 @@ class LocalEngine:
         free, needed = self._free_memory(), self.layout_bytes()
         if needed > free:
             raise UserError(
-                f"sampling needs up to {needed / 2**30:.1f} GiB for a copy of weights, but "
-                f"{free / 2**30:.1f} GiB are free; sample on a server (rocm_ext.sampling.OpenAIEngine) or use a "
+                f"sampling needs up to {gib(needed)} for a copy of weights, but "
+                f"{gib(free)} are free; sample on a server (rocm_ext.sampling.OpenAIEngine) or use a "
                 "smaller model"
             )
         with sampler_of(self._decoder, self._merge) as decoder:
@@ -349,11 +350,11 @@ class LocalSession:
         slots, free, memory = self._fit(most, queue, length, sampling)
         if slots < least:
             raise UserError(
-                f"{free / 2**30:.1f} GiB are free for sampling; {least} answers of {length} tokens need "
-                f"{memory.bytes(least) / 2**30:.1f} GiB. Lower max_new_tokens"
+                f"{gib(free)} are free for sampling; {least} answers of {length} tokens need "
+                f"{gib(memory.bytes(least))}. Lower max_new_tokens"
             )
         if slots < most:
-            log.info("sampling %d answers at once, the most that fit into %.1f GiB", slots, free / 2**30)
+            log.info("sampling %d answers at once, the most that fit into %s", slots, gib(free))
         return SlotBatch(self._decoder, slots, length, sampling, self._graphs, self._routes)
 
     def _fit(

@@ -22,6 +22,7 @@ from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.losses import Objective, UnpairedPreference, objective_of
 from rocm_ext.losses.distillation import HIDDEN, LOGPROBS
 from rocm_ext.machine import numerics
+from rocm_ext.machine.budget import readable
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.adapters.merge import check_mergeable
 from rocm_ext.model.adapters.peft_files import PeftConfig
@@ -40,7 +41,7 @@ from rocm_ext.model.download import use_weights
 from rocm_ext.model.lora import adapter_parameters, adapters, quantized
 from rocm_ext.model.weights.quantized import unpacked_once
 from rocm_ext.plan.costs import Kernels
-from rocm_ext.plan.memory import MemoryPlan, apply_checkpointing, checkpointed_layers, readable
+from rocm_ext.plan.memory import MemoryPlan, apply_checkpointing, checkpointed_layers
 from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import figures_for
 from rocm_ext.plan.workload import Workload

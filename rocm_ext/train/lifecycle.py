@@ -22,7 +22,7 @@ from rocm_ext.base.log import duration, log, warn
 from rocm_ext.base.process import stop_signals, survive_terminal
 from rocm_ext.distributed.ranks import Ranks, local_rank, local_world_size, machine_index, several_machines
 from rocm_ext.machine import numerics, trace
-from rocm_ext.machine.budget import memory_budget, open_device
+from rocm_ext.machine.budget import memory_budget, open_device, readable
 from rocm_ext.machine.counters import log_of, recording
 from rocm_ext.machine.detect import Machine, detect
 from rocm_ext.machine.profile import Profile, check_locked, check_profile, load_profile
@@ -31,7 +31,6 @@ from rocm_ext.machine.trace import Trace
 from rocm_ext.model.families import CONFIG
 from rocm_ext.model.sampler import MIN_ROWS
 from rocm_ext.model.weights.llama_cpp import way_out
-from rocm_ext.plan.memory import readable
 from rocm_ext.runs.records import read_yaml
 from rocm_ext.train.machines import check_machines
 from rocm_ext.train.output_dir import hold

@@ -85,7 +85,7 @@ class Training:
     Attributes:
         step: steps done. Metrics and checkpoints count them.
         total_steps: optimiser updates of the schedule.
-        best: step, adapter and score or loss of the best evaluation so far; None before the first.
+        best: the best adapter so far, see :class:`rocm_ext.train.checkpoint.Best`; None before the first.
         free_keys: keys of the config that may differ when a run resumes.
     """
 
@@ -374,7 +374,7 @@ class Training:
         return StepStats(loss, norm, lr, int(real), 1 - real / computed, bool(interrupted), measurements)
 
     def skip_updates(self, count: int) -> None:
-        """Advance the schedule by ``count`` updates without doing them, after a step with too few rows."""
+        """Advance the schedule by ``count`` updates without doing them, for too few rows or on a resume."""
         if self.scheduler is None:
             return
         with warnings.catch_warnings():

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from rocm_ext.rl.cycles import cycle_stop_reason
 from rocm_ext.rl.prompts import choose_unsolved
-from rocm_ext.rl.records import Sample, measure, pass_at_k, passes
+from rocm_ext.rl.records import Sample, measure, pass_at_k, pass_at_ks
 from rocm_ext.rl.selection import KeepRule, filter_samples
 from rocm_ext.runs.scores import wilson
 from rocm_ext.verifiers import Result, Verdict
@@ -139,8 +139,8 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one(n, correct, k):
 
 
 def test_pass_at_k_of_prompts_is_a_mean_over_those_with_as_many_answers():
-    assert passes([(4, 1), (4, 4), (2, 0)]) == pytest.approx({1: 1.25 / 3, 2: 1.5 / 3, 4: 1.0})
-    assert passes([]) == {}
+    assert pass_at_ks([(4, 1), (4, 4), (2, 0)]) == pytest.approx({1: 1.25 / 3, 2: 1.5 / 3, 4: 1.0})
+    assert pass_at_ks([]) == {}
 
 
 @given(answers)

@@ -17,9 +17,10 @@ from typing import Any
 
 import psutil
 
+from rocm_ext.base.files import read_lines
 from rocm_ext.base.process import end_with_parent, handled
 from tools.benchmarks.protocol import Failed
-from tools.gpu.here import Here, Skipped
+from tools.gpu.here import Here
 from tools.gpu.parts import Part
 
 MARK = "ROCM_EXT_GPU_PART"  # in the environment of all programs that a part starts
@@ -116,13 +117,11 @@ def _result(status: str, detail: str = "") -> Result:
 def _read(path: Path) -> dict[str, Any]:
     """Read the rows that a part wrote, and how it ended, if it came so far."""
     content: dict[str, Any] = {"rows": []}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):  # the process was killed while it wrote
-            said = json.loads(line)
-            if "status" in said:
-                content["ended"] = said
-            else:
-                content["rows"].append(said)
+    for said in read_lines(path, problems=[]):  # the process may have been killed while it wrote
+        if "status" in said:
+            content["ended"] = said
+        else:
+            content["rows"].append(said)
     return content
 
 
@@ -174,10 +173,8 @@ def _outcome(part: Part, here: Here, say: Any) -> dict[str, str]:
     """Run a part, say its rows, and return how it ended."""
     try:
         failed = [row["what"] for row in run_rows(part, here, say) if row.get("ok") is False]
-    except Skipped as reason:
-        return {"status": "skipped", "detail": str(reason)}
     except (Exception, SystemExit) as error:
-        if type(error).__name__ == "Skipped":  # of rocm_ext.bench, which imports torch
+        if type(error).__name__ == "Skipped":  # ours, or that of rocm_ext.bench, which imports torch
             return {"status": "skipped", "detail": str(error)}
         traceback.print_exc()
         memory = type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error).lower()

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rocm_ext.base.files import read_lines
 from tests.kit.tiny import TEXT, write_yaml
 from tools.gpu.here import Here, Row, speed
 from tools.gpu.runs import run_recipe
@@ -21,7 +22,7 @@ def grpo_step(here: Here, size: str) -> Iterator[Row]:
     changes = [f"output_dir={out}", "overwrite_output_dir=True", f"steps={steps}", f"prompts_per_step={prompts}",
                f"samples_per_prompt={samples}", f"max_new_tokens={tokens}"]  # fmt: skip
     run_recipe("grpo_rocm", write_yaml(base / "grpo.yaml", _config(here, base, model)), *changes)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(out / "metrics.jsonl")
     done = [line for line in lines if "sample_seconds" in line][1:]  # the first compiles and captures graphs
     sampled, trained = (median(line[key] for line in done) for key in ("sample_seconds", "train_seconds"))
     count, shape = prompts * samples, shape_of(here, size)

@@ -102,7 +102,7 @@ class NativeDecoder(TransformerDecoder, Decoder):
         return [
             [f"{plain(name)}.{part}.weight" for part in kind.parts]
             for name, module in self.named_modules()
-            if (kind := joined_kind(module)) is not None
+            if (kind := _joined_kind(module)) is not None
         ]
 
     def check_sampling(self) -> int:
@@ -323,7 +323,7 @@ class SamplingMLP(FeedForward):
         return self.w2(self.activation(gate) * up)
 
 
-def joined_kind(module: nn.Module) -> Any:
+def _joined_kind(module: nn.Module) -> Any:
     """Return the class of a module's copy that has one product for several linear layers; None: it has none."""
     if type(module) is Attention:
         return SamplingAttention
@@ -366,7 +366,7 @@ class _Copies:
         if type(module) is nn.SiLU:
             return _SteadySiLU()
         # without the constructor, and without hooks of FSDP and others
-        kind = joined_kind(module)
+        kind = _joined_kind(module)
         made = object.__new__(_without_hooks(kind or type(module)))  # type: ignore[arg-type]
         vars(made).update({**vars(module), **vars(nn.Module()), "training": False})
         made._buffers = dict(module._buffers)

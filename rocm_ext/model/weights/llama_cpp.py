@@ -199,7 +199,7 @@ def read_layout(folder: Path) -> Layout:
         named = config.get("architectures")
         name = named[0] if isinstance(named, list) and named else config.get("model_type")
         raise UserError(f"{name} is not written to GGUF files here; {CONVERTER}")
-    with explain_errors(f"{folder / CONFIG}"):  # transformers and the table's functions raise anything
+    with explain_errors(str(folder / CONFIG)):  # transformers and the table's functions raise anything
         return _of_transformers(folder, row)
 
 
