@@ -15,34 +15,30 @@ from omegaconf import DictConfig
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
 from rocm_ext import config
-from rocm_ext.base.errors import refuse
 from rocm_ext.base.files import read_lines
 from rocm_ext.base.log import warn
-from rocm_ext.data.rows import SIDE, Rows
+from rocm_ext.data.rows import Rows
+from rocm_ext.data.training_rows import refuse_single_answers
+from rocm_ext.losses.preference import REFERENCE
 from rocm_ext.train.lifecycle import run
 from rocm_ext.train.metrics import falling_likelihood
-from rocm_ext.train.scoring import COLUMN, add_reference_logprobs
+from rocm_ext.train.scoring import add_reference_logprobs
 
 
 class DPO(LoRAFinetune):
     """Trains LoRA or DoRA adapters on pairs; see :class:`LoRAFinetune`."""
 
-    columns = (COLUMN,)
+    columns = (REFERENCE,)
 
     def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
         """Read and tokenise the pairs, as :meth:`LoRAFinetune.setup_data` does."""
         rows, validation = super().setup_data(tokenizer)
-        refuse(
-            f"{key} has single answers, and {self.cfg.recipe} needs pairs of a chosen and a rejected one: "
-            "use rocm_ext.data.preference_dataset"
-            for key, part in (("dataset", rows), ("dataset_val", validation))
-            if part is not None and SIDE not in part.columns
-        )
+        refuse_single_answers(self.cfg.recipe, rows, validation)
         return rows, validation
 
     def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
         """Add the reference's log-probs, if the loss needs them."""
-        if COLUMN in self.learner.objective.columns:
+        if REFERENCE in self.learner.objective.columns:
             sets = {key: part for key, part in rows.items() if part is not None}
             add_reference_logprobs(self.learner, sets, folder)
 

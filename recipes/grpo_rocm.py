@@ -23,6 +23,7 @@ from rocm_ext.config.algorithms import describe, filled, updates_of_pass, update
 from rocm_ext.config.checks import check_sampled_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import ROUTES, Rows
+from rocm_ext.losses import check_columns
 from rocm_ext.losses.policy_gradient import loss_config
 from rocm_ext.plan.workload import old_logprobs
 from rocm_ext.rl import evaluation
@@ -83,7 +84,7 @@ class GRPO(Loop):
                 several updates per step.
         """
         cfg, learner, loss = self.cfg, self.learner, self.learner.objective
-        learner.check_columns(_COLUMNS)
+        check_columns(loss, _COLUMNS)
         if cfg.router_replay:
             learner.decoder.replay_routes()
         if loss.temperature != cfg.temperature:

@@ -15,15 +15,13 @@ from typing import Any
 from omegaconf import DictConfig
 
 from rocm_ext import config
-from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_values
-from rocm_ext.config.checks.training import EVAL_METRIC
 from rocm_ext.data import overview
-from rocm_ext.data.kept import kept_rows, what_makes
 from rocm_ext.data.mixture import Mixture, lines
-from rocm_ext.data.rows import Rows, open_dataset, tokenize
+from rocm_ext.data.rows import Rows
 from rocm_ext.data.tokenizer import open_tokenizer
+from rocm_ext.data.training_rows import training_rows
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
@@ -118,45 +116,12 @@ class LoRAFinetune:
 
     def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
         """Read and tokenise the training rows, and the validation rows or None."""
-        cfg = self.cfg
-        rows = self._rows(cfg.dataset, "dataset", tokenizer)
-        if cfg.dataset_val is not None and cfg.validation_fraction:
-            raise UserError("dataset_val and validation_fraction are both set; keep one of them")
-        validation = self._rows(cfg.dataset_val, "dataset_val", tokenizer) if cfg.dataset_val is not None else None
-        if cfg.validation_fraction:
-            rows, validation = rows.split(cfg.validation_fraction, cfg.data_seed)
-            log.info("validation_fraction: %s rows are set aside", f"{len(validation):,}")
-        if cfg.early_stopping_patience and validation is None and cfg.early_stopping_metric != EVAL_METRIC:
-            raise UserError(
-                "early_stopping_patience needs validation rows: set dataset_val or validation_fraction; or set "
-                f"eval_prompts and early_stopping_metric={EVAL_METRIC}"
-            )
-        return rows, validation
+        is_ours = tokenizer is self.learner.tokenizer  # a recipe may bring another tokenizer
+        progress = self.runtime.ranks.is_main and os.isatty(2)
+        return training_rows(self.cfg, tokenizer, self.learner.decoder.max_seq_len, cached=is_ours, progress=progress)
 
     def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
         """Add the columns in :attr:`columns` to the rows, by their keys in the config, before the first step."""
-
-    def _rows(self, component: Any, key: str, tokenizer: Any) -> Rows:
-        cfg, is_ours = self.cfg, tokenizer is self.learner.tokenizer  # a recipe may bring another tokenizer
-        policies: dict[str, Any] = {
-            "max_seq_len": getattr(tokenizer, "max_seq_len", None),
-            "positions": self.learner.decoder.max_seq_len,
-            "too_long": cfg.too_long,
-            "bad_rows": cfg.bad_rows,
-            "name": key,
-        }
-        rows = kept_rows(
-            lambda: what_makes(cfg, component, **policies) if is_ours and cfg.keep_rows else None,
-            lambda: tokenize(
-                open_dataset(component, tokenizer, cfg.too_long),
-                progress=self.runtime.ranks.is_main and os.isatty(2),
-                **policies,
-            ),
-        )
-        log.info("%s: %s", key, ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in rows.counts.items()))
-        if weights := rows.weights():
-            log.info("%s: its column weight weighs rows, from %g to %g", key, *weights)
-        return rows
 
     def train(self) -> None:
         """Train to the last step, write the outputs, and warn if the adapter is unchanged.

@@ -20,6 +20,7 @@ from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_sampled_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
+from rocm_ext.losses import check_columns
 from rocm_ext.plan import workload
 from rocm_ext.rl.cycles import CycleTrainer, cycle_entries, cycle_stop_reason
 from rocm_ext.rl.loop import Loop
@@ -66,7 +67,7 @@ class RAFT(Loop):
     def check_training(self) -> None:
         """Check that the learner fits the training, before the weights are read."""
         cfg, learner = self.cfg, self.learner
-        learner.check_columns(("advantages", "old_logprobs"))
+        check_columns(learner.objective, ("advantages", "old_logprobs"))
         if "old_logprobs" in learner.objective.columns and (
             cfg.replay_cycles or (cfg.replay_cycles is None and cfg.start_from == "base")
         ):

@@ -7,35 +7,33 @@ torchtune import newer torchao. The top of this file imports nothing that torch 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import importlib.util
 import io
 import logging
 import os
 import sys
-from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
-from rocm_ext.base import pins, registry
-from rocm_ext.base.errors import UserError, nearest
+from rocm_ext.base import deferred, pins, registry
+from rocm_ext.base.errors import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from collections.abc import Mapping
 
 
 def register() -> None:
     """torch's hook. In `tune`: append our recipes to torchtune's registry. In a program that runs a recipe: complete
-    the environment before anything else is imported. In every program: let torchtune import names that torchao has
-    moved. Never raises, but answers `tune ls` itself and `tune validate` for our configs, and ends `tune`, `rocm-ext`
-    and recipes with one line where the installed torchtune or torchao cannot work, where `tune` is asked for a recipe
-    that does not exist, or where `tune cp` would overwrite a file with one of ours."""
+    the environment before anything else is imported. In both, and in `rocm-ext`: defer most of torchtune and torchao.
+    In every program: let torchtune import names that torchao has moved. Never raises, but answers `tune ls`, `tune cp`
+    and, for our configs, `tune validate` itself, and ends `tune`, `rocm-ext` and recipes with one line where the
+    installed torchtune or torchao cannot work, where `tune` is asked for a recipe that does not exist, or where
+    `tune cp` would overwrite a file with one of ours."""
     what = "its recipes are not registered"
     try:
-        bridge()
+        deferred.bridge()
         tune, script = _is_tune(), _script()
         if tune:
             problem = pins.wrong_pins()
@@ -56,67 +54,15 @@ def register() -> None:
                 sys.exit(problem)
         elif registry.DECIDED not in os.environ:
             return
+        deferred.defer()
         what = "the environment of this run is not prepared"
-        for name in ("torchao", "torch.utils._pytree", "torch.distributed.run"):
-            logging.getLogger(name).addFilter(_concerns_us)
+        leave_out_warnings()
         if (tune or script.endswith(_RECIPES)) and not _is_worker():
             from rocm_ext.config import startup
 
             startup.begin(tune)
     except Exception as error:
         print(f"torchtune-rocm: {what}: {error}", file=sys.stderr)
-
-
-def bridge() -> None:
-    """Let torchtune import names that torchao has moved or removed. Programs without torchtune see no difference."""
-    if "torchtune.datasets" not in sys.modules:
-        sys.meta_path.insert(0, _Bridge())
-
-
-class _Bridge:
-    """An entry of ``sys.meta_path`` that adds the names once, just before torchtune's data sets are executed.
-
-    torchtune imports torchao, then its data sets. Only then is torchao complete: it imports torch, at the end of which
-    our hook runs.
-    """
-
-    done = False
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        if name != "torchtune.datasets" or self.done:
-            return None
-        spec = PathFinder.find_spec(name, path)
-        if spec is None or spec.loader is None:
-            return None
-        self.done, execute = True, spec.loader.exec_module
-
-        def add_and_execute(module: ModuleType) -> None:  # not in find_spec, which holds the lock of all imports
-            _add_names()
-            execute(module)
-
-        spec.loader.exec_module = add_and_execute  # type: ignore[method-assign]
-        return spec
-
-
-def _add_names() -> None:
-    import torchao.dtypes
-    import torchao.quantization
-
-    if importlib.util.find_spec("torchao.dtypes.nf4tensor") is None:  # moved in 0.18 (pytorch/ao#4256)
-        from torchao.quantization.quantize_.workflows.nf4 import nf4_tensor
-
-        sys.modules["torchao.dtypes.nf4tensor"] = torchao.dtypes.nf4tensor = nf4_tensor
-    for module, gone in (
-        (torchao.quantization, "int4_weight_only"),  # in 0.16 (pytorch/ao#3308)
-        (torchao.quantization, "int8_dynamic_activation_int4_weight"),
-        (torchao.dtypes, "TensorCoreTiledLayout"),  # in 0.18 (pytorch/ao#4153)
-    ):
-        if not hasattr(module, gone):  # torchtune's recipe `quantize` alone calls them
-            setattr(module, gone, partial(_refuse, gone))
-
-
-def _refuse(gone: str, *_: object, **__: object) -> NoReturn:
-    raise UserError(f"torchtune's quantizer needs torchao's {gone}, which is gone: pip install \"torchao<0.16\"")
 
 
 def _script() -> str:
@@ -136,6 +82,12 @@ _COMMANDS = ("/rocm-ext", "/rocm-ext.exe", "/rocm_ext/cli/__main__.py", "/rocm_e
 def _is_worker() -> bool:
     """Whether this is a worker process of a run."""
     return "multiprocessing" in sys.modules and sys.modules["multiprocessing"].parent_process() is not None
+
+
+def leave_out_warnings() -> None:
+    """Leave out warnings of torch and torchao that concern nobody here."""
+    for name in ("torchao", "torch.utils._pytree", "torch.distributed.run"):
+        logging.getLogger(name).addFilter(_concerns_us)
 
 
 def _concerns_us(record: logging.LogRecord) -> bool:
@@ -191,6 +143,19 @@ def _file_in_the_way(arguments: list[str], table: Mapping[str, registry.Recipe])
     return None
 
 
+def _copy(arguments: list[str], table: Mapping[str, registry.Recipe]) -> str | None:
+    """Answer `tune cp ARGUMENTS` with torchtune's code, before torchtune imports the rest of itself."""
+    if problem := _file_in_the_way(arguments, table):
+        return problem
+    from torchtune._cli.cp import Copy
+
+    parser = argparse.ArgumentParser(prog="tune")
+    Copy.create(parser.add_subparsers())
+    args = parser.parse_args(sys.argv[1:])
+    args.func(args)
+    sys.exit()
+
+
 def _validate(arguments: list[str], table: Mapping[str, registry.Recipe]) -> None:
     """Let `rocm-ext validate` answer `tune validate ARGUMENTS` where they name a config of ours: torchtune neither
     knows our keys nor takes ``--config`` and a config's name."""
@@ -203,7 +168,7 @@ def _validate(arguments: list[str], table: Mapping[str, registry.Recipe]) -> Non
 
 
 # Checks before a subcommand of `tune`; a returned message ends it.
-_FIRST = {"run": _unknown_recipe, "cp": _file_in_the_way, "validate": _validate}
+_FIRST = {"run": _unknown_recipe, "cp": _copy, "validate": _validate}
 
 
 def _list(table: Mapping[str, registry.Recipe]) -> None:

@@ -14,7 +14,7 @@ import sys
 from typing import NoReturn
 
 import rocm_ext
-from rocm_ext.base import pins
+from rocm_ext.base import deferred, pins
 from rocm_ext.base.errors import UserError, nearest
 
 _COMMANDS = {
@@ -45,7 +45,9 @@ _NAMES = [name for commands in _COMMANDS.values() for name in commands]
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``rocm-ext`` with these arguments; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    if argv is None:  # this process is the program
+        argv = sys.argv[1:]
+        deferred.defer()
     try:
         return _run(argv) or 0
     except UserError as error:

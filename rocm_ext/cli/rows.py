@@ -13,8 +13,8 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rocm_ext import config
 from rocm_ext.base import registry
@@ -32,6 +32,7 @@ from rocm_ext.cli._common import (
     table,
 )
 from rocm_ext.config.checks import check_config
+from rocm_ext.config.model_folder import FROM_CHECKPOINT
 
 if TYPE_CHECKING:
     from rocm_ext.data.overview import Overview
@@ -58,7 +59,6 @@ def run(args: argparse.Namespace) -> None:
 
     from rocm_ext.data.tokenizer import open_tokenizer
     from rocm_ext.distributed.ranks import Ranks
-    from rocm_ext.model.build import build_model
     from rocm_ext.model.download import use_downloaded
     from rocm_ext.train.builders import check_tokenizer
 
@@ -70,12 +70,35 @@ def run(args: argparse.Namespace) -> None:
     use_downloaded(cfg, Ranks(torch.device("cpu")))
     tokenizer = open_tokenizer(cfg)
     check_tokenizer(tokenizer, cfg)
-    decoder = build_model(cfg.model, torch.bfloat16, 0, torch.device("meta"))
     read = _prompts if family in registry.SAMPLED else _rows
-    overview, check = read(cfg, family, tokenizer, decoder)
+    overview, check = read(cfg, family, tokenizer, _sizes(cfg.model))
     content = overview.as_json(_chosen(args, overview.lengths))
     (print_json if args.json else _print_rows)({"recipe": recipe.name, **content})
     check()
+
+
+class _Sizes(NamedTuple):
+    """A model's number of embeddings, and its maximum length of a sequence in tokens."""
+
+    vocabulary: int
+    positions: int
+
+
+def _sizes(model: Any) -> _Sizes:
+    """Return the sizes of the model that the config's ``model`` names."""
+    from rocm_ext.model.families import foreign_config, read_architecture
+
+    if model[config.COMPONENT] == FROM_CHECKPOINT:
+        folder = Path(model.checkpoint_dir)
+        if foreign_config(folder, bool(model.get("trust_remote_code"))) is None:
+            architecture = read_architecture(folder)
+            return _Sizes(architecture.vocabulary, architecture.positions)
+    import torch
+
+    from rocm_ext.model.build import build_model
+
+    decoder = build_model(model, torch.bfloat16, 0, torch.device("meta"))
+    return _Sizes(decoder.tok_embeddings.num_embeddings, decoder.max_seq_len)
 
 
 def _chosen(args: argparse.Namespace, lengths: list[int]) -> list[int]:
@@ -85,35 +108,34 @@ def _chosen(args: argparse.Namespace, lengths: list[int]) -> list[int]:
     return [*(args.row or ()), *range(min(args.show or 0, len(lengths)))]
 
 
-def _rows(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
+def _rows(cfg: Any, family: str, tokenizer: Any, sizes: _Sizes) -> Read:
     """Read the rows of SFT or DPO as the recipe does."""
     from rocm_ext.data import overview
     from rocm_ext.data.mixture import Mixture
-    from rocm_ext.data.rows import open_dataset, origin_of
-    from rocm_ext.losses import objective_of
-    from rocm_ext.recipes.dpo_rocm import DPO
-    from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
-    from rocm_ext.train.learner import Learner
+    from rocm_ext.data.rows import check_vocabulary, flat, open_dataset, origin_of
+    from rocm_ext.data.training_rows import refuse_single_answers, training_rows
+    from rocm_ext.losses import check_fit, objective_of
+    from rocm_ext.losses.preference import REFERENCE
 
-    recipe = cast(Any, (DPO if family == registry.DPO else LoRAFinetune)(cfg))
-    # stand-ins: a real runtime needs the config's device, and a real learner its model there
-    recipe.runtime = SimpleNamespace(ranks=SimpleNamespace(is_main=True))
-    recipe.learner = object.__new__(Learner)
-    recipe.learner.tokenizer, recipe.learner.decoder = tokenizer, decoder
-    recipe.learner.objective = objective_of(config.instantiate(cfg.loss, key="loss"))
-    rows, validation = recipe.setup_data(tokenizer)
+    rows, validation = training_rows(cfg, tokenizer, sizes.positions, cached=True, progress=os.isatty(2))
+    coming: tuple[str, ...] = ()
+    if family == registry.DPO:
+        refuse_single_answers(cfg.recipe, rows, validation)
+        coming = (REFERENCE,)
     components = filter(None, (cfg.dataset, cfg.dataset_val))
     origins = [partial(origin_of, open_dataset(component, tokenizer, cfg.too_long)) for component in components]
 
     def check() -> None:
         Mixture.of(cfg.dataset, rows).check()
+        objective = objective_of(config.instantiate(cfg.loss, key="loss"))
         for part in filter(None, (rows, validation)):
-            recipe.learner.check_rows(part, recipe.columns)
+            check_vocabulary(int(flat(part.tokens).max()), sizes.vocabulary)
+            check_fit(objective, {*part.columns, *coming}, part.pairs)
 
     return overview.of_rows(cfg, tokenizer, rows, validation, origins), check
 
 
-def _prompts(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
+def _prompts(cfg: Any, family: str, tokenizer: Any, sizes: _Sizes) -> Read:
     """Read the prompts of a recipe that samples answers as the recipe does."""
     from rocm_ext.rl.prompts import PromptSet
 
@@ -121,8 +143,7 @@ def _prompts(cfg: Any, family: str, tokenizer: Any, decoder: Any) -> Read:
     if cfg.environment is not None:
         prompts.check_verifier()  # it learns the environment's tools, which every prompt shows
     prompts.render(tokenizer)
-    window = decoder.max_seq_len
-    return prompts.overview(tokenizer, window), lambda: prompts.check_length(window)
+    return prompts.overview(tokenizer, sizes.positions), lambda: prompts.check_length(sizes.positions)
 
 
 def _print_rows(content: Json) -> None:

@@ -24,14 +24,23 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Check keys and values, or replace this process by `tune run` with ``validate_only=True``."""
-    from rocm_ext.machine.environment import replace_process
+    """Check keys and values, or replace this process by the recipe with ``validate_only=True``."""
+    from rocm_ext.machine.environment import preset, replace_process
+    from rocm_ext.machine.profile import load_profile
 
     recipe = config.recipe_of(args.config, args.overrides)
     if args.keys:
         check_config(config.load(recipe, args.config, args.overrides), registry.family(recipe))
         print(f"Config is well-formed! `rocm-ext validate --config {args.config}` also checks machine, model and data")
         return
-    ranks = ["--nproc_per_node", str(args.ranks)] if args.ranks > 1 else []
-    start = [config.startable(recipe), "--config", args.config, *args.overrides, "validate_only=True"]
-    replace_process([sys.executable, "-m", "torchtune._cli.tune", "run", *ranks, *start])
+    options = ["--config", args.config, *args.overrides, "validate_only=True"]
+    if args.ranks > 1 or recipe.name not in registry.recipes():
+        ranks = ["--nproc_per_node", str(args.ranks)] if args.ranks > 1 else []
+        start = [*ranks, config.startable(recipe), *options]
+        command = [sys.executable, "-m", "torchtune._cli.tune", "run", *start]
+    else:  # seconds sooner than with `tune run`
+        command = [sys.executable, str(recipe.file), *options]
+        hardware = config.requested_hardware(args.config, args.overrides, recipe)
+        if hardware != "auto":
+            preset(load_profile(hardware))  # or the recipe would import torch twice
+    replace_process(command)

@@ -98,7 +98,8 @@ def data_weights(dataset: Any) -> tuple[float, ...]:
 def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
     """Yield a message for each key that lacks its component, and each argument that a component does not take.
 
-    A key whose default is a name, such as ``loss: dapo``, may hold a name instead of a component.
+    A key whose default is a name, such as ``loss: dapo``, may hold a name instead of a component. Defaults are not
+    checked: some of their modules take a second to import.
     """
     names = {key for key, default in defaults.items() if isinstance(default, str) and default != "???"}
     for key, block in cfg.items():
@@ -109,6 +110,8 @@ def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
         if mixed:
             data_weights(block)
         for part in block if isinstance(block, ListConfig) else [block]:
+            if isinstance(part, DictConfig) and part == defaults.get(str(key)):
+                continue
             if isinstance(part, DictConfig) and COMPONENT in part:
                 yield from _argument_faults(str(key), part, (COMPONENT, WEIGHT) if mixed else (COMPONENT,))
             elif key in _COMPONENTS and part is not None and not (key in names and isinstance(part, str)):

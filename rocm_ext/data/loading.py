@@ -1,4 +1,7 @@
-"""Read rows from files, folders and the hub, without importing torch."""
+"""Read rows from files, folders and the hub, without importing torch.
+
+`datasets` and pandas take half a second, which JSON lines do not need, so functions import them where they use them.
+"""
 
 import gzip
 import json
@@ -10,9 +13,6 @@ from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
-
-from datasets import Features, ReadInstruction, Value, concatenate_datasets, load_dataset, load_from_disk
-from pandas import read_csv
 
 from rocm_ext.base.errors import UserError, explain_errors, nearest, one_line
 from rocm_ext.base.types import Json
@@ -84,6 +84,8 @@ def _load_rows(source: str, split: str, data_files: Any, name: str | None) -> tu
             if saved:
                 rows = _saved(folder, split)
             elif "csv" in kinds:
+                from datasets import load_dataset
+
                 rows = load_dataset("csv", data_files=files, split=split, **_table(files[0]))
             else:
                 rows = _load(args, files or data_files, split)
@@ -104,6 +106,8 @@ def _open(file: str) -> Any:
 
 def _table(file: str) -> dict[str, Any]:
     """Return options for `datasets` to read a table: its separator, and all cells as text."""
+    from pandas import read_csv
+
     with _open(file) as lines:
         header = lines.readline()
         sep = "\t" if _suffix(file) == ".tsv" else max(",;\t", key=header.count)
@@ -114,12 +118,16 @@ def _table(file: str) -> dict[str, Any]:
 
 def _text_cells(columns: Iterable[str]) -> dict[str, Any]:
     """Return options for text cells; without them pandas reads NA as a gap and 007 as 7."""
+    from datasets import Features, Value
+
     features = Features(dict.fromkeys(columns, Value("string")))
     return {"features": features, "na_values": [""], "keep_default_na": False}
 
 
 def _load(args: Any, files: Any, split: str) -> Any:
     """Read rows with `datasets`; if they are CSV, read them again with text cells."""
+    from datasets import load_dataset
+
     rows = load_dataset(*args, data_files=files, split=split)
     if rows.info.builder_name != "csv":
         return rows
@@ -128,6 +136,8 @@ def _load(args: Any, files: Any, split: str) -> Any:
 
 def _saved(folder: Path, split: str) -> Any:
     """Read what ``save_to_disk`` wrote: a set of splits, or rows that are the split ``train``."""
+    from datasets import concatenate_datasets, load_from_disk
+
     saved = load_from_disk(str(folder))
     splits = saved if isinstance(saved, dict) else {"train": saved}
     parts = _parts(split, {name: len(rows) for name, rows in splits.items()})
@@ -136,6 +146,8 @@ def _saved(folder: Path, split: str) -> Any:
 
 def _parts(split: str, sizes: dict[str, int]) -> Any:
     """Return the parts of a split; ``train[:100]`` and ``train[10%:]`` have the same meaning as in `datasets`."""
+    from datasets import ReadInstruction
+
     try:
         return ReadInstruction.from_spec(split).to_absolute(sizes)
     except (ValueError, AssertionError) as error:
@@ -213,6 +225,8 @@ def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
             raise UserError(f"{file}: cannot read it as UTF-8 text: {one_line(error)}") from error
         except (ValueError, RecursionError) as error:
             raise UserError(f"{origin}: malformed JSON: {error}") from error
+    if split == "train":
+        return rows, origins
     parts = [slice(part.from_, part.to) for part in _parts(split, {"train": len(rows)})]
     return [row for part in parts for row in rows[part]], [origin for part in parts for origin in origins[part]]
 

@@ -12,8 +12,6 @@ from itertools import groupby, pairwise
 from os.path import commonprefix
 from typing import Any
 
-from torchtune.data import Message as TorchtuneMessage
-
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.encoder import TextEncoder, to_text
 from rocm_ext.data.messages import Turn, to_turns
@@ -367,9 +365,11 @@ class TorchtuneRenderer:
 
     def _render(self, turns: Sequence[Turn], unmasked: Sequence[int]) -> tuple[list[int], list[bool]]:
         """Return tokens and mask; only the turns at these indices are unmasked."""
+        from torchtune.data import Message  # here, because it takes seconds, and most models bring a chat template
+
         roles = ("ipython" if turn.role == "tool" else turn.role for turn in turns)
         parts = enumerate(zip(roles, turns, strict=True))
-        messages = [TorchtuneMessage(role, turn.content, masked=i not in unmasked) for i, (role, turn) in parts]
+        messages = [Message(role, turn.content, masked=i not in unmasked) for i, (role, turn) in parts]
         out = self._tokenizer({"messages": messages})
         return out["tokens"], out["mask"]
 

@@ -1,14 +1,15 @@
 """Objectives of a training step. A YAML's ``loss`` names one of them, or a user's subclass of ``Objective``."""
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.losses.distillation import Distillation
+from rocm_ext.losses.distillation import HIDDEN, LOGPROBS, Distillation
 from rocm_ext.losses.objective import CrossEntropy, Objective, Tally
 from rocm_ext.losses.policy_gradient import PolicyGradient
-from rocm_ext.losses.preference import Preference, UnpairedPreference
+from rocm_ext.losses.preference import SIDE, Preference, UnpairedPreference
 
 __all__ = [
     "CrossEntropy",
@@ -18,8 +19,13 @@ __all__ = [
     "Preference",
     "Tally",
     "UnpairedPreference",
+    "check_columns",
+    "check_fit",
     "objective_of",
 ]
+
+_TEACH = "; start distil_rocm, which has a teacher"
+_CURES = {SIDE: "; start dpo_rocm on preferences", HIDDEN: _TEACH, LOGPROBS: _TEACH}
 
 
 def objective_of(loss: Any) -> Objective:
@@ -35,12 +41,12 @@ def objective_of(loss: Any) -> Objective:
     Raises:
         UserError: the loss is not supported; the message names it and the supported ones.
     """
+    if isinstance(loss, Objective):
+        return loss
     from torchtune.data import CROSS_ENTROPY_IGNORE_IDX as IGNORE_INDEX
     from torchtune.modules.loss import CEWithChunkedOutputLoss
     from torchtune.rlhf.loss import DPOLoss, RSOLoss
 
-    if isinstance(loss, Objective):
-        return loss
     plain = isinstance(loss, nn.CrossEntropyLoss) and loss.weight is None and loss.label_smoothing == 0
     if (plain or isinstance(loss, CEWithChunkedOutputLoss)) and loss.ignore_index == IGNORE_INDEX:
         return CrossEntropy()
@@ -55,3 +61,35 @@ def objective_of(loss: Any) -> Objective:
         "rocm_ext.losses.Preference, or torchtune.rlhf.loss.DPOLoss or RSOLoss; for single answers that are good or "
         "bad rocm_ext.losses.UnpairedPreference"
     )
+
+
+def check_fit(objective: Objective, columns: Collection[str], pairs: bool) -> None:
+    """Check that an objective can train on rows with these columns; ``pairs`` says whether a row has two answers.
+
+    Raises:
+        UserError: the rows lack a column that the objective needs, or it is for another kind of preferences.
+    """
+    check_columns(objective, columns)
+    if SIDE not in columns:
+        return
+    loss, unpaired = type(objective).__name__, isinstance(objective, UnpairedPreference)
+    kind, bad, fitting = "single answers with a label", "bad", "UnpairedPreference"
+    if pairs:
+        kind, bad, fitting = "pairs", "rejected", "Preference"
+    fitting = f"rocm_ext.losses.{fitting}"
+    if SIDE not in objective.columns:
+        raise UserError(
+            f"the rows are {kind}, and loss {loss} would train on the {bad} answers, too; start dpo_rocm, or set loss "
+            f"to {fitting}"
+        )
+    if pairs == unpaired:
+        raise UserError(f"the rows are {kind}, and loss {loss} is not for them; use {fitting}")
+
+
+def check_columns(objective: Objective, available: Collection[str]) -> None:
+    """Raise a UserError if the rows' ``available`` columns lack one that the objective needs."""
+    missing = [name for name in objective.columns if name not in available]
+    if missing:
+        loss = type(objective).__name__
+        cure = next((cure for name, cure in _CURES.items() if name in objective.columns), "")
+        raise UserError(f"loss {loss} needs the columns {', '.join(missing)}, which the rows do not have{cure}")

@@ -11,6 +11,9 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.config.checks.kinds import NOT_NEGATIVE, NULL, POSITIVE, Kind, check, number, one_of
 from rocm_ext.losses.objective import Objective, Tally, Terms, sum_over_sequences
 
+REFERENCE = "reference_logprobs"  # column: log-probs of the model before the first step
+SIDE = "side"  # column of preferences: above 0 in chosen and good answers, below in rejected and bad ones
+
 _HIGHEST = 20.0  # nats; measurements stay finite numbers where a loss does
 _CERTAIN = -1e-6  # nats; the odds of an answer stay finite where its probability rounds to 1
 _BETTER = {
@@ -165,15 +168,15 @@ class Preference(Objective):
         self.kind, self.beta, self.label_smoothing, self.nll = kind, beta, label_smoothing, kind.nll + rpo_alpha
         self.gamma = (kind.gamma or 0.0) * beta if gamma is None else gamma
         self.length_normalized = kind.normalized if length_normalized is None else length_normalized
-        self.columns = ("side", *["reference_logprobs"] * kind.reference)
+        self.columns = (SIDE, *[REFERENCE] * kind.reference)
         self.better = _BETTER | ({"kl": "lower"} if kind.reference else {})
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
         """Return the terms of :meth:`Objective.terms`; the labels of a pair share its value equally."""
         pair = sequence // 2
-        chosen = (columns["side"] > 0).float()
+        chosen = (columns[SIDE] > 0).float()
         rejected = 1 - chosen
-        logprobs = -nll - columns["reference_logprobs"] if self.kind.reference else -nll
+        logprobs = -nll - columns[REFERENCE] if self.kind.reference else -nll
         of_chosen, of_rejected = (_sum(side, pair).clamp(min=1) for side in (chosen, rejected))
         per = (of_chosen, of_rejected) if self.length_normalized else (1.0, 1.0)
         scores = _sum(logprobs * chosen, pair) / per[0], _sum(logprobs * rejected, pair) / per[1]
@@ -231,7 +234,7 @@ class UnpairedPreference(Objective):
     """
 
     whole_sequences = True
-    columns = ("side", "reference_logprobs")
+    columns = (SIDE, REFERENCE)
     better = _BETTER | {"kl": "lower"}
 
     def __init__(
@@ -251,7 +254,7 @@ class UnpairedPreference(Objective):
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
         """Return the terms of :meth:`Objective.terms`; the labels of an answer share its value equally."""
-        side, logprobs = columns["side"], -nll - columns["reference_logprobs"]
+        side, logprobs = columns[SIDE], -nll - columns[REFERENCE]
         labels = sum_over_sequences(torch.ones_like(nll), sequence)  # number of labels of the label's answer
         reward = self.beta * sum_over_sequences(logprobs, sequence)
         margin = side * (reward - self.beta * (self.baseline or 0.0))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
-from torchtune.training import MODEL_KEY, set_default_dtype
+from torchtune.training.precision import set_default_dtype
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
@@ -29,7 +29,7 @@ from rocm_ext.model.lora import (
 )
 from rocm_ext.model.native.decoder import native
 from rocm_ext.model.native.layers import use_fused_norms
-from rocm_ext.model.weights.checkpointer import StoredWeights, on_meta, sample
+from rocm_ext.model.weights.checkpointer import MODEL_KEY, StoredWeights, on_meta, sample
 from rocm_ext.model.weights.gguf_files import SUFFIX
 from rocm_ext.model.weights.quantized import Quantized, fp8_rows, scaled_products
 

@@ -4,21 +4,23 @@ Only keys that transformers' code for a family reads change the function of a mo
 reads a key, or refuses values that the native decoders do not compute.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rocm_ext.base.errors import UserError, one_line, refuse
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.config.checks.kinds import JSON_SWITCH, NOT_NEGATIVE, Kind, check
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIG = "config.json"
 ModelConfig = Mapping[str, Any]  # a model's config.json, or a block of one
@@ -72,6 +74,8 @@ class Rope:
 
     def frequencies(self, dim: int) -> Tensor:
         """Return the angles by which a position rotates the pairs of a head's ``dim`` dimensions: [dim / 2] fp32."""
+        import torch  # here, because `rocm-ext rows` reads architectures alone
+
         theta = 1.0 / self.base ** (torch.arange(0, dim, 2).float() / dim)
         if self.kind == "default":
             return theta
@@ -88,6 +92,7 @@ class Rope:
 
     def _interpolated(self, dim: int, theta: Tensor, yarn: Yarn) -> Tensor:
         """Return YaRN's frequencies: unchanged in the first dimensions, divided in the last, interpolated between."""
+        import torch
 
         def dimension(rotations: float) -> float:
             """Return the dimension that makes so many rotations over the original positions."""

@@ -5,18 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchtune.modules.peft import DoRALinear, LoRALinear
-
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log
 from rocm_ext.config.checks.kinds import check, integer
 from rocm_ext.config.checks.training import PATTERNS
 from rocm_ext.model.families import ModelConfig, foreign_config, read_architecture, stored_format
-from rocm_ext.model.lora import Sizes
-from rocm_ext.model.native.decoder import build
-from rocm_ext.model.token_rows import train_tokens
-from rocm_ext.model.weights.checkpointer import blocks_in
-from rocm_ext.model.weights.quantized import FP8_ROWS, expect, expect_blocks
 
 
 def from_checkpoint(
@@ -61,6 +54,15 @@ def from_checkpoint(
     Raises:
         UserError: the folder has no such model, or the model lacks a layer, parameter or token that an argument names.
     """
+    # here, because a config's check reads the arguments alone, and torchtune's modules take a second
+    from torchtune.modules.peft import DoRALinear, LoRALinear
+
+    from rocm_ext.model.lora import Sizes
+    from rocm_ext.model.native.decoder import build
+    from rocm_ext.model.token_rows import train_tokens
+    from rocm_ext.model.weights.checkpointer import blocks_in
+    from rocm_ext.model.weights.quantized import FP8_ROWS, expect, expect_blocks
+
     sizes_given = {"lora_rank": lora_rank, "rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern}
     check(sizes_given, {"lora_rank": integer(1, 2**16), **PATTERNS}, "model.")
     named = [target_parameters] if isinstance(target_parameters, str) else target_parameters or ()

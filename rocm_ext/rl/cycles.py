@@ -10,7 +10,7 @@ from statistics import fmean
 
 import torch
 from omegaconf import DictConfig
-from torchtune import training
+from torchtune.training.seed import set_seed
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import (
@@ -213,9 +213,7 @@ class CycleTrainer(PolicyTrainer):
     def _begin_cycle(self, updates: int) -> Mapping[str, torch.Tensor]:
         """Begin a cycle with the config's adapter, learning rate and moments; return the adapter before training."""
         cfg, lr = self.cfg, self.cfg.optimizer.lr
-        training.set_seed(
-            seed=sample_seed(cfg.seed, self.step + 1, "train", 0) % 2**31, debug_mode=cfg.cudnn_deterministic_mode
-        )
+        set_seed(seed=sample_seed(cfg.seed, self.step + 1, "train", 0) % 2**31, debug_mode=cfg.cudnn_deterministic_mode)
         if cfg.start_from == "base":
             self.learner.load_adapter(self.first, "the first adapter")
         moments, scale = self.optimizer.state_dict()["state"], self.scaler.state_dict()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torchtune import training
 from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
@@ -17,10 +16,9 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log, warn
 from rocm_ext.base.supervised import beat
 from rocm_ext.data.batches import Layout, MicroBatch, micro_batch_budget, width_multiple
-from rocm_ext.data.rows import SIDE, Rows, check_vocabulary, flat
+from rocm_ext.data.rows import Rows, check_vocabulary, flat
 from rocm_ext.data.tokenizer import ChatTokenizer
-from rocm_ext.losses import Objective, UnpairedPreference, objective_of
-from rocm_ext.losses.distillation import HIDDEN, LOGPROBS
+from rocm_ext.losses import Objective, check_fit, objective_of
 from rocm_ext.machine import numerics
 from rocm_ext.machine.budget import readable
 from rocm_ext.model.adapters import peft_files
@@ -47,10 +45,6 @@ from rocm_ext.plan.speeds import figures_for
 from rocm_ext.plan.workload import Workload
 from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.machines import check_same
-
-_TEACH = "; start distil_rocm, which has a teacher"
-_CURES = {SIDE: "; start dpo_rocm on preferences", HIDDEN: _TEACH, LOGPROBS: _TEACH}
-_SINGLE = ("single answers with a label", "bad", "UnpairedPreference")
 
 
 class Learner:
@@ -151,26 +145,7 @@ class Learner:
                 objective is for another kind of preferences.
         """
         check_vocabulary(int(flat(rows.tokens).max()), self.decoder.tok_embeddings.num_embeddings)
-        self.check_columns({*rows.columns, *coming})
-        if SIDE not in rows.columns:
-            return
-        loss, unpaired = type(self.objective).__name__, isinstance(self.objective, UnpairedPreference)
-        kind, bad, fits = ("pairs", "rejected", "Preference") if rows.pairs else _SINGLE
-        problem = f"loss {loss} is not for them; use rocm_ext.losses.{fits}" if rows.pairs == unpaired else ""
-        if SIDE not in self.objective.columns:
-            problem = (
-                f"loss {loss} would train on the {bad} answers, too; start dpo_rocm, or set loss to "
-                f"rocm_ext.losses.{fits}"
-            )
-        if problem:
-            raise UserError(f"the rows are {kind}, and {problem}")
-
-    def check_columns(self, available: Collection[str]) -> None:
-        """Check that the columns ``available`` cover the objective's."""
-        if missing := [name for name in self.objective.columns if name not in available]:
-            loss = type(self.objective).__name__
-            cure = next((cure for name, cure in _CURES.items() if name in self.objective.columns), "")
-            raise UserError(f"loss {loss} needs the columns {', '.join(missing)}, which the rows do not have{cure}")
+        check_fit(self.objective, {*rows.columns, *coming}, rows.pairs)
 
     def setup(self, work: Workload) -> None:
         """Make the model ready to train: :meth:`plan`, then :meth:`load`."""
@@ -199,7 +174,9 @@ class Learner:
         if self.cfg.enable_activation_offloading:
             if self.runtime.device.type != "cuda":
                 raise UserError("enable_activation_offloading needs a GPU; activations are in host memory already")
-            self.offloading = training.get_act_offloading_ctx_manager(self.decoder, True)
+            from torchtune.training import get_act_offloading_ctx_manager  # here, because it takes a second
+
+            self.offloading = get_act_offloading_ctx_manager(self.decoder, True)
         if self.cfg.compile:
             mode = "max-autotune-no-cudagraphs" if self.cfg.compile == "max-autotune" else None
             # the first layer's input needs no gradient, for which all layers' code would be compiled once more

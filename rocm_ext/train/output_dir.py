@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from omegaconf import DictConfig
-from torchtune import training
+from torchtune.training.seed import set_seed
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, json_object, remove_folder, replace_text, rewrite_lines
@@ -79,7 +79,7 @@ class OutputDir:
             ranks=ranks,
         )
         cfg.seed = pick_seed(cfg.seed, folder.resumed[1]["config"]["seed"] if folder.resumed else None, ranks)
-        training.set_seed(seed=cfg.seed, debug_mode=cfg.cudnn_deterministic_mode)
+        set_seed(seed=cfg.seed, debug_mode=cfg.cudnn_deterministic_mode)
         if ranks.is_main:
             folder.create()
         return folder

@@ -29,11 +29,11 @@ from rocm_ext.data.batches import (
 from rocm_ext.data.rows import ROUTES, Rows
 from rocm_ext.losses import Objective, UnpairedPreference
 from rocm_ext.losses.objective import Terms
+from rocm_ext.losses.preference import REFERENCE
 from rocm_ext.model.lora import reset, trained
 from rocm_ext.train.learner import Learner
 
 FILE = "reference.safetensors"
-COLUMN = "reference_logprobs"
 MISMATCHED = "mismatched"
 PARTS = "reference.parts"  # folder of scored blocks, until all are done
 _BLOCK = 512  # rows that are scored and saved together
@@ -183,7 +183,7 @@ def set_baseline(learner: Learner, rows: Rows, numbers: Iterable[int]) -> None:
     if not isinstance(objective, UnpairedPreference) or objective.baseline is None:
         return
     others = rows.beside[MISMATCHED].part(numbers)
-    before = (column.sum(dtype=np.float64) for column in others.columns[COLUMN])
+    before = (column.sum(dtype=np.float64) for column in others.columns[REFERENCE])
     now = (logprobs.sum(dtype=np.float64) for logprobs in score(learner, others))
     objective.baseline = max(0.0, fmean(a - b for a, b in zip(now, before, strict=True)))
 
@@ -226,7 +226,7 @@ def add_reference_logprobs(learner: Learner, sets: Mapping[str, Rows], folder: P
         remove_folder(folder / PARTS)
     for name, rows in sets.items():
         ends = np.cumsum([labels for labels, _ in label_counts(rows)])
-        rows.add_labels_column(COLUMN, np.split(logprobs[name], ends[:-1]))
+        rows.add_labels_column(REFERENCE, np.split(logprobs[name], ends[:-1]))
 
 
 def _fingerprint(learner: Learner) -> str:

@@ -131,7 +131,8 @@ def test_tune_validate_knows_our_keys(tune_here, monkeypatch, name, overrides, c
 def test_other_programs_load_next_to_nothing():
     program = "import sys, torch; print(*(m for m in sys.modules if m.split('.')[0] in ('rocm_ext', 'torchtune')))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    ours = {"rocm_ext", "rocm_ext.hook", *(f"rocm_ext.base{name}" for name in ("", ".errors", ".pins", ".registry"))}
+    base = {f"rocm_ext.base{name}" for name in ("", ".deferred", ".errors", ".pins", ".registry")}
+    ours = {"rocm_ext", "rocm_ext.hook", *base}
     assert set(run.stdout.split()) == ours
 
 
@@ -221,18 +222,22 @@ def test_right_pins_are_those_of_the_package(installed):
 
 TORCHTUNE = """
 import torchao
+hasattr(torchao.dtypes, "x"), hasattr(torchao.quantization, "x")  # now neither waits
 before = {*dir(torchao.dtypes), *dir(torchao.quantization)}
-from torchtune import datasets
+from torchtune.training import quantization
 from torchao.dtypes.nf4tensor import NF4Tensor
+print(NF4Tensor, *sorted({*dir(torchao.dtypes), *dir(torchao.quantization)} - before - {"nf4tensor", "quantize_"}))
+print(torchao.quantization.int4_weight_only("called"))
+"""
+QUANTISER = """
 from torchao.dtypes import TensorCoreTiledLayout
 from torchao.quantization import int4_weight_only, int8_dynamic_activation_int4_weight
-print(NF4Tensor, *sorted({*dir(torchao.dtypes), *dir(torchao.quantization)} - before - {"nf4tensor", "quantize_"}))
-print(int4_weight_only("called"))
 """
 
 
+@pytest.mark.parametrize("how", ["bridge", "defer"])
 @pytest.mark.parametrize(("version", "added"), [("0.15", 0), ("0.17", 2), ("0.18", 3)])
-def test_torchtune_imports_what_torchao_has_moved(tmp_path, version, added):
+def test_torchtune_imports_what_torchao_has_moved(tmp_path, version, added, how):
     """With packages laid out as both are; torchao is as it was until torchtune asks for more."""
     names = ["TensorCoreTiledLayout", "int4_weight_only", "int8_dynamic_activation_int4_weight"]
     files = {
@@ -242,12 +247,14 @@ def test_torchtune_imports_what_torchao_has_moved(tmp_path, version, added):
         "torchao/dtypes/nf4tensor.py" if added < 3 else "torchao/quantization/quantize_/workflows/nf4/nf4_tensor.py":
             "NF4Tensor = 'NF4'",
         "torchtune/__init__.py": TORCHTUNE,
-        "torchtune/datasets.py": "",
+        "torchtune/training/__init__.py": "",
+        "torchtune/training/quantization.py": QUANTISER,
     }  # fmt: skip
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    command = [sys.executable, "-c", "from rocm_ext import hook; hook.bridge(); import torchtune"]
+    program = f"from rocm_ext.base import deferred; deferred.{how}(); import torchtune; torchtune.training"
+    command = [sys.executable, "-c", program]
     run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
     said = run.stdout.splitlines()
     assert said[0].split() == ["NF4", *names[3 - added :]]

@@ -222,9 +222,18 @@ def validate(capsys):
 def test_validate_starts_the_config_s_recipe(monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr("rocm_ext.machine.environment.replace_process", started.append)
+    monkeypatch.setattr("rocm_ext.machine.environment.preset", lambda profile: started.append(profile.name))
     tune = [sys.executable, "-m", "torchtune._cli.tune", "run"]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(Path(__file__).parents[2] / "examples/layer_decay", "mine")
+    options = ["--config", "mine/my_run.yaml", "epochs=2"]
+    cli.main(["validate", *options])
+    assert started.pop() == [*tune, "mine/layer_decay.py", *options, "validate_only=True"]
     cli.main(["validate", "--config", "cpu_pocket_raft", "epochs=2"])
-    assert started.pop() == [*tune, "raft_rocm", "--config", "cpu_pocket_raft", "epochs=2", "validate_only=True"]
+    script = str(registry.find(registry.RAFT).file)
+    options = ["--config", "cpu_pocket_raft", "epochs=2", "validate_only=True"]
+    assert started == ["cpu", [sys.executable, script, *options]]
+    started.clear()
     cli.main(["validate", "--ranks", "2", "--config", LORA])
     ranks = ["--nproc_per_node", "2"]
     assert started.pop() == [*tune, *ranks, "lora_finetune_rocm", "--config", LORA, "validate_only=True"]

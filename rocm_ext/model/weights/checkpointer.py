@@ -13,7 +13,6 @@ from pickle import UnpicklingError
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torchtune.training import MODEL_KEY
 
 from rocm_ext.base.errors import UserError, one_line, refuse
 from rocm_ext.base.files import json_object
@@ -26,6 +25,7 @@ from rocm_ext.model.weights.gguf_files import AGAIN, SHAPES, SUFFIX, GgufFile, f
 from rocm_ext.model.weights.quantized import Quantized, stored
 from rocm_ext.model.weights.unpack import unpack
 
+MODEL_KEY = "model"  # of a state, as in torchtune.training
 HF = "HF"  # the model_type of weights in Hugging Face's row order
 _OUTPUT, _EMBEDDINGS = "output.weight", "tok_embeddings.weight"
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
-from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from rocm_ext.machine import trials
 from rocm_ext.model.families import StoredFormat
@@ -367,6 +366,8 @@ def expect(decoder: Any, form: StoredFormat | None, quantizes: bool = False) -> 
     """
     if form is None:
         return decoder
+    from torchtune.modules.peft import DoRALinear, LoRALinear  # here, because it takes a second
+
     decoder.quantizes = quantizes
     rename = decoder.renames[0]
     inside = next(f"{name}." for name, module in decoder.named_modules() if module is decoder.layers)
