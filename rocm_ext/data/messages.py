@@ -7,6 +7,11 @@ from rocm_ext.base.types import Json, Message
 from rocm_ext.data.dialects import CALLS, FLAGS, ROLES, called, expect, masked, parsed, role_of, schema, string
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
+DETAILS = "reasoning_details"  # OpenRouter's list of parts of the reasoning
+_PARTS = {
+    "thinking": "thinking",
+    "reasoning": "text",
+}  # Anthropic's and others' parts of content: type -> key of its text
 _READ = ("role", "from", "content", "value", *FLAGS)
 
 
@@ -24,6 +29,11 @@ class Turn(NamedTuple):
     content: str
     masked: bool
     more: Mapping[str, Any] = {}
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the message has reasoning, also inside its content."""
+        return "reasoning_content" in self.more or "</think>" in self.content
 
     def message(self) -> Message:
         """Return the message as chat templates and servers expect it."""
@@ -58,10 +68,10 @@ def _to_turn(turn: Any, where: str, blank: bool) -> Turn:
     if (role := role_of(turn)) is None:
         raise ValueError(f"{where}: unknown role {turn.get('role', turn.get('from'))!r}; known: {', '.join(ROLES)}")
     more = {key: value for key, value in turn.items() if key not in _READ and value is not None}
-    reasoning = next((more[key] for key in REASONING if key in more), None)
+    content, reasoning = turn.get("content", turn.get("value")), _reasoning(turn, where)
     if reasoning is not None:
-        more["reasoning_content"] = string(reasoning, f"{where}: reasoning_content")
-    content = turn.get("content", turn.get("value"))
+        more.pop(DETAILS, None)
+        more["reasoning_content"] = reasoning
     if _is_call(turn):
         more["tool_calls"], content = called(content, where), None
     if calls := more.pop("tool_calls", None):  # templates test for the key
@@ -76,14 +86,35 @@ def _to_turn(turn: Any, where: str, blank: bool) -> Turn:
     return Turn(role, content, masked(turn, role, where), more)
 
 
+def _reasoning(turn: Mapping[str, Any], where: str) -> str | None:
+    """Return a message's reasoning, under whichever name or in whichever parts it comes; None without one."""
+    for key in REASONING:
+        if turn.get(key) is not None:
+            return string(turn[key], f"{where}: {key}")
+    texts = []
+    for part in turn.get(DETAILS) or ():
+        text = part.get("text", part.get("summary")) if isinstance(part, Mapping) else None
+        if text is None:
+            raise ValueError(f"{where}: {DETAILS} has a part without text, such as an encrypted one; remove the column")
+        texts.append(string(text, f"{where}: {DETAILS}"))
+    content = turn.get("content")
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, Mapping) and part.get("type") in _PARTS:
+            texts.append(string(part.get(_PARTS[part["type"]]), f"{where}: {part['type']}"))
+    return "\n".join(texts) if texts else None
+
+
 def _text(content: Any, where: str) -> str:
-    """Return a message's text, which may come as a list of parts, as in OpenAI's API."""
+    """Return a message's text, which may come as a list of parts, as in OpenAI's API; parts with reasoning are none."""
     if isinstance(content, list):
+        texts = []
         for part in content:
-            if not isinstance(part, Mapping) or part.get("type") != "text":
-                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind == "text":
+                texts.append(string(part.get("text"), f"{where}: text"))
+            elif kind not in _PARTS:
                 raise ValueError(f"{where}: content of type {kind!r}; only text is supported, no images")
-        content = "".join(string(part.get("text"), f"{where}: text") for part in content)
+        content = "".join(texts)
     return string(content, f"{where}: content")
 
 
@@ -92,7 +123,7 @@ def _tool_call(call: Any, where: str) -> Json:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where} needs a function with a name, found {call!r}")
-    arguments = parsed(function.get("arguments"), f"{where}: arguments are not valid JSON")
+    arguments = parsed(function.get("arguments", function.get("parameters")), f"{where}: arguments are not valid JSON")
     arguments = {} if arguments is None else expect(arguments, Mapping, f"{where}: arguments must be an object")
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function

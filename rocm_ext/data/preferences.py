@@ -84,11 +84,13 @@ class PreferenceDataset(SourceDataset):
         else:
             sides, shared = _conversations(fields, self.system_prompt)
         sequences: list[list[int]] = []  # tokens and labels, by side
+        noted: list[Turn] = []
         for turns in sides:
             answers = [turn._replace(masked=turn.masked or i < shared) for i, turn in enumerate(turns)]
+            noted += answers
             empty = len(turns) == shared
             sequences += ([], []) if empty else (yield from render_turns(self.tokenizer, answers, tools=tools))
-        self._note(index, [turn for turns in sides for turn in turns])
+        self._note(index, noted)
         if "completion" in fields:
             tokens, labels = sequences
             return {"tokens": tokens, "labels": labels, SIDE: 1 if fields["label"] else -1, **weight_in(fields)}

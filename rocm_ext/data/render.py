@@ -8,6 +8,7 @@ Labels follow torchtune: ``labels[t]`` is the token at ``t`` itself, or -100 for
 
 import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby, pairwise
 from os.path import commonprefix
 from typing import Any
@@ -255,16 +256,31 @@ class TemplateRenderer:
                 raise UserError(
                     f"message {i}: chat template {self.template.origin} renders this assistant turn differently "
                     "when it is generated and inside the conversation, so training would teach text that is never "
-                    "generated; "
-                    + (
-                        "use a template whose prompt begins the turn, or chat_template: torchtune"
-                        if after is text
-                        else "train only on the last turn (assistant_turns: last in the dataset, or weight: 0 in the "
-                        "message), or use a template that keeps earlier turns as they are"
-                    )
+                    f"generated; {self._cure(turn, last=after is text)}"
                 )
             spans.append((len(before), len(after)))
         return text, spans
+
+    def _cure(self, turn: Turn, last: bool) -> str:
+        """Return what to do about a turn that is rendered differently when it is generated."""
+        if not last:
+            return (
+                "train only on the last turn (assistant_turns: last in the dataset, or weight: 0 in the message), or "
+                "use a template that keeps earlier turns as they are"
+            )
+        if not turn.reasons:
+            return "use a template whose prompt begins the turn, or chat_template: torchtune with torchtune's tokenizer"
+        switch = " or set chat_template_args: {enable_thinking: True}," if self.template.switches_reasoning else ""
+        return f"the prompt leaves no room for its reasoning: remove it from the row,{switch} or use another template"
+
+    @cached_property
+    def opens_reasoning(self) -> bool:
+        """Whether a prompt ends inside the assistant's reasoning, behind ``<think>``."""
+        try:
+            prompt = self.template.render([Turn("user", "a", True)], None, prompt=True)
+        except UserError:  # templates that need more than a question
+            return False
+        return prompt.rstrip().endswith("<think>")
 
     def _marked(self, turns: Sequence[Turn], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
         """Return the text and the spans of trained turns, from the template's generation blocks."""

@@ -125,6 +125,7 @@ class SourceDataset(Dataset, ABC):
     _used: set[str] = field(default_factory=set)  # columns that a row has used
     _unread: set[str] = field(default_factory=set)  # keys of messages that the template does not read
     _reserved: dict[int, str] = field(default_factory=dict)  # row -> a special token in its text
+    _unreasoned: set[int] = field(default_factory=set)  # rows that close at once the reasoning that the prompt opens
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -156,9 +157,21 @@ class SourceDataset(Dataset, ABC):
         if self._unread:
             keys = ", ".join(sorted(self._unread))
             lines.append(f"{self.source}: {keys} of the messages are not used, because the chat template lacks them")
+        if self._unreasoned:
+            lines.append(self._about_unreasoned())
         reserved = [(self._reserved[index], self.origin(index)) for index in sorted(self._reserved)]
         lines += special_token_lines(f"rows of {self.source}", len(self), reserved)
         return lines
+
+    def _about_unreasoned(self) -> str:
+        """Return the warning about rows without reasoning where the prompt opens it."""
+        template = self.tokenizer.renderer.template
+        switch = ", or set chat_template_args: {enable_thinking: False}" if template.switches_reasoning else ""
+        return (
+            f"{len(self._unreasoned):,} of {len(self):,} rows of {self.source} have no reasoning, first "
+            f"{self.origin(min(self._unreasoned))}, and the prompt of {template.origin} opens it with <think>: they "
+            f"teach the model to close it at once; give their messages reasoning_content{switch}"
+        )
 
     def _mapped(self, index: int) -> tuple[Row, Json]:
         """Return a row, and its values under our column names."""
@@ -175,7 +188,11 @@ class SourceDataset(Dataset, ABC):
         self._used.update(self.column_map.get(ours, ours) for ours in columns if ours != "tools" or ours in self._read)
 
     def _note(self, index: int, turns: Sequence[Turn]) -> None:
-        """Note a row's keys that the template does not read, and special tokens in its texts, for :meth:`warnings`."""
+        """Note what :meth:`warnings` says of a row: unread keys, special tokens in its texts, missing reasoning."""
+        renderer = getattr(self.tokenizer, "renderer", None)
+        opens = isinstance(renderer, TemplateRenderer) and renderer.opens_reasoning
+        if opens and not all(turn.masked or turn.reasons for turn in turns):
+            self._unreasoned.add(index)
         self._unread.update(key for turn in turns for key in turn.more if key not in self._read)
         if special := self._special_token(turn.content for turn in turns):
             self._reserved[index] = special

@@ -15,8 +15,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rocm_ext.base.errors import UserError, explain_errors, one_line
 from rocm_ext.base.files import json_object
-from rocm_ext.base.types import Json
-from rocm_ext.data.messages import Turn
+from rocm_ext.base.types import Json, Message
+from rocm_ext.data.messages import REASONING, Turn
 
 TEMPLATE = "chat_template.jinja"
 OF_PROCESSORS = "chat_template.json"  # in older folders of multimodal models
@@ -65,7 +65,13 @@ class ChatTemplate:
         fields = {nodes.Getattr: "attr", nodes.Name: "name", nodes.Const: "value"}
         names = {getattr(node, fields[type(node)]) for node in tree.find_all(tuple(fields))}
         self.names: frozenset[str] = frozenset(map(str, names)) | (for_tools.names if for_tools else frozenset())
+        self._reasoning = [key for key in REASONING if key in self.names]
         self._listed = not self._shows_content() and self._shows_content(listed=True)
+
+    @property
+    def switches_reasoning(self) -> bool:
+        """Whether the template reads ``enable_thinking``, as Qwen3's does."""
+        return "enable_thinking" in self.names
 
     def _shows_content(self, listed: bool = False) -> bool:
         """Return whether a message's text appears. Templates of some multimodal models take only lists of parts."""
@@ -100,7 +106,7 @@ class ChatTemplate:
         return text, spans
 
     def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping] | None, prompt: bool) -> str:
-        messages = [turn.message() for turn in turns]
+        messages = [self._with_reasoning(turn.message()) for turn in turns]
         chosen = self._for_tools if tools and self._for_tools else self
         if chosen._listed:
             messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
@@ -110,6 +116,11 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError, OverflowError) as error:
             raise UserError(f"chat template {self.origin} refuses the conversation: {one_line(error)}") from error
+
+    def _with_reasoning(self, message: Message) -> Message:
+        """Give a message its reasoning under each name that the template reads, which may not be the row's."""
+        reasoning = message.get("reasoning_content")
+        return message if reasoning is None else {**dict.fromkeys(self._reasoning, reasoning), **message}
 
 
 class _GenerationBlock(Extension):

@@ -13,11 +13,10 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
-from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError, refuse
@@ -35,9 +34,13 @@ from rocm_ext.plan import workload
 from rocm_ext.rl.records import Sample
 from rocm_ext.runs.records import GREEDY
 from rocm_ext.sampling import Request, Sampling, sample_seed
-from rocm_ext.train.learner import Learner
 from rocm_ext.verifiers import Result, build
 from rocm_ext.verifiers.selfcheck import try_out
+
+if TYPE_CHECKING:
+    from torchtune.modules import TransformerDecoder
+
+    from rocm_ext.train.learner import Learner
 
 Asked = Mapping[str, Sequence[tuple[int, float | None]]]  # by prompt, oldest first: (step, pass rate of the group)
 
@@ -161,7 +164,7 @@ class PromptSet:
                 raise UserError(f"environment {component[config.COMPONENT]} fails to begin: {begun.detail}")
         return component
 
-    def check_model(self, decoder: TransformerDecoder, name: str = "model") -> None:
+    def check_model(self, decoder: "TransformerDecoder", name: str = "model") -> None:
         """Check that the model, or another of this ``name``, can answer every prompt.
 
         Raises:
@@ -221,7 +224,7 @@ class PromptSet:
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
 
-def given_samples(prompts: PromptSet, column: str, learner: Learner, most: int) -> dict[str, Sample]:
+def given_samples(prompts: PromptSet, column: str, learner: "Learner", most: int) -> dict[str, Sample]:
     """Return the answers in ``column`` of the training prompts' rows, by prompt id.
 
     ``most`` is the longest prompt with answer that model and teacher take, in tokens.

@@ -21,7 +21,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from rocm_ext.recipes import lora_finetune_rocm
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torchtune.models.llama3._tokenizer import LLAMA3_SPECIAL_TOKENS
@@ -32,7 +31,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.data import kept as rows_kept
-from rocm_ext.data import preference_dataset, prompt_dataset, sft_dataset
+from rocm_ext.data import preference_dataset, prompt_dataset, sft_dataset, training_rows
 from rocm_ext.data.encoder import TextEncoder
 from rocm_ext.data.messages import to_turns
 from rocm_ext.data.render import IGNORE, marked_text, render_conversation, render_prompt, render_reply
@@ -408,6 +407,54 @@ def encoders(model_folder, tmp_path_factory):
         tokenizer.save(str(path := tmp_path_factory.mktemp("encoder") / "tokenizer.json"))
         made[name] = TextEncoder(path)
     return made
+
+
+REASONING_OF = {  # what a template reads -> the template
+    name: "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m." + name + " %}<think>{{ m." + name + " }}</think>"
+    "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    for name in ("reasoning_content", "thinking", "reasoning")
+}  # fmt: skip
+REASONS = {
+    **{name: {name: "6*7 is 42."} for name in REASONING_OF},
+    "reasoning_details": {"reasoning_details": [{"type": "reasoning.text", "text": "6*7 is 42."}]},
+    "a part of content": {"content": [{"type": "thinking", "thinking": "6*7 is 42."}, {"type": "text", "text": "42"}]},
+}
+
+
+@pytest.mark.parametrize("given", REASONS)
+@pytest.mark.parametrize("read", REASONING_OF)
+def test_reasoning_reaches_the_template_under_the_name_that_it_reads(model_folder, rows, read, given):
+    """Also where transformers renders none: it fills two of the three names."""
+    folder = model_folder("qwen2_5")
+    answer = {"role": "assistant", "content": "42", **REASONS[given]}
+    tokenizer = open_tokenizer(of_hf_tokenizer(folder, chat_template=REASONING_OF[read]))
+    dataset = sft_dataset(tokenizer, source=rows({"messages": [user("6*7?"), answer]}))
+    same = [user("6*7?"), {"role": "assistant", "content": "42", read: "6*7 is 42."}]
+    assert dataset[0]["tokens"] == theirs(folder, same, template=REASONING_OF[read])
+    assert dataset.warnings() == []
+
+
+def test_rows_without_reasoning_are_counted_where_the_prompt_opens_it(model_folder, rows):
+    opens = (
+        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n"
+        "</think>{% endif %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]<think>\n"
+        "{% if enable_thinking is false %}\n</think>{% endif %}{% endif %}"
+    )
+    bare, reasoned = assistant("42"), assistant("42", reasoning_content="6*7 is 42.")
+    source = rows(*[{"messages": [user("6*7?"), answer]} for answer in (reasoned, bare, bare)])
+
+    def said(template: str, **args) -> str:
+        cfg = of_hf_tokenizer(model_folder("qwen2_5"), chat_template=template, chat_template_args=args)
+        dataset = sft_dataset(open_tokenizer(cfg), source=source)
+        items = list(dataset.items(range(3)))
+        return " ".join([*dataset.warnings(), *(str(item) for item in items if isinstance(item, Exception))])
+
+    assert re.search(r"2 of 3 rows of \S+ have no reasoning, first \S+:2, .*enable_thinking: False", said(opens))
+    assert re.search(r"remove it from the row, or set chat_template_args: {enable_thinking: True}",
+                     said(opens, enable_thinking=False))  # fmt: skip
+    assert (
+        said(PLAIN) == f"{source}: reasoning_content of the messages are not used, because the chat template lacks them"
+    )
 
 
 @pytest.mark.parametrize("setting", ["auto", "torchtune"])
@@ -888,7 +935,7 @@ def test_a_recipe_may_bring_a_tokenizer_of_its_own(rows, tmp_path, monkeypatch):
         def setup_data(self, tokenizer):
             return super().setup_data(copy.copy(tokenizer))
 
-    monkeypatch.setattr(lora_finetune_rocm, "what_makes", None)
+    monkeypatch.setattr(training_rows, "what_makes", None)
     source = rows(*[{"messages": LONG}] * 4)
     cfg = tiny.run_config(tiny.write_model(tmp_path / "base"), Path(source), tmp_path / "run")
     cfg["dataset"] = {**SFT, "source": source}
@@ -946,7 +993,7 @@ def test_a_second_run_reads_no_rows_and_the_models_own_template_is_written_once(
     assert first.rows.tokens[0].tolist() == theirs(folder, CHATS["several turns"], template=PLAIN)
     assert not (tmp_path / "first" / "adapter" / "chat_template.jinja").exists()
     assert (tmp_path / "first" / "merged" / "chat_template.jinja").read_text() == PLAIN
-    monkeypatch.setattr(lora_finetune_rocm, "tokenize", None)
+    monkeypatch.setattr(training_rows, "tokenize", None)
     second = finetune(folder, source, tmp_path / "second")
     assert contents(second.rows) == contents(first.rows)
     adapters = [(tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes() for run in ("first", "second")]

@@ -17,7 +17,7 @@ from torchtune.models.llama3 import Llama3Tokenizer
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.data import loading, sft_dataset
+from rocm_ext.data import sft_dataset
 from rocm_ext.data.dialects import FLAGS, ROLES
 from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.render import IGNORE, render_conversation, render_prompt
@@ -424,7 +424,7 @@ def test_hub(qwen, monkeypatch):
             raise ConnectionError("Couldn't reach\nthe Hub")
         return datasets.Dataset.from_list([{"messages": QA}])
 
-    monkeypatch.setattr(loading, "load_dataset", load)
+    monkeypatch.setattr(datasets, "load_dataset", load)
     found = sft_dataset(qwen, source="owner/name", name="main", data_files="x.json", split="test")
     assert calls == [(("owner/name", "main"), {"data_files": "x.json", "split": "test"})]
     assert found.origin(0) == "owner/name[test] row 0"

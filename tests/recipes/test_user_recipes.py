@@ -269,7 +269,7 @@ def package(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_package_registers_recipes_and_configs(package, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/tune", "cp"])
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/tune", "download"])
     monkeypatch.setattr(torchtune_registry, "_ALL_RECIPES", [])
     monkeypatch.setattr("rocm_ext.config.startup.begin", lambda tune: None)  # this process stays as it is
     hook.register()
