@@ -8,6 +8,7 @@ Labels follow torchtune: ``labels[t]`` is the token at ``t`` itself, or -100 for
 
 import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import groupby, pairwise
 from os.path import commonprefix
@@ -22,6 +23,13 @@ IGNORE = -100
 Tools = Sequence[Mapping] | None
 Steps = Generator[str, list[int] | None, Any]  # yields texts to tokenise, and receives their tokens or None
 Rendering = Generator[str, list[int] | None, tuple[list[int], list[int]]]
+_CALL = {"type": "function", "function": {"name": "a", "arguments": {}}}
+_EACH_ROLE = (
+    Turn("system", "a", True),
+    Turn("user", "a", True),
+    Turn("assistant", "", False, {"tool_calls": [_CALL], "reasoning_content": "a"}),
+    Turn("tool", "a", True),
+)
 
 
 def render_prompt(tokenizer: Any, messages: Sequence[Mapping], tools: Tools = None) -> list[int]:
@@ -181,6 +189,15 @@ class TemplateRenderer:
     def added_tokens(self) -> frozenset[str]:
         """Texts of the vocabulary's added tokens, special or not."""
         return frozenset(self._encoder.ids)
+
+    @cached_property
+    def marks(self) -> frozenset[str]:
+        """Texts of the added tokens that the template writes around messages, but for white space."""
+        written = self.template.code
+        for last in range(1, len(_EACH_ROLE) + 1):
+            with suppress(UserError):  # the template refuses tools, or such an order
+                written += self.template.render(_EACH_ROLE[:last], None, prompt=True)
+        return frozenset(text for text in self.added_tokens if text.strip() and text in written)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens`` with special tokens."""

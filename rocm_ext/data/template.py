@@ -73,6 +73,11 @@ class ChatTemplate:
         """Whether the template reads ``enable_thinking``, as Qwen3's does."""
         return "enable_thinking" in self.names
 
+    @property
+    def code(self) -> str:
+        """The template, and the one of conversations with tools."""
+        return self.text + (self._for_tools.text if self._for_tools else "")
+
     def _shows_content(self, listed: bool = False) -> bool:
         """Return whether a message's text appears. Templates of some multimodal models take only lists of parts."""
         self._listed = listed

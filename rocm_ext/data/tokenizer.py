@@ -14,7 +14,7 @@ from rocm_ext.base.types import Json
 from rocm_ext.config.checks import check_max_seq_len
 from rocm_ext.config.checks.kinds import Kind, check
 from rocm_ext.data.encoder import EOS, TOKENIZER, HFTokenizer, TextEncoder, any_of, ids_in
-from rocm_ext.data.messages import to_turns
+from rocm_ext.data.messages import Turn, to_turns
 from rocm_ext.data.render import PlainRenderer, Renderer, TemplateRenderer, alone, render_conversation, render_prompt
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
 
@@ -151,15 +151,29 @@ def special_tokens_in(tokenizer: Any) -> Callable[[Iterable[str]], str | None]:
     return lambda texts: next((match[0] for text in texts if (match := pattern.search(text))), None)
 
 
-def defused(tokenizer: Any) -> Callable[[str], str]:
-    """Return a function that turns added tokens in a text into plain text, by a space after their first letter.
+def defused(tokenizer: Any) -> Callable[[Any], Any]:
+    """Return a function that makes plain text of tokens that structure a conversation, in a text from outside.
 
-    Without it, a tool's output could end its turn and begin another one.
+    It puts a space after their first letter. Without it, a tool's output could end its turn and begin another one. The
+    tokens are the special ones and those that the chat template writes; all other text stays as it is. The function
+    takes texts, turns and values of JSON, and changes each text in them.
     """
     renderer = getattr(tokenizer, "renderer", None)
-    added = renderer.added_tokens if isinstance(renderer, TemplateRenderer) else frozenset()
-    pattern = any_of(reserved_tokens(tokenizer) | added)
-    return lambda text: pattern.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+    marks = renderer.marks if isinstance(renderer, TemplateRenderer) else frozenset()
+    pattern = any_of(reserved_tokens(tokenizer) | marks)
+
+    def defuse(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(lambda match: f"{match[0][0]} {match[0][1:]}", value)
+        if isinstance(value, Turn):
+            return value._replace(content=defuse(value.content), more=defuse(value.more))
+        if isinstance(value, Mapping):
+            return {defuse(key): defuse(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(map(defuse, value))
+        return value
+
+    return defuse
 
 
 def special_token_lines(what: str, count: int, special: Sequence[tuple[str, str]]) -> list[str]:

@@ -226,14 +226,15 @@ class ConversationQueue(RequestQueue):
         """Return the request for the model's next message; None if a limit ends the conversation."""
         request, talk.asked = talk.request, reply if isinstance(reply, Ask) else None
         if talk.asked:
-            turns, tools = to_turns(talk.asked.messages, blank=True), to_tools(talk.asked.tools)
+            turns = to_turns(talk.asked.messages, blank=True)
+            tools = self._defused(to_tools(talk.asked.tools))
         elif not (talk.answers or reply):
             return request
         else:
             turns, tools = [*talk.turns, *to_turns(reply)], talk.tools
         held = self._shared(talk.turns, turns)
         goes_on = talk.stopped and held == len(talk.turns) and tools == talk.tools
-        turns = [*talk.turns[:held], *(turn._replace(content=self._defused(turn.content)) for turn in turns[held:])]
+        turns = [*talk.turns[:held], *self._defused(turns[held:])]
         if talk.answers == self._limits.turns:
             self._cut(talk, "max_turns")
             return None
@@ -266,7 +267,7 @@ class ConversationQueue(RequestQueue):
     def _shared(self, held: list[Turn], turns: list[Turn]) -> int:
         """Return the number of equal turns at the beginning of both."""
         pairs = zip(held, turns, strict=False)
-        same = (a is b or _said(a) in (_said(b), _said(b._replace(content=self._defused(b.content)))) for a, b in pairs)
+        same = (a is b or _said(a) in (_said(b), _said(self._defused(b))) for a, b in pairs)
         return sum(takewhile(bool, same))
 
     def _behind(self, request: Request) -> str:

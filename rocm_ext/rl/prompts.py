@@ -27,7 +27,7 @@ from rocm_ext.data.overview import Overview, equal, numbers, sequence, shared
 from rocm_ext.data.prompts import Prompt, check_disjoint
 from rocm_ext.data.render import render_conversation, render_prompt
 from rocm_ext.data.rows import check_vocabulary, key
-from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
+from rocm_ext.data.tokenizer import defused, special_token_lines, special_tokens_in
 from rocm_ext.distributed.ranks import rank
 from rocm_ext.environments import Environments
 from rocm_ext.plan import workload
@@ -79,6 +79,7 @@ class PromptSet:
     def render(self, tokenizer: Any) -> None:
         """Fill ``tokens`` as SFT rows are rendered."""
         special = special_tokens_in(tokenizer)
+        self.tools = defused(tokenizer)(self.tools)
         reserved = []
         for prompt in self:
             with _naming(prompt, UserError):
