@@ -312,9 +312,8 @@ class Update:
 
     Attributes:
         batches: this rank's micro-batches.
-        labels: weighted number of labels over all ranks.
-        sequences: weighted number of sequences with a label over all ranks; GRPO also counts answers that do not
-            train.
+        labels: number of labels over all ranks, times the mean weight of the data set's labels.
+        sequences: likewise of sequences with a label; GRPO also counts answers that do not train.
         rows: numbers of the rows over all ranks, for messages.
     """
 
@@ -375,8 +374,10 @@ class StepLoader(Dataset):
         self._sizes = row_sizes(rows, layout.share and not count_shared)
         self._counts: list[tuple[float, float]] = [*label_counts(rows)]
         if ROW_WEIGHT in rows.columns:
-            weights = (float(row[0]) for row in rows.columns[ROW_WEIGHT])
-            self._counts = [(n * w, count * w) for (n, count), w in zip(self._counts, weights, strict=True)]
+            weights = np.array([row[0] for row in rows.columns[ROW_WEIGHT]], np.float64)
+            counts = np.array(self._counts, np.float64)  # [rows, 2]: labels and sequences
+            means = weights @ counts / counts.sum(axis=0)  # weights per label and per sequence
+            self._counts = list(map(tuple, (counts * means).tolist()))
 
     def __getitem__(self, step: int) -> Update:
         indices, layout = self._steps[step], self._layout

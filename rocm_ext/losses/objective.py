@@ -93,8 +93,8 @@ class Objective(ABC):
     - ``entropy_weight``: :meth:`denominator` divided by the step's labels. A training step sets it; 0 in validation.
 
     If the rows have a column ``weight``, constant in a row, it multiplies value and derivative of :meth:`terms`, and
-    :meth:`denominator` counts labels and sequences with it. So only ratios of weights within a step matter: the loss is
-    the same if all are 2 as if all are 1. Measurements have no weights.
+    :meth:`denominator` gets counts times the data set's mean weight. So only ratios of weights matter, whichever rows
+    share a step: the loss is the same if all are 2 as if all are 1. Measurements have no weights.
 
     Inside :meth:`measuring`, :meth:`terms` adds further measurements to ``tally``; otherwise ``tally`` is None. The
     trainer writes these means and maxima to ``metrics.jsonl``.
@@ -181,8 +181,8 @@ class Objective(ABC):
         return 1.0 / sum_over_sequences(torch.ones_like(sequence, dtype=torch.float32), sequence)
 
     def denominator(self, labels: float, sequences: float) -> float:
-        """Return the divisor of a step's sum, given the step's weighted numbers of labels and of sequences with a
-        label."""
+        """Return the divisor of a step's sum, given the step's numbers of labels and of sequences with a label, times
+        the mean weight of the data set's."""
         if self.normalize == "tokens":
             return labels
         return sequences if self.normalize == "sequences" else float(self.normalize) * sequences
