@@ -53,7 +53,8 @@ demo: $(or $(wildcard $(VENV)/.ready),$(VENV)/.library)
 	@echo "--- RAFT from the same model, without any worked answer: only whether its own answers are right"
 	$(BIN)/tune run raft_rocm --config cpu_pocket_raft resume_from_checkpoint=True
 	@page=$$($(BIN)/rocm-ext report demo/sft demo/raft --output demo/report.html) || exit; \
-	right() { $(BIN)/rocm-ext eval --show 0 "$$@" 2>demo/eval.log || { cat demo/eval.log >&2; return 1; }; }; \
+	right() { said=$$($(BIN)/rocm-ext eval --show 0 "$$@" 2>demo/eval.log) && test -n "$$said" && echo "$$said" || \
+	  { cat demo/eval.log >&2; return 1; }; }; \
 	before=$$(right cpu_pocket_raft) && sft=$$(right cpu_pocket_raft --adapter demo/sft/adapter) && \
 	raft=$$(right demo/raft) || exit; \
 	echo "--- right answers to held-out problems"; \

@@ -42,10 +42,11 @@ def beating() -> Iterator[None]:
 
 
 def note(**values: str | int) -> None:
-    """Write a line: ``error`` and ``code`` when a user's error ends the run, or ``segment``, see :func:`apart`.
+    """Write a line: ``error`` and ``code`` when a user's error ends the run, ``segment``, see :func:`apart`, or
+    ``complete`` and ``ranks`` when a rank of so many has done all its work.
 
     Raises:
-        OSError: ``segment`` cannot be written; without it the run would count as done.
+        OSError: ``segment`` cannot be written; without it the run would count as broken.
     """
     if NOTES not in os.environ:
         return

@@ -89,8 +89,10 @@ def run(args: argparse.Namespace) -> int:
             notes = list(read_lines(out / _NOTES, problems=[]))
             segment = next((line["segment"] for line in notes if "segment" in line), None)
             if why is None and segment is None:
-                attempt.tell("finished", "the run is done")
-                return 0
+                if _complete(notes):
+                    attempt.tell("finished", "the run is done")
+                    return 0
+                why = attempt.reason()
             if stop.signum:
                 return 128 + stop.signum
             if why is None:
@@ -267,7 +269,7 @@ class _Attempt:
         self._follow()
         self._log.close()
         self._printed.close()
-        return None if self.code == 0 and not hung else hung or self._reason(self.code)
+        return None if self.code == 0 and not hung else hung or self.reason()
 
     def _sets_up(self, silent: float) -> bool:
         """Return whether the run has made no step yet, and has computed since this was last asked.
@@ -341,11 +343,27 @@ class _Attempt:
                 process.terminate()
                 process.resume()  # a stopped process takes no signal; systemd also resumes it
 
-    def _reason(self, code: int) -> str:
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    def reason(self) -> str:
+        """Return why the run is not complete: how it ended, and what it printed last."""
+        how = f"ended with code {self.code}"
+        if self.code < 0:
+            how = f"killed by {signal.Signals(-self.code).name}"
+        elif self.code == 0:
+            how += ", but it is not complete"
         if _oom_kills() > self._oom_kills:
             how += ", and the kernel killed a process because memory ran out"
         return f"{how}; its last line: {lines[-1].strip()}" if (lines := self._lines()) else how
+
+
+def _complete(notes: Sequence[Json]) -> bool:
+    """Return whether all ranks noted that they are complete.
+
+    The exit code does not say: a process that has started HIP may end with code 0 whatever happened.
+    """
+    if any("error" in line for line in notes):
+        return False
+    complete = [line for line in notes if "complete" in line]
+    return bool(complete) and len(complete) == complete[0]["ranks"]
 
 
 def _say(text: str) -> None:

@@ -73,14 +73,29 @@ class Trouble:
         """Do nothing; no file is open."""
 
 
+class Crash:
+    """A metric logger that fails at the first step."""
+
+    def log_dict(self, payload, step: int) -> None:
+        raise RuntimeError("crash")
+
+    def close(self) -> None:
+        """Do nothing; no file is open."""
+
+
 def trouble(top: Path, **at: str) -> dict:
     """The config of :class:`Trouble`: ``s3="kill"`` kills the run after step 3."""
     happens = {int(step[1:]): what for step, what in at.items()}
     return {"_component_": "tests.cli.test_supervise.Trouble", "at": happens, "top": str(top)}
 
 
+CODE_0 = "TEST_SUPERVISE_CODE_0"  # environment variable: the run ends with code 0 whatever happened, as HIP can make it
+
+
 def tune(arguments: list[str]) -> None:
     """Do what ``tune ARGUMENTS`` does: this process is the run, or starts its ranks."""
+    if CODE_0 in os.environ:
+        os._exit = partial(lambda leave, code: leave(0), os._exit)
     signal_at_parents_end(signal.SIGTERM)
     sys.stdout = sys.stderr
     place = next(i for i, word in enumerate(arguments) if word in MAINS)
@@ -227,8 +242,11 @@ def test_set_up_that_waits_has_hung_and_one_that_computes_has_not(make, referenc
     assert_equal(tmp_path / "out", reference)
 
 
-def test_a_user_s_error_ends_it(make, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("honest", [True, False])
+def test_a_user_s_error_ends_it(make, tmp_path, monkeypatch, honest):  # noqa: F811
     path = make(tmp_path / "out")
+    if not honest:
+        monkeypatch.setenv(CODE_0, "1")
     code, said = run(*command(path), "optimizer.lr=-1")
     assert code == 1
     assert said.splitlines()[-1] == (
@@ -236,6 +254,12 @@ def test_a_user_s_error_ends_it(make, tmp_path):  # noqa: F811
     )
     assert "supervise: failed" in said
     assert "restarting" not in said
+    if not honest:
+        crash = {"_component_": "tests.cli.test_supervise.Crash"}
+        code, said = run("--pause", 0, "--deaths", 1, *command(make(tmp_path / "crashed", metric_logger=crash)))
+        assert code == 1
+        assert "ended with code 0, but it is not complete; its last line: RuntimeError: crash" in said
+        return
     for arguments, expected in (
         (["--", "tune", "run", "nothing"], "name the run after --"),
         ([*command(path), "overwrite_output_dir=True"], "drop overwrite_output_dir"),
