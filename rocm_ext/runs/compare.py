@@ -7,7 +7,7 @@ difference exceeds the tolerance. In all other cases the answer is how many more
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -22,10 +22,24 @@ from rocm_ext.runs.intervals import BATCHES, Interval, mcnemar, paired_gain, rat
 from rocm_ext.runs.records import Columns, number
 
 Pair = tuple[float, float]  # A's value, B's
+Settings = Mapping[str, tuple[object, object]]  # settings that differ, with A's value and B's
 _UNKNOWN = Interval(math.nan)
 
 _WARM_UP = 10  # steps at a run's beginning that do not show its speed: compilation, caches, clocks
-_DATA = ("dataset", "dataset_val", "validation_fraction", "tokenizer", "data_seed", "shuffle", "too_long", "bad_rows")
+_TEMPLATE = ("chat_template", "chat_template_args", "chat_template_date")
+_DATA = (
+    *("dataset", "dataset_val", "validation_fraction", "tokenizer", "data_seed", "shuffle", "too_long", "bad_rows"),
+    *_TEMPLATE,
+)
+_CROSS_ENTROPIES = {  # components of one function
+    "rocm_ext.losses.CrossEntropy",
+    "torchtune.modules.loss.CEWithChunkedOutputLoss",
+    "torch.nn.CrossEntropyLoss",
+}
+_CHUNKS = ("loss.chunk_tokens", "loss.num_output_chunks")  # they decide memory and speed, not the loss
+# What decides the meaning of a held-out score, and what an answer may be
+_JUDGED_BY = ("verifier", "environment", "eval_prompts")
+_ANSWERED_WITH = ("max_new_tokens", "stop_strings", "max_turns", "max_environment_tokens", *_TEMPLATE)
 _STEP_SIZE = ("sequences_per_step", "gradient_accumulation_steps", "batch_size", "max_steps_per_epoch")
 _ROLLOUT_SIZE = ("prompts_per_step", "samples_per_prompt", "refill")
 _PATHS = ("source", "data_files", "path", "_path", "_file", "_dir")  # settings that are paths
@@ -245,7 +259,7 @@ def _rounds(run: RunFolder) -> Columns:
 # ---- SFT and DPO: losses
 
 
-def _by_losses(a: RunFolder, b: RunFolder, settings: Collection[str], tolerance: float) -> _Quality:
+def _by_losses(a: RunFolder, b: RunFolder, settings: Settings, tolerance: float) -> _Quality:
     steps, quality, seeds = _Common(a.steps, b.steps), _Quality(), "seed" in settings
     finite = np.isfinite(steps["loss"]).all(axis=0)
     x, y = (values[finite] for values in steps["loss"])
@@ -322,12 +336,13 @@ def _judge(difference: Interval, steps: int, tolerance: float, seeds: bool, vali
     return "unknown", f"training {lower}, which a faster setting does not explain: set validation_fraction"
 
 
-def _functions_differ(run: RunFolder, settings: Collection[str]) -> str:
+def _functions_differ(run: RunFolder, settings: Settings) -> str:
     """Why the losses of the two runs are different functions; empty if they are the same."""
-    named = [key for key in settings if key == "loss.normalize"]
+    named = [key for key in settings if key.split(".")[0] == "loss" and key not in _CHUNKS]
+    if _CROSS_ENTROPIES.issuperset(settings.get("loss._component_", ())):
+        named = [key for key in named if key != "loss._component_"]
     if run.family == DPO:  # whose losses measure against the model that the run began with
-        named = [key for key in settings if key.startswith("loss.") or key == "checkpointer.adapter_checkpoint"]
-        named = [key for key in named if key != "loss.chunk_tokens"]
+        named += [key for key in settings if key == "checkpointer.adapter_checkpoint"]
     return f"the runs have different losses ({', '.join(named)})" if named else ""
 
 
@@ -347,7 +362,7 @@ def _rows_differ(steps: _Common, settings: Collection[str]) -> str:
         return f"from step {steps.steps[other[0]]} on the runs see different rows{because}"
     proven = known.all() and len(set(tokens_a)) > 1
     of_data = [key for key in named if key.split(".")[0] in _DATA and not key.endswith(_PATHS)]
-    decisive = [key for key in of_data if key.startswith("dataset.") or not proven]
+    decisive = [key for key in of_data if key.startswith(("dataset.", *_TEMPLATE)) or not proven]
     return f"the runs see different rows (different {', '.join(decisive)})" if decisive else ""
 
 
@@ -386,7 +401,7 @@ def _percent(share: float) -> str:
 # ---- RAFT and GRPO: held-out scores
 
 
-def _by_scores(a: RunFolder, b: RunFolder, settings: Collection[str], tolerance: float) -> _Quality:
+def _by_scores(a: RunFolder, b: RunFolder, settings: Settings, tolerance: float) -> _Quality:
     """By the last cycle or step that both runs evaluated, or by two evaluations of ``rocm-ext eval``.
 
     B is not worse if the interval of the gain lies above ``-tolerance``; it is worse if that is not so and chance
@@ -403,9 +418,12 @@ def _by_scores(a: RunFolder, b: RunFolder, settings: Collection[str], tolerance:
         return quality
     last = both[-1]
     right_a, right_b = (scored.greedy() for scored in last)
-    judges = [key for key in settings if key.startswith("verifier.")]
+    judges = [key for key in settings if key.split(".")[0] in _JUDGED_BY and not key.endswith(_PATHS)]
+    limits = [key for key in settings if key.split(".")[0] in _ANSWERED_WITH]
+    if limits:
+        quality.notes.append(f"the held-out answers were sampled with different {', '.join(limits)}")
     sizes = [key for key in settings if a.family in BY_STEP and key in _ROLLOUT_SIZE]
-    why = f"different verifiers judged (different {', '.join(judges)})" if judges else ""
+    why = f"they were asked or judged differently (different {', '.join(judges)})" if judges else ""
     if sizes:
         why = why or f"their steps have different numbers of answers (different {', '.join(sizes)})"
     if any(len(right) != scored.scores.prompts for right, scored in zip((right_a, right_b), last, strict=True)):

@@ -12,6 +12,7 @@ from tests.kit.tiny import write_yaml
 
 MACHINE = "1 x Radeon 8060S Graphics (gfx1151), Linux, torch 2.11.0+rocm7.2"
 CONFIG: dict[str, Any] = {
+    "loss": {"_component_": "rocm_ext.losses.CrossEntropy"},
     "hardware": "strix_halo",
     "dtype": "bf16",
     "model": {"_component_": "torchtune.models.qwen2_5.lora_qwen2_5_7b_base", "lora_rank": 16},

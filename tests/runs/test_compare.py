@@ -93,6 +93,12 @@ def changed(**changes):
          "from step 1 on the runs see different rows (different data_seed)"),
         ({"losses": SAME, "dataset": MOVED}, (), 0, ""),
         ({"losses": SAME, "dataset": ON_INPUT}, (), 3, "different dataset.train_on_input"),
+        ({"losses": SAME, "chat_template_args": {"enable_thinking": False}}, (), 3, "different chat_template_args"),
+        ({"losses": SAME, "loss": {"_component_": "mine.Squared"}}, (), 3, "different losses (loss._component_)"),
+        ({"losses": SAME, "loss": {"_component_": "rocm_ext.losses.CrossEntropy", "normalize": "sequences"}}, (), 3,
+         "loss.normalize"),
+        ({"losses": SAME, "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss",
+                                   "num_output_chunks": 4}}, (), 0, ""),
         ({"losses": SAME * EQUAL, "seed": 1}, (), 0, "the seeds differ"),
         ({"losses": WORSE, "seed": 1}, (), 3, ""),
         # steps that fp16 skips are no harm
@@ -266,7 +272,7 @@ FIRST, LAST = passing(0.3, 1), passing(0.5, 2)
 
 @pytest.mark.parametrize(("kind", "says"), [
     ("prompts", "cannot be compared: they are of different prompts"),
-    ("verifiers", "different verifiers judged (different verifier._component_)"),
+    ("verifiers", "they were asked or judged differently (different verifier._component_)"),
     ("verdicts", "cannot be compared: verdicts.jsonl lacks verdicts"),
     ("first cycle", "no trained cycle of both runs has held-out scores yet"),
 ])  # fmt: skip
