@@ -40,6 +40,15 @@ def load(name: str, *overrides: str) -> DictConfig:
     return config.load(RECIPES[name], name, ["hardware=cpu", *overrides])
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_head_names_the_files_that_have_the_recipe_s_other_keys(name):
+    (named,) = re.findall(r"^# All other keys, in recipe_configs/defaults: (.*)[.]$", text(name), re.M)
+    keys = set()
+    for file in named.split(", "):
+        keys |= OmegaConf.load(CONFIGS / "defaults" / file).keys() - {"include", "extends"}
+    assert keys == config.defaults(RECIPES[name]).keys()
+
+
 def test_every_machine_has_configs():
     machines = {OmegaConf.load(CONFIGS / f"{name}.yaml").hardware for name in NAMES}
     assert machines == {"strix_halo", "strix_halo_windows", "mi300x", "mi50", "radeon", "cpu"}

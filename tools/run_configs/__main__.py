@@ -9,6 +9,9 @@ import torchtune
 import yaml
 from omegaconf import OmegaConf
 
+from rocm_ext.base import registry
+from rocm_ext.config import layers
+
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "recipe_configs"
 STOCK = Path(torchtune.__file__).parents[1] / "recipes/configs"
@@ -49,6 +52,7 @@ def _render(recipe: str, name: str, row: dict[str, Any], table: dict[str, Any]) 
     ]
     return _TEMPLATES.get_template(f"{row.get('template', recipe)}.yaml.jinja").render(
         recipe=recipe,
+        defaults=defaults_files(recipe),
         name=name,
         row=row,
         machine=machine,
@@ -67,6 +71,20 @@ def _render(recipe: str, name: str, row: dict[str, Any], table: dict[str, Any]) 
         stock=stock,
         stock_lr=f"{stock.optimizer.lr:.0e}".replace("e-0", "e-") if stock else "",
     )
+
+
+def defaults_files(recipe: str) -> str:
+    """Return the names of the files with a recipe's defaults: its own, those it extends, and what they include."""
+    names = {}
+
+    def add(path: Path) -> None:
+        names[path.name] = True
+        for included in layers.read(path).get("include", []):
+            add(path.with_name(f"{included}.yaml"))
+
+    for part in registry.chain(registry.find(recipe)):
+        add(part.defaults)
+    return ", ".join(names)
 
 
 def _machine_and_model(name: str, table: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
