@@ -15,7 +15,7 @@ from rocm_ext.base.hub import is_hub_name
 from rocm_ext.base.types import Config, Json
 from rocm_ext.config.components import COMPONENT, check_from_folder
 from rocm_ext.config.layers import by_key, defaults, find, load, read, recipe_of, requested_hardware
-from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder, complete, layers_of
+from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder, complete, names_layer
 
 BASE = "base"  # the value of ``teacher`` that stands for the model in training without its adapter
 _LOCAL = "rocm_ext.sampling.LocalEngine"
@@ -130,7 +130,9 @@ def _matching(pattern: Any, adapter: Path) -> Any:
     try:
         with safe_open(adapter / "adapter_model.safetensors", "np") as file:
             names = [name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in file.keys()]  # noqa: SIM118
-        return pattern and {key: value for key, value in pattern.items() if any(map(layers_of(key).match, names))}
+        return pattern and {
+            key: value for key, value in pattern.items() if any(names_layer(key, name) for name in names)
+        }
     except Exception:  # reading the adapter reports what is wrong with it
         return pattern
 

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -12,6 +11,7 @@ from omegaconf import DictConfig
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import how_to_download, is_hub_name
 from rocm_ext.base.importing import COMPONENT
+from rocm_ext.base.patterns import matches
 from rocm_ext.base.types import Config
 
 FROM_CHECKPOINT = "rocm_ext.model.from_checkpoint"
@@ -29,10 +29,9 @@ _BLOCKS: dict[str, dict[str, str]] = {
 }
 
 
-@cache  # re caches 512 patterns, fewer than the keys of a model with one per layer
-def layers_of(key: str) -> re.Pattern[str]:
-    """Return the names of layers that a key of ``rank_pattern`` or ``alpha_pattern`` matches, as in PEFT."""
-    return re.compile(rf"(.*\.)?({key})$")
+def names_layer(key: str, name: str) -> bool:
+    """Return whether a key of ``rank_pattern`` or ``alpha_pattern`` matches the layer ``name``, as in PEFT."""
+    return matches(rf"(.*\.)?({key})$", name)
 
 
 def complete(merged: Config, on_command_line: Mapping[str, str]) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rocm_ext.base.errors import UserError, one_line, refuse
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
+from rocm_ext.base.patterns import matches
 from rocm_ext.config.checks.kinds import JSON_SWITCH, NOT_NEGATIVE, Kind, check
 
 if TYPE_CHECKING:
@@ -316,7 +317,7 @@ class StoredFormat:
     def skips(self, name: str) -> bool:
         """Whether the module ``name`` is stored in 16 bits."""
         return any(
-            re.match(skipped[3:], name) if skipped.startswith("re:") else f".{skipped}." in f".{name}."
+            matches(skipped[3:], name) if skipped.startswith("re:") else f".{skipped}." in f".{name}."
             for skipped in self.skipped
         )
 

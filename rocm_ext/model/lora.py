@@ -17,7 +17,7 @@ from torchtune.modules.low_precision.nf4_linear import linear_nf4  # torchao's, 
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from rocm_ext.base.errors import UserError, nearest, one_line, refuse
-from rocm_ext.config.model_folder import layers_of
+from rocm_ext.config.model_folder import names_layer
 from rocm_ext.model.token_rows import TokenRows, token_rows
 from rocm_ext.model.weights.quantized import Quantized
 
@@ -186,8 +186,8 @@ class Sizes:
     def of(self, name: str) -> tuple[int, float]:
         """Return r and alpha of a linear layer, or of a fused weight of experts, by its published name."""
         name = self._matched(name)
-        rank = next((rank for key, rank in self.rank_pattern.items() if layers_of(key).match(name)), self.rank)
-        alphas = (alpha for key, alpha in self.alpha_pattern.items() if layers_of(key).match(name))
+        rank = next((rank for key, rank in self.rank_pattern.items() if names_layer(key, name)), self.rank)
+        alphas = (alpha for key, alpha in self.alpha_pattern.items() if names_layer(key, name))
         return rank, next(alphas, self.alpha)
 
     def check_keys(self, names: Iterable[str]) -> None:
@@ -198,7 +198,7 @@ class Sizes:
             f"model.{pattern} has {key!r}, which matches no adapted layer{nearest(key, ends)}"
             for pattern in ("rank_pattern", "alpha_pattern")
             for key in getattr(self, pattern)
-            if not any(map(layers_of(key).match, names))
+            if not any(names_layer(key, name) for name in names)
         )
 
     def _matched(self, name: str) -> str:

@@ -18,6 +18,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.config.chosen_model import find_target
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.build import load_adapter
+from rocm_ext.model.families import StoredFormat
 from rocm_ext.model.lora import Sizes, described
 from tests.kit.families import CHATML, PATTERNS, folder_config
 from tests.kit.parity import TOKENS, our_logits, our_model, their_logits, their_model
@@ -127,6 +128,15 @@ def test_patterns_match_as_pefts(pattern):
     for name in NAMES:
         keys = (get_pattern_key(each.keys(), name) for each in (sizes.rank_pattern, sizes.alpha_pattern))
         assert sizes.of(name) == tuple(pattern.get(key, 9) for key in keys)
+
+
+def test_a_pattern_that_would_match_for_ever_is_named():
+    """An adapter may come from anybody."""
+    endless = r"(?:(.*)(.*)(.*)(.*)(.*)(.*)(.*)(.*)(.*)\w){5}\3q"
+    with pytest.raises(UserError, match=r"regular expression .* takes more than 1 s on model\.layers\.11\.self_attn"):
+        Sizes(rank=1, alpha=1, rank_pattern={endless: 2}).of("model.layers.11.self_attn.q_proj")
+    with pytest.raises(UserError, match="takes more than 1 s"):
+        StoredFormat("fp8", (0, 0), (f"re:{endless}",)).skips("model.layers.11.self_attn.q_proj")
 
 
 @given(

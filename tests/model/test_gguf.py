@@ -119,7 +119,7 @@ ROPES = [
     ("qwen2", {}),
     ("qwen2 tied", {}),
     ("qwen3", {"rope_parameters": YARN}),
-    ("qwen3", {"rope_parameters": YARN | {"beta_fast": 16.0, "attention_factor": 1.5}}),
+    ("qwen3", {"rope_parameters": YARN | {"attention_factor": 1.5}}),
 ]
 
 
@@ -144,6 +144,17 @@ def test_what_export_writes_is_the_same_model(tmp_path, name, shape):
         assert read.encode(text).ids == own.encode(text).ids
     template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
     assert template == (base / "chat_template.jinja").read_text()
+
+
+def test_bounds_of_yarn_that_llama_cpp_ignores_are_refused(tmp_path):
+    base = write_family(tmp_path / "base", "qwen3", head_dim=24, rope_parameters=YARN)
+    said = r"beta_fast is 16 and its beta_slow 1; llama\.cpp computes 32 and 1"
+    changed = write_gguf(base, tmp_path / "x.gguf", metadata={"qwen3.rope.scaling.yarn_beta_fast": 16.0})
+    with pytest.raises(UserError, match=rf"x\.gguf: YaRN's {said}"):
+        folder_of(str(changed))
+    other = write_family(tmp_path / "other", "qwen3", head_dim=24, rope_parameters=YARN | {"beta_fast": 16.0})
+    with pytest.raises(UserError, match=rf"config\.json: YaRN's {said}"):
+        write_gguf(other, tmp_path / "y.gguf")
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from rocm_ext.model.families import (
     MODEL_TYPES,
     Architecture,
     Rope,
+    Yarn,
     foreign_config,
     read_architecture,
     read_rope,
@@ -233,6 +234,7 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
     }
     refuse(f"{folder / CONFIG}: {problem}" for problem, holds in problems.items() if holds)
     _check_rope(folder, arch, a.rope.kind)
+    _check_betas(folder / CONFIG, a.rope.yarn)
     keys = {
         "vocab_size": a.vocabulary,
         "context_length": a.positions,  # at most the sliding window, which llama.cpp's Mistral has not
@@ -460,6 +462,7 @@ def _rope_of(files: Sequence[GgufFile], keys: Metadata, config: Json, proportion
         rope |= {key: keys.pop(of) for key, of in _YARN.items() if of in keys}
         if "attention_factor" in rope:
             rope["attention_factor"] *= 0.1 * math.log(rope["factor"]) + 1.0  # llama.cpp multiplies by this one
+        _check_betas(path, read_rope({"rope_parameters": rope}, 1).yarn)
     holder = next((file for file in files if _FACTORS in file.places), None)
     if holder is None:
         return rope
@@ -495,6 +498,15 @@ def _check_rope(folder: Path, arch: str, kind: str) -> None:
     if kind not in known:
         raise UserError(
             f"{folder / CONFIG}: rope_type is {kind!r}; for {arch}, llama.cpp computes only {', '.join(known)}"
+        )
+
+
+def _check_betas(file: Path, yarn: Yarn | None) -> None:
+    """Refuse bounds of YaRN that llama.cpp would not compute: for these architectures it ignores their keys."""
+    if yarn is not None and (yarn.fast, yarn.slow) != (32.0, 1.0):
+        raise UserError(
+            f"{file}: YaRN's beta_fast is {yarn.fast:g} and its beta_slow {yarn.slow:g}; llama.cpp computes 32 and 1 "
+            "whatever a file says; use the model's folder and another program than llama.cpp"
         )
 
 
@@ -563,6 +575,7 @@ def _of_transformers(folder: Path, row: _Row) -> Layout:
         factors = _first_dimensions(width, int(width * part) // 2, factor)
         part = 1.0
     read = read_rope({"rope_parameters": rope}, config.max_position_embeddings)
+    _check_betas(folder / CONFIG, read.yarn)
     keys |= {"rope_dimension_count": int(keys["key_length"] * part), **_rope_keys(read)}
     differs = "llama.cpp rounds the bounds of YaRN, and this model does not: its answers differ a little there"
     differs = differs if read.yarn and not read.yarn.rounded else ""
