@@ -46,6 +46,7 @@ def test_data_sheets_are_whole():
         ("MI355X", "mi300x", "MI355X"), ("AMD Instinct MI325X", "mi300x", "MI325X"), ("gfx950", "mi300x", "MI355X"),
         ("Radeon 8065S", "strix_halo", "Gorgon Halo 192 GB"), ("gfx1151", "strix_halo", "Strix Halo 128 GB"),
         ("Ryzen AI Max+ PRO 495", "strix_halo", "Gorgon Halo 192 GB"), ("AMD Radeon PRO W7900", "radeon", "PRO W7900"),
+        ("Radeon 8040S", "strix_halo", "Radeon 8040S 64 GB"), ("9070 GRE", "radeon", "RX 9070 GRE"),
         ("r9700", "radeon", "AI PRO R9700"), ("7900 XTX", "radeon", "RX 7900 XTX"),
         ("rx-7900-xt", "radeon", "RX 7900 XT"), ("MI50", "mi50", "MI50 32 GB"), ("MI50 16GB", "mi50", "MI50 16 GB"),
         ("strix_halo_windows", "strix_halo_windows", "Strix Halo on Windows, 128 GB"),
@@ -118,6 +119,8 @@ def test_measured_speeds_with_the_memory_of_the_chip(bench, capsys):
         (replace(RADEON, name="AMD Radeon Graphics", total_memory=48 * GIB), "radeon", "PRO W7900"),
         (replace(MI50, name="AMD Instinct MI50/MI60", total_memory=16 * GIB), "mi50", "MI50 16 GB"),
         (replace(STRIX, total_memory=62 * GIB), "strix_halo", "Strix Halo 128 GB"),  # GTT is half of the memory
+        (replace(STRIX, name="AMD Radeon 8050S Graphics"), "strix_halo", "Radeon 8050S 128 GB"),
+        (replace(RADEON, name="AMD Radeon PRO W7800 48GB"), "radeon", "PRO W7800 48 GB"),
         (replace(H200, name="NVIDIA H200"), "cuda", "H200"),
         (replace(H200, arch="sm_80", name="NVIDIA A100-SXM4-40GB"), "cuda", "A100 40 GB"),
     ],
