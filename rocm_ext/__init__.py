@@ -1,9 +1,15 @@
 """LoRA and RAFT fine-tuning on AMD hardware, as torchtune recipes.
 
-Where what a machine needs lives: device set-up in :mod:`rocm_ext.machine` (``environment``, ``budget``, ``threads``),
-the dtype's choice in :mod:`rocm_ext.machine.numerics`, activation checkpointing in :mod:`rocm_ext.plan` (which layers)
-and :mod:`rocm_ext.train.learner`, and rows that one process keeps as tensors, without loader workers, in
-:mod:`rocm_ext.data.rows`. docs/architecture.md has the rest.
+Where a machine's needs live:
+
+- device setup: :mod:`rocm_ext.config.startup` (environment), :mod:`rocm_ext.train.lifecycle` (``Runtime.open``), and
+  :mod:`rocm_ext.machine` (devices, budget, threads)
+- BF16 policy: ``dtype`` of the profiles in ``recipe_configs/hardware``, and :mod:`rocm_ext.machine.numerics`
+- activation checkpointing: :mod:`rocm_ext.plan.memory`, which chooses the layers and wraps them
+- single-process data loading: the lock on ``num_workers`` in the profiles of Strix Halo, which
+  :mod:`rocm_ext.machine.profile` checks, and ``StepLoader`` in :mod:`rocm_ext.data.batches`
+
+docs/architecture.md in the repository has the rest.
 
 Nothing is imported here: torch loads :mod:`rocm_ext.hook` through this package in every
 program that imports torch, and that must cost nothing.

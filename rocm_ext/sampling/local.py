@@ -75,7 +75,8 @@ class LocalEngine:
         trace: Trace | None = None,
         routes: bool = False,
     ) -> None:
-        check({"slots": slots}, {"slots": integer(MIN_ROWS, _MOST_SLOTS) | NULL}, "engine.")
+        why = " (a CPU rounds smaller products differently, and samples would depend on their batch)"
+        check({"slots": slots}, {"slots": integer(MIN_ROWS, _MOST_SLOTS, why) | NULL}, "engine.")
         if graphs and (obstacle := decoder.graph_obstacle):
             raise UserError(f"engine.graphs is True, but no graph can replay a step: {obstacle}; set graphs: null")
         self._slots, self._graphs, self._merge = slots, graphs, merge

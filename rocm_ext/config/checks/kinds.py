@@ -55,9 +55,9 @@ def one_of(*values: Any) -> Kind:
     return Kind(lambda value: any(type(value) is type(one) and value == one for one in values), (name,))
 
 
-def integer(least: int, most: int = 10**9) -> Kind:
-    """A whole number in a range."""
-    name = f"a whole number from {least} to {most}"
+def integer(least: int, most: int = 10**9, why: str = "") -> Kind:
+    """A whole number in a range; ``why`` follows the range in the error."""
+    name = f"a whole number from {least} to {most}{why}"
     return Kind(lambda value: type(value) is int and least <= value <= most, (name,))
 
 
