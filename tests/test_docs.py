@@ -15,6 +15,7 @@ from rocm_ext.base import registry
 from rocm_ext.machine.profile import Profile
 
 ROOT = Path(__file__).parents[1]
+MISSION = yaml.safe_load((ROOT / "tests" / "mission.yaml").read_text())
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
 NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
 HEADS = sorted([*(ROOT / "recipe_configs").glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
@@ -103,7 +104,31 @@ def test_keys_are_known(page):
             assert content.keys() <= known
 
 
-# ------------------------------------------------------------------------------------------- the first screen, the site
+# ------------------------------------------------------------------------------------------- what users ask for
+
+
+def in_one_line(text: str) -> str:
+    """Without line breaks, and without the marks of comments."""
+    return re.sub(r"[\s#]+", " ", text)
+
+
+@pytest.mark.parametrize("part", MISSION)
+def test_what_users_ask_for_is_answered(part):
+    """By a page, which has this phrase, or by a test."""
+    lost = []
+    for wanted, answer in MISSION[part].items():
+        if isinstance(answer, str):
+            file, test = answer.split("::")
+            found = f"\ndef {test}(" in (ROOT / "tests" / file).read_text()
+        else:
+            ((page, phrase),) = answer.items()
+            found = in_one_line(phrase) in in_one_line((ROOT / page).read_text())
+        if not found:
+            lost.append(f"{wanted}: {answer}")
+    assert not lost
+
+
+# ------------------------------------------------------------------------------------------- the site
 
 
 @pytest.mark.parametrize("entry", re.findall("^::: (.+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE))
