@@ -106,7 +106,7 @@ def test_4_bits_where_16_do_not_fit(capsys):
         code = main(["plan", "--config", name, "--machine", f"Strix Halo {size}", "model.quantize_base=True"])
         return code, capsys.readouterr().err
 
-    assert halo("strix_halo_qwen3b", "32 GB")[1].count("wants False: owners' QLoRA (NF4) took") == 1
+    assert halo("strix_halo_qwen3b", "32 GB")[1].count("wants False: owners' QLoRA (bitsandbytes' NF4) took") == 1
     assert "wants False" in halo("strix_halo_qwen3_14b", "64 GB")[1], "28 of 50 GiB"
     assert halo("strix_halo_qwen3_14b", "32 GB") == (0, ""), "28 of 25 GiB"
 
