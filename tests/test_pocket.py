@@ -16,10 +16,12 @@ from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rocm_ext import cli, pocket
+from rocm_ext import cli, config, pocket
 from rocm_ext.data.encoder import TextEncoder
 from rocm_ext.data.prompts import check_disjoint, prompt_dataset
 from rocm_ext.data.render import render_conversation, render_prompt
+from rocm_ext.data.rows import open_dataset
+from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.environments import Tools, calculator, calls_in
 from rocm_ext.model.native.decoder import native
 from rocm_ext.runs.scores import Score, wilson
@@ -28,6 +30,7 @@ from tests.kit.families import folder_config
 from tests.kit.forks import forked
 from tests.kit.grpo_runs import lines
 from tests.kit.parity import finetune
+from tests.kit.run_folders import write_jsonl
 from tests.kit.samples import answers_of, ask
 from tests.kit.tiny import metrics
 
@@ -132,6 +135,16 @@ def test_the_pocket_models_own_files_are_read(pocket_dir):
     assert (len(held_out), len(train)) == (400, 3000)
     assert all(p.messages[-1]["content"] == p.row["prompt"] for p in train)
     check_disjoint(train, held_out)
+
+
+def test_the_demo_trains_on_rows_of_another_schema(pocket_dir, tmp_path):
+    """Its head says: for your rows dataset.source."""
+    source = tmp_path / "rows.jsonl"
+    write_jsonl(source, [{"instruction": "Say it.", "output": "it"}, {"prompt": "Say it.", "completion": "it"}])
+    own = [f"pocket={pocket_dir}", f"dataset.source={source}"]
+    cfg = config.load("lora_finetune_rocm", "cpu_pocket", own)
+    dataset = open_dataset(cfg.dataset, open_tokenizer(cfg), "error")
+    assert dataset[0] == dataset[1]
 
 
 @pytest.mark.wide
