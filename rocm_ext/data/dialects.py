@@ -21,8 +21,13 @@ FLAGS = {  # 0 or false keeps a message out of the loss -> whether the author's 
     "trainable": True,  # Tinker
 }
 DETAILS = ("train_detail", "training_detail")  # axolotl: parts of a message
-KTO = ("label", "kto_tag")  # TRL and ms-swift, LLaMA-Factory: whether an answer is good
-_GOOD = {**dict.fromkeys(("true", "1", "1.0"), True), **dict.fromkeys(("false", "0", "0.0"), False)}
+PAIRED = ("chosen", "rejected", "rejected_response", "rejected_messages", "preferred_output")  # a pair's answers
+KTO = ("label", "kto_tag", "thumbs")  # TRL and ms-swift, LLaMA-Factory, logs of chats: whether an answer is good
+_WORDS = {"true": True, "up": True, "thumbs_up": True, "good": True, "👍": True}
+_WORDS |= {"false": False, "down": False, "thumbs_down": False, "bad": False, "👎": False}
+# In rows of SFT, a number may be the label of a class.
+_GOOD = _WORDS | {"1": True, "1.0": True, "0": False, "0.0": False, "-1": False, "-1.0": False}
+_PREFERENCES = "recipe: dpo_rocm, dataset._component_: rocm_ext.data.preference_dataset"
 ALPACA = ("instruction", "input", "history")
 
 
@@ -63,10 +68,19 @@ def called(text: Any, where: str) -> list[Json]:
 
 def refuse_kto(fields: Row) -> None:
     """Raise a ValueError for a row that says whether its only answer is good."""
-    if label := next((key for key in KTO if str(fields.get(key)).lower() in ("true", "false")), None):
+    if label := next((key for key in KTO if str(fields.get(key)).lower() in _WORDS), None):
         raise ValueError(
-            f"{label} is {fields[label]}: training would also teach the bad answers; for KTO start dpo_rocm with "
-            f"rocm_ext.data.preference_dataset and loss UnpairedPreference, or keep the good ones and remove {label}"
+            f"{label} is {fields[label]}: training would also teach the bad answers; for KTO set {_PREFERENCES} and "
+            f"loss: {{_component_: rocm_ext.losses.UnpairedPreference}}, or keep the good ones and remove {label}"
+        )
+
+
+def refuse_pair(fields: Row) -> None:
+    """Raise a ValueError for a row with the answers of a pair."""
+    if answers := [key for key in PAIRED if key in fields]:
+        raise ValueError(
+            f"the row is a pair ({', '.join(answers)}): for DPO set {_PREFERENCES}, or map the better answer with "
+            "column_map to train on it alone"
         )
 
 

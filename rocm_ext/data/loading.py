@@ -18,7 +18,7 @@ from rocm_ext.base.errors import UserError, explain_errors, nearest, one_line
 from rocm_ext.base.types import Json
 from rocm_ext.data.dialects import expect, parsed
 
-LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".ndjson": "json"}
 SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk writes into a folder
 
 
@@ -62,7 +62,10 @@ def _load_rows(source: str, split: str, data_files: Any, name: str | None) -> tu
     files = local_files(source)
     kinds = {LOADERS.get(_suffix(file)) for file in files}
     if len(kinds) > 1 or None in kinds:
-        raise UserError(f"{source}: expected {', '.join(LOADERS)} files, all of one kind; the first may end in .gz")
+        raise UserError(
+            f"{source}: expected {', '.join(LOADERS)} files, all of one kind, JSON and CSV also as .gz; write plain "
+            'text as JSON lines, {"text": "…"}, one for each document'
+        )
     folder = Path(source).expanduser()
     saved = any(os.path.isfile(folder / file) for file in SAVED)  # False where it may not be read
     if (files or saved) and (data_files is not None or name is not None):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rocm_ext.base.types import Json, Row
-from rocm_ext.data.dialects import KTO, conversation, expect, pair, role_of, single
+from rocm_ext.data.dialects import KTO, PAIRED, conversation, expect, pair, role_of, single
 from rocm_ext.data.loading import open_source
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import Steps, render_turns
@@ -14,7 +14,6 @@ from rocm_ext.data.rows import SIDE, SIDES
 from rocm_ext.data.sources import EXTRAS, SourceDataset, weight_in
 
 FIELDS = ("prompt", *SIDES, "completion", *KTO, *EXTRAS)
-_PAIRED = {*SIDES, "rejected_response", "rejected_messages", "preferred_output"}  # columns of pairs
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")  # of Anthropic's hh-rlhf
 
 
@@ -43,10 +42,10 @@ def preference_dataset(
     answers have labels. Rows may also have ``system``, ``tools`` and ``weight``, as in
     :func:`rocm_ext.data.sft_dataset`.
 
-    Or a row has one answer and ``label`` or ``kto_tag``, which says whether it is good, for
-    :class:`rocm_ext.losses.UnpairedPreference`. The answer is ``completion`` with ``prompt``, both texts or lists of
-    messages; the assistant turns behind the last user's turn of ``messages`` or ``conversations``; or Alpaca's
-    ``output``.
+    Or a row has one answer and ``label``, ``kto_tag`` or ``thumbs``, for
+    :class:`rocm_ext.losses.UnpairedPreference`: true, 1, ``up`` or ``good`` for a good answer; false, 0, -1, ``down``
+    or ``bad``. The answer is ``completion`` with ``prompt``, both texts or lists of messages; the assistant turns
+    behind the last user's turn of ``messages`` or ``conversations``; or Alpaca's ``output``.
 
     Args:
         tokenizer, source, split, data_files, name, system_prompt: see :func:`rocm_ext.data.sft_dataset`.
@@ -102,7 +101,7 @@ class PreferenceDataset(SourceDataset):
         row, given = self._mapped(index)
         columns = getattr(self.rows, "column_names", row)
         named = {*columns, *given}
-        if not named & _PAIRED and named & {*KTO}:
+        if not named & {*PAIRED} and named & {*KTO}:
             fields = single(given)
             self._use({"prompt", "completion", *KTO, *EXTRAS, *(given.keys() - fields.keys())})
             return fields
@@ -110,8 +109,13 @@ class PreferenceDataset(SourceDataset):
         nulls = (side for side in SIDES if side not in fields and self.column_map.get(side, side) in columns)
         fields |= {side: [] for side in nulls}  # no answer
         if missing := [side for side in SIDES if side not in fields]:
-            alone = ", or label (true or false) for single answers" * (len(missing) == len(SIDES))
-            raise ValueError(f"the columns {list(row)} lack {' and '.join(missing)}{alone}; use column_map")
+            what = f"the columns {list(row)} lack {' and '.join(missing)}"
+            if len(missing) == 1:
+                raise ValueError(f"{what}; use column_map")
+            raise ValueError(
+                f"{what}, or label (true or false) for single answers; use column_map, or lora_finetune_rocm with "
+                "rocm_ext.data.sft_dataset to train on right answers alone"
+            )
         self._use({"prompt", *SIDES, *EXTRAS, *(given.keys() - fields.keys() - {"completion"})})
         return fields
 

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.types import Json, Row
 from rocm_ext.config.checks.kinds import check, one_of
-from rocm_ext.data.dialects import ALPACA, asked, conversation, listed, refuse_kto, string
+from rocm_ext.data.dialects import ALPACA, asked, conversation, listed, refuse_kto, refuse_pair, string
 from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import PlainRenderer, Steps, TemplateRenderer, end_of, render_turns, returned, together
@@ -64,7 +64,7 @@ def sft_dataset(
 
     Args:
         tokenizer: a torchtune model tokenizer.
-        source: a .jsonl, .json, .parquet, .csv or .tsv file or a glob of them, also as .gz; a folder that
+        source: a .jsonl, .ndjson, .json, .parquet, .csv or .tsv file or a glob of them, also as .gz; a folder that
             ``save_to_disk`` wrote; or any path that ``datasets.load_dataset`` takes: a folder, a hub name, or a loader
             (``json``) with ``data_files``.
         split: as in `datasets`, including ``train[:10%]``; a file has one split, ``train``.
@@ -235,8 +235,14 @@ class ConversationDataset(SourceDataset):
         tools = to_tools(fields.get("tools"))
         messages = self._messages(schema, fields, tools)
         if plain and (schema != "prompt_completion" or any(isinstance(fields[key], list) for key in SCHEMAS[schema])):
-            raise ValueError("chat_template none needs prompt and completion as strings, or text")
+            found = " and ".join(f"{column} ({type(fields[column]).__name__})" for column in SCHEMAS[schema])
+            raise ValueError(
+                f"chat_template none trains on prompt and completion, or text, as strings, found {found}; convert the "
+                "rows, or set chat_template to a template's file"
+            )
         turns = to_turns(messages)
+        if turns and turns[-1].role != "assistant":
+            refuse_pair(fields)
         tokens, labels = yield from render_turns(self.tokenizer, turns, self.train_on_input, tools, self.last_turn)
         self._note(index, turns)
         return {"tokens": tokens, "labels": labels, **weight_in(fields)}
@@ -262,6 +268,7 @@ class ConversationDataset(SourceDataset):
         columns = f"the columns {list(row)}"
         if fits:
             return f"{columns} fit {' and '.join(fits)}: set schema to one of them"
+        refuse_pair(fields)
         for name in SCHEMAS if self.schema == "auto" else [self.schema]:
             needed = [self.column_map.get(ours, ours) for ours in SCHEMAS[name]]
             if {*needed} <= {*getattr(self.rows, "column_names", row)}:

@@ -765,8 +765,10 @@ def test_base_models_need_no_template(tmp_path, rows):
     pair = {"prompt": "a", "completion": "b"}
     for row in ({"messages": CHATS["one turn"]}, {"prompt": [user("a")], "completion": [assistant("b")]},
                 {"instruction": "a", "output": "b"}, {**pair, "system": "s"}, {**pair, "tools": TOOLS}):  # fmt: skip
-        with pytest.raises(UserError, match="chat_template none"):
+        with pytest.raises(UserError, match="chat_template none") as error:
             read(tokenizer, source=rows(row, name="bad.jsonl"))
+        if "instruction" in row:
+            assert one_line_has([str(error.value)], "found instruction (str) and output (str); convert the rows")
 
 
 @pytest.mark.parametrize("begin", ["", "<|begin_of_text|>"])

@@ -222,7 +222,9 @@ BAD_ROWS = [({"messages": messages}, says) for messages, says in BAD_MESSAGES] +
     ({"prompt": "q", "completion": "\ud800"}, "UnicodeEncodeError.*surrogates"),
     ({"question": "q"}, r"\['question'\] do not fit any schema; use column_map.*prompt \+ completion"),
     ({**PAIR, "completion": None}, "completion is null"), ({**PAIR, "label": False}, "label is False.*dpo_rocm"),
-    ({**ALPACA, "kto_tag": "true"}, "kto_tag is true.*KTO"), ({**ALPACA, "text": "x"}, "alpaca and text.*set schema"),
+    ({**ALPACA, "kto_tag": "true"}, "kto_tag is true.*KTO"),
+    ({**PAIR, "label": "down"}, "label is down.*UnpairedPreference"), ({**ALPACA, "thumbs": "up"}, "thumbs is up.*KTO"),
+    ({**ALPACA, "text": "x"}, "alpaca and text.*set schema"),
     ({**ALPACA, "history": [["q"]]}, r"history must be a list of pairs.*\[\['q'\]\]"),
 ]  # fmt: skip
 
@@ -296,7 +298,8 @@ def test_jsonl_origins_count_lines(qwen, tmp_path):
 LINES = '{"prompt": "q", "completion": "a"}\n{"prompt": "q", "completion": "b"}\n'
 LIST = f"[{LINES.strip()}]".replace("\n", ", ")
 FORMS = [
-    ("a.jsonl.gz", LINES, ":2"), ("a.json", LINES, ":2"), ("a.json", LIST, " row 1"), ("a.json.gz", LIST, " row 1"),
+    ("a.jsonl.gz", LINES, ":2"), ("a.ndjson", LINES, ":2"),
+    ("a.json", LINES, ":2"), ("a.json", LIST, " row 1"), ("a.json.gz", LIST, " row 1"),
     ("a.json", f'{{"version": 1, "data": {LIST}}}', " row 1"),
     ("a.csv", "prompt,completion\nq,a\nq,b\n", "[train] row 1"),
 ]  # fmt: skip
@@ -332,7 +335,7 @@ def test_forms_of_files(qwen, tmp_path, hf_cache, name, text, where):
         ("a.jsonl", '{"text": "a"}\n[1]\n', "a.jsonl:2.*must be a JSON object.*list"),
         ("a.json", "[1]", "a.json row 0.*must be a JSON object.*int"),
         ("a.jsonl", "[" * 200_000, "a.jsonl:1: malformed JSON"), ("a.jsonl", "", "has no rows"),
-        ("a.json", "[]", "has no rows"), ("a.txt", "x", "expected .jsonl, .json, .parquet, .csv, .tsv files"),
+        ("a.json", "[]", "has no rows"), ("a.txt", "x", 'expected .jsonl, .*JSON lines, {"text"'),
         ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl: cannot read it as UTF-8"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-9], "a.jsonl.gz: cannot read it"),
         ("a.parquet", "not parquet", "a.parquet: cannot load split 'train'"),

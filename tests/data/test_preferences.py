@@ -10,7 +10,9 @@ import torch
 from omegaconf import OmegaConf
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.data import sft_dataset
 from rocm_ext.data.batches import Layout, StepLoader, Steps, collate
+from rocm_ext.data.dialects import KTO
 from rocm_ext.data.overview import sequences
 from rocm_ext.data.render import IGNORE, render_conversation
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
@@ -115,6 +117,25 @@ def test_every_form_is_rendered_as_a_row_of_sft_would_be(read, open_one, message
     assert not [text for text in messages if "not used" in text and "prompt_id" not in text]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_sft_names_dpo_for_pairs_unless_the_right_answer_is_in_the_conversation(open_one, tmp_path, form):
+    dataset = sft_dataset(open_one(), source=str(write_jsonl(tmp_path / "pairs.jsonl", [FORMS[form]])))
+    if "ms-swift" in form:
+        tokens, labels = render_conversation(open_one(), said(GOOD))
+        assert dataset[0] == {"tokens": tokens, "labels": labels}
+        assert "rejected_" in dataset.warnings()[0]
+        return
+    with pytest.raises(UserError, match=r"a pair \(.*recipe: dpo_rocm, dataset._component_: .*preference_dataset"):
+        dataset[0]
+
+
+def test_sft_trains_on_the_better_answer_alone_if_it_is_mapped(open_one, tmp_path):
+    expected = render_conversation(open_one(), said(GOOD))[0]
+    for form, ours in (("texts", "completion"), ("conversations", "messages"), ("alpaca (LLaMA-Factory)", "output")):
+        source = str(write_jsonl(tmp_path / f"{ours}.jsonl", [FORMS[form]]))
+        assert sft_dataset(open_one(), source=source, column_map={ours: "chosen"})[0]["tokens"] == expected
+
+
 BEFORE = [user("a"), assistant("one"), user("6*7?")]
 SINGLE = {
     "texts (TRL)": {"prompt": "6*7?", "completion": GOOD, "label": True},
@@ -123,13 +144,18 @@ SINGLE = {
     "sharegpt (LLaMA-Factory)": {"conversations": [HUMAN, gpt(GOOD)], "kto_tag": True},
     "alpaca (LLaMA-Factory)": {"instruction": "6*7?", "input": "", "output": GOOD, "kto_tag": "true"},
     "numbers": {"prompt": "6*7?", "completion": GOOD, "label": 1},
-}  # fmt: skip
+    "words": {"prompt": "6*7?", "completion": GOOD, "label": "up"},
+    "thumbs": {"prompt": "6*7?", "completion": GOOD, "thumbs": "Up"},
+    "signs": {"prompt": "6*7?", "completion": GOOD, "label": "👍"},
+}
+NOT_GOOD = {"numbers": -1, "words": "down", "thumbs": "Down", "signs": "👎"}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", SINGLE)
 def test_every_form_of_single_answers_is_rendered_as_a_row_of_sft_would_be(read, open_one, messages, form):
-    row, key = SINGLE[form], "kto_tag" if "kto_tag" in SINGLE[form] else "label"
-    rows = read({**row, "weight": 3}, {**row, key: False}, {**row, "weight": 0})
+    row = SINGLE[form]
+    (key,) = {*KTO} & {*row}
+    rows = read({**row, "weight": 3}, {**row, key: NOT_GOOD.get(form, False)}, {**row, "weight": 0})
     assert [set(column.tolist()) for column in rows.columns["weight"]] == [{3.0}, {1.0}]
     assert rows.counts["dropped_weight_0"] == 1
     for i, side in enumerate((1, -1)):
@@ -273,8 +299,9 @@ def test_what_torchtunes_tokenizer_cuts_is_counted(open_one, tmp_path):
     ("row", "says"),
     [
         ({"prompt": "a", "chosen": "b"}, "lack rejected; use column_map"), ({**PAIR, "chosen": 7}, "a text or a list"),
-        ({"prompt": "a", "completion": "b"}, "lack chosen and rejected, or label"), ({**PAIR, "prompt": 7}, "found 7"),
-        ({"prompt": "a", "completion": "b", "label": "up"}, "label is 'up'; expected true, the answer is good, or f"),
+        ({"prompt": "a", "completion": "b"}, "lack chosen and rejected, or label.*lora_finetune_rocm"),
+        ({**PAIR, "prompt": 7}, "found 7"),
+        ({"prompt": "a", "completion": "b", "label": "soso"}, "label is 'soso'; expected true, the answer is good"),
         ({"prompt": "a", "completion": "b", "label": None}, "label is None; expected true"),
         ({"prompt": "a", "label": True}, "have a label, but lack completion, messages or output"),
         ({"messages": 7, "rejected_response": "b"}, "messages must be a list of messages, found int"),
