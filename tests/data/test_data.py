@@ -223,6 +223,7 @@ BAD_ROWS = [({"messages": messages}, says) for messages, says in BAD_MESSAGES] +
     ({"question": "q"}, r"\['question'\] do not fit any schema; use column_map.*prompt \+ completion"),
     ({**PAIR, "completion": None}, "completion is null"), ({**PAIR, "label": False}, "label is False.*dpo_rocm"),
     ({**ALPACA, "kto_tag": "true"}, "kto_tag is true.*KTO"),
+    ({"conversations": [*SHAREGPT, SHAREGPT[0]], "chosen": "a", "rejected": "b"}, r"a pair \(chosen, rejected\)"),
     ({**PAIR, "label": "down"}, "label is down.*UnpairedPreference"), ({**ALPACA, "thumbs": "up"}, "thumbs is up.*KTO"),
     ({**ALPACA, "text": "x"}, "alpaca and text.*set schema"),
     ({**ALPACA, "history": [["q"]]}, r"history must be a list of pairs.*\[\['q'\]\]"),
