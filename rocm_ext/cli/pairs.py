@@ -19,6 +19,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.types import Row
 from rocm_ext.cli._common import add_force, add_trust, check_new_file, count, refuse_first, seed
+from rocm_ext.config.model_folder import seen_from_here
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.pairs import Answer, choose_pairs, choose_single, read_answers
 
@@ -77,7 +78,7 @@ def _rows(folder: RunFolder, chosen: Sequence[tuple[str, Row]], trusted: bool) -
     Raises:
         UserError: the prompts cannot be read, could run code, or have changed since the run.
     """
-    component = folder.setting("prompts")
+    component = seen_from_here(folder.config, folder.path).get("prompts")
     if not isinstance(component, dict):
         raise UserError(f"{folder.path}/config.yaml names no prompts, and the rows need their texts")
     if not trusted:

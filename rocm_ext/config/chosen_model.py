@@ -15,7 +15,7 @@ from rocm_ext.base.hub import is_hub_name
 from rocm_ext.base.types import Config, Json
 from rocm_ext.config.components import COMPONENT, check_from_folder
 from rocm_ext.config.layers import by_key, defaults, find, load, read, recipe_of, requested_hardware
-from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder, complete, names_layer
+from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder, complete, names_layer, seen_from_here
 
 BASE = "base"  # the value of ``teacher`` that stands for the model in training without its adapter
 _LOCAL = "rocm_ext.sampling.LocalEngine"
@@ -120,6 +120,7 @@ def _run(folder: Path, adapter: Path | None, trusted: bool, unused: Collection[s
         raise UserError(f"the run in {folder} has no adapter yet; {hint}")
     file = folder / "config.yaml"
     content = {key: value for key, value in read(file).items() if key not in {*_OF_TRAINING, *unused}}
+    content = seen_from_here(content, folder)
     if not trusted:
         check_from_folder(content, file)
     return ChosenModel(str(file), adapter or folder / "adapter", content, run=True)

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -15,6 +16,7 @@ from rocm_ext.base.patterns import matches
 from rocm_ext.base.types import Config
 
 FROM_CHECKPOINT = "rocm_ext.model.from_checkpoint"
+_PATHS = {"adapter_checkpoint", "checkpoint_dir", "data_files", "merges_file", "path", "source", "special_tokens_path"}
 _BLOCKS: dict[str, dict[str, str]] = {
     "checkpointer": {
         COMPONENT: "rocm_ext.model.HFCheckpointer",
@@ -51,6 +53,29 @@ def complete(merged: Config, on_command_line: Mapping[str, str]) -> None:
             merged[key] = {**block, **given}
 
 
+def seen_from_here(config: Any, run: Path) -> Any:
+    """Return a run's config, or a block of one, whose relative paths lead from the current folder.
+
+    They start where the run did: above ``run``, its output folder, by as many folders as its ``output_dir`` names.
+    """
+    given = Path(str(config.get("output_dir") or ""))
+    start = run.resolve()
+    for name in reversed(given.parts):
+        if start.name != name:  # it has moved
+            return config
+        start = start.parent
+
+    def seen(value: Any, key: str = "") -> Any:
+        if isinstance(value, Mapping):
+            return {name: seen(part, name) for name, part in value.items()}
+        if isinstance(value, list):
+            return [seen(part, key) for part in value]
+        moved = isinstance(value, str) and key in _PATHS and not os.path.exists(value) and (start / value).exists()
+        return str(start / value) if moved else value
+
+    return seen(config)
+
+
 def check_model_folder(cfg: DictConfig, config: Path | None) -> None:
     """Raise a UserError if the model's folder does not exist; a model with a name on the hub is downloaded later.
 
@@ -70,7 +95,7 @@ def check_model_folder(cfg: DictConfig, config: Path | None) -> None:
         return
     kind, how = "folder", ""
     if config is None:
-        how = "" if Path(folder).is_absolute() else "; start this command in the folder where the run started"
+        how = "" if Path(folder).is_absolute() else "; start this command in the folder where the model is"
     elif folder.endswith(".gguf"):
         kind = "file"
     else:

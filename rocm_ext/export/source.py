@@ -16,7 +16,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import files_of
 from rocm_ext.base.registry import SFT
-from rocm_ext.config.model_folder import FROM_CHECKPOINT
+from rocm_ext.config.model_folder import FROM_CHECKPOINT, seen_from_here
 from rocm_ext.data.encoder import EOS, TOKENIZER, ids_in
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
 from rocm_ext.data.tokenizer import open_tokenizer
@@ -121,14 +121,15 @@ def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: b
     content = _of_folder(str(base or peft.base_model), peft)
     sizes = {key: content["model"][key] for key in ("lora_rank", "lora_alpha", "use_dora")}
     if run is not None and {"model", "checkpointer"} <= run.config.keys():
+        theirs = seen_from_here(run.config, run.path)
         if not trusted:
             read = ("model", "checkpointer", "chat_template_args", "chat_template_date")
             config.check_from_folder({key: run.config.get(key) for key in read}, run.path / _RUN_CONFIG)
         content |= {key: run.config[key] for key in ("chat_template_args", "chat_template_date") if key in run.config}
-        content["model"] = dict(run.config["model"])
+        content["model"] = dict(theirs["model"])
         content["model"] |= {key: size for key, size in sizes.items() if key in content["model"]}
         if base is None:
-            content["checkpointer"] = run.config["checkpointer"]
+            content["checkpointer"] = theirs["checkpointer"]
         elif "checkpoint_dir" in content["model"]:
             content["model"]["checkpoint_dir"] = str(base)
     cfg = OmegaConf.create(content)

@@ -71,6 +71,8 @@ def folder_of(name: str) -> Path | None:
 def _file_of(path: Path) -> Path | None:
     if path.suffix.lower() == SUFFIX and path.is_file():
         return path
+    if path.suffix.lower() == SUFFIX and path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a pipe, socket or device; expected a GGUF file")
     if not path.is_dir() or (path / LINKS).is_file():
         return None
     weights = [file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]

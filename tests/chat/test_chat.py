@@ -109,25 +109,29 @@ def test_history_adapter_and_base_are_those_of_peft(pocket_dir, adapter, monkeyp
     assert code == 0
 
 
-def test_a_runs_folder_stands_for_its_adapter(pocket_dir, adapter, tmp_path, monkeypatch, capfd):
+def test_a_runs_folder_stands_for_its_adapter_from_anywhere(pocket_dir, adapter, tmp_path, monkeypatch, capfd):
+    """The config's relative paths start where the run did."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/pocket").symlink_to(pocket_dir)
     lora = {"lora_rank": 4, "lora_alpha": 64, "target_modules": ["q_proj", "down_proj"]}
     content = {
-        "recipe": "lora_finetune_rocm", "hardware": "cpu", "output_dir": str(tmp_path / "run"),
-        "pocket": str(pocket_dir),  # a variable of the user's
+        "recipe": "lora_finetune_rocm", "hardware": "cpu", "output_dir": "outputs/run",
+        "pocket": "models/pocket",  # a variable of the user's
         "model": {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": "${pocket}", **lora},
         "dataset": {"_component_": "rocm_ext.data.sft_dataset", "source": "${pocket}/train.jsonl"},
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
     }  # fmt: skip
-    shutil.copytree(adapter, tmp_path / "run" / "adapter")
+    run = tmp_path / "outputs/run"
+    shutil.copytree(adapter, run / "adapter")
     cfg = config.load("lora_finetune_rocm", str(write_yaml(tmp_path / "run.yaml", content)))
     cfg.dataset = cfg.metric_logger = {"_component_": "of_the_users_own.Thing"}  # a conversation needs neither
-    (tmp_path / "run" / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
-    monkeypatch.chdir(tmp_path / "run")
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    monkeypatch.chdir(run)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    out, _, code = chat(monkeypatch, capfd, tmp_path / "run", "-p", QUESTIONS[0], "--max-new-tokens", "32")
+    out, _, code = chat(monkeypatch, capfd, run, "-p", QUESTIONS[0], "--max-new-tokens", "32")
     assert out == theirs(pocket_dir, [{"role": "user", "content": QUESTIONS[0]}], adapter) + "\n"
     assert code == 0
-    assert str(tmp_path / "run") not in sys.path, "no library finds modules in the run's folder"
+    assert str(run) not in sys.path, "no library finds modules in the run's folder"
 
 
 TOOL_TEMPLATE = (
@@ -241,7 +245,7 @@ def test_old_turns_are_left_out_once_the_context_is_full(pocket_dir, monkeypatch
 
 CANNOT = {  # case -> arguments, fragment of the error
     "config": (["cpu_pocket"], "the model's folder demo/pocket does not exist; first run rocm-ext pocket"),
-    "elsewhere": (["HERE"], "start this command in the folder where the run started"),
+    "elsewhere": (["HERE"], "start this command in the folder where the model is"),
     "adapter": (["ADAPTER"], "name its model, too: MODEL --adapter ADAPTER"),
     "file": (["MODEL", "-p", "1+1?", "--adapter", "ADAPTER/adapter_model.safetensors"], "is a file; name its folder"),
     "empty": (["HERE"], "holds neither a model (config.json) nor a run (config.yaml)"),

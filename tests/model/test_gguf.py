@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import os
 import shlex
 import shutil
+import struct
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -361,6 +363,25 @@ def test_what_is_not_known_is_named(files, tmp_path, before, after, named):
     assert before in path.read_bytes()
     with pytest.raises(UserError, match=named):
         folder_of(str(changed(path, tmp_path / "other.gguf", lambda content: content.replace(before, after))))
+
+
+def test_what_is_no_little_endian_file_of_known_types_is_named(files, tmp_path):
+    path, kind = files("qwen2", ("Q4_K",)), struct.pack("<I", 12)
+    big = changed(path, tmp_path / "big.gguf", lambda content: content[:4] + content[4:8][::-1] + content[8:])
+    with pytest.raises(UserError, match=r"big\.gguf is big-endian; gguf-convert-endian"):
+        folder_of(str(big))
+    name = b"blk.0.attn_q.weight" + struct.pack("<I2Q", 2, 64, 64)
+    content = path.read_bytes()
+    at = content.index(name[:19]) + len(name)
+    assert content[at : at + 4] == kind
+    other = changed(
+        path, tmp_path / "q2.gguf", lambda content: content[:at] + struct.pack("<I", 42) + content[at + 4 :]
+    )
+    with pytest.raises(UserError, match=r"blk\.0\.attn_q\.weight is of ggml's type Q2_0; expected F32"):
+        folder_of(str(other))
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(UserError, match=r"pipe\.gguf is a pipe, socket or device"):
+        folder_of(str(tmp_path / "pipe.gguf"))
 
 
 @torch.no_grad()

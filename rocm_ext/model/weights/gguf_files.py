@@ -28,6 +28,7 @@ _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's type
 _TYPES = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
           14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
           23: "IQ4_XS", 39: "MXFP4"}  # fmt: skip
+_OTHERS = {19: "IQ1_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}  # not unpacked here
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _TEXT, _LIST = 8, 9
 _MOST = 2**26  # bytes of a text, entries of a list, tensors, sides: far more than any model has
@@ -104,6 +105,10 @@ class GgufFile:
         if self._file.read(4) != b"GGUF":
             raise UserError(f"{self.path} is no GGUF file")
         version, tensors, keys = self._fields("<IQQ")
+        if version in (2 << 24, 3 << 24):
+            raise UserError(
+                f"{self.path} is big-endian; gguf-convert-endian of the package gguf writes a little-endian file"
+            )
         if version not in (2, 3):
             raise UserError(f"{self.path} is of GGUF's version {version}; expected 2 or 3")
         self._expect(max(tensors, keys) <= _MOST)
@@ -130,9 +135,8 @@ class GgufFile:
         if kind in _PLAIN:
             return Place(shape, "", _PLAIN[kind], begin)
         if kind not in _TYPES:
-            raise UserError(
-                f"{self.path}: {name} is of ggml's type {kind}; expected F32, F16, BF16, {', '.join(_TYPES.values())}"
-            )
+            found, expected = _OTHERS.get(kind, kind), ", ".join(_TYPES.values())
+            raise UserError(f"{self.path}: {name} is of ggml's type {found}; expected F32, F16, BF16, {expected}")
         self._expect(bool(shape) and shape[-1] % BLOCKS[_TYPES[kind]][0] == 0)
         return Place(shape, _TYPES[kind], torch.float32, begin)
 
