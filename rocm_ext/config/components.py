@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -86,7 +87,7 @@ def data_weights(dataset: Any) -> tuple[float, ...]:
     weights = [block.get(WEIGHT) if isinstance(block, DictConfig) else None for block in blocks]
     given = {i: weight for i, weight in enumerate(weights) if weight is not None}
     for i, weight in given.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= sys.float_info.max:
             raise UserError(f"dataset.{i}.weight is {weight!r}; expected a number above 0")
     if given and len(given) < len(blocks):
         raise UserError(

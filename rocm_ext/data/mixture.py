@@ -72,7 +72,11 @@ class Mixture:
         if not self.weights:
             return list(self.rows)
         # a plan from a sample of the rows may have none of a data set
-        weights = [weight if rows else 0.0 for weight, rows in zip(self.weights, self.rows, strict=True)]
+        # scaled without rounding, because products of rows and weights near 1e308 are infinite
+        _, exponent = math.frexp(max(self.weights))
+        weights = [
+            math.ldexp(weight, -exponent) if rows else 0.0 for weight, rows in zip(self.weights, self.rows, strict=True)
+        ]
         exact = [sum(self.rows) * weight / sum(weights) for weight in weights]
         shares = [math.floor(share) for share in exact]
         missing = sum(self.rows) - sum(shares)

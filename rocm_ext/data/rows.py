@@ -239,14 +239,15 @@ class Rows:
         for i, group in enumerate(groups):
             members.setdefault(group, []).append(i)
         for group, rows in members.items():
-            tokens = math.inf
+            part: list[int] = []
+            tokens = 0
             for i in rows:
                 tokens += len(self.tokens[i])
-                if tokens > most:
-                    parts.append([])
+                if not part or tokens > most:
+                    part, tokens = [], len(self.tokens[i])
+                    parts.append(part)
                     of_part.append(group)
-                    tokens = len(self.tokens[i])
-                parts[-1].append(i)
+                part.append(i)
 
         def join(arrays: Arrays) -> list[np.ndarray]:
             return [np.concatenate([arrays[i] for i in part]) for part in parts]

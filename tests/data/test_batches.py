@@ -1,5 +1,6 @@
 """Micro-batches: however rows are cut, each label is computed once, from the token before it."""
 
+import math
 import multiprocessing
 from collections import Counter
 from dataclasses import replace
@@ -104,6 +105,15 @@ def test_weights_decide_shares_of_epochs_and_steps(parts, per_step, seed):
     assert [short[i] for i in range(short.per_epoch)] == [steps[i] for i in range(short.per_epoch)]
     in_order = Steps(total, per_step, mixture=replace(mixture, weights=()), data_seed=seed or 0)
     assert in_order[0] == Steps(total, per_step, data_seed=seed or 0)[0]
+
+
+def test_weights_and_limits_as_large_as_numbers_go():
+    assert Mixture(("a", "b"), (10, 10), (1e308, 1e308)).shares == [10, 10]
+    assert Mixture(("a", "b"), (10, 10), (1e-300, 3e-300)).shares == [5, 15]
+    tokens = [np.arange(3, dtype=np.int32)] * 3
+    rows = Rows(tokens, tokens, [(3,)] * 3, {})
+    joined, groups = rows.join_groups(["x", "y", "x"], math.inf)
+    assert (joined.lengths, groups) == ([(3, 3), (3,)], ["x", "y"])
 
 
 def test_a_sequence_shares_a_long_beginning_and_keeps_a_token():
