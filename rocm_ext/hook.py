@@ -21,7 +21,7 @@ from rocm_ext.base import deferred, pins, registry
 from rocm_ext.base.errors import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 def register() -> None:
@@ -41,8 +41,8 @@ def register() -> None:
             named = _names_us(sys.argv, table)
             if problem and named:
                 sys.exit(problem)
-            if sys.argv[1:] == ["ls"]:
-                _list(table)
+            if sys.argv[1:2] == ["ls"] and not any(word.startswith("-") for word in sys.argv[2:]):
+                _list(table, sys.argv[2:])
                 sys.exit()
             _add_recipes(table)
             if problem := _FIRST.get(" ".join(sys.argv[1:2]), lambda *_: None)(sys.argv[2:], table):
@@ -148,7 +148,12 @@ def _copy(arguments: list[str], table: Mapping[str, registry.Recipe]) -> str | N
     if problem := _file_in_the_way(arguments, table):
         return problem
     from torchtune._cli.cp import Copy
+    from torchtune._recipe_registry import get_all_recipes
 
+    known = {name for recipe in get_all_recipes() for name in (recipe.name, *(c.name for c in recipe.configs))}
+    names = [argument for argument in arguments if not argument.startswith("-")]
+    if names and names[0] not in known:
+        return f"there is no recipe or config {names[0]}{nearest(names[0], known, '; `tune ls` lists them')}"
     parser = argparse.ArgumentParser(prog="tune")
     Copy.create(parser.add_subparsers())
     args = parser.parse_args(sys.argv[1:])
@@ -171,16 +176,24 @@ def _validate(arguments: list[str], table: Mapping[str, registry.Recipe]) -> Non
 _FIRST = {"run": _unknown_recipe, "cp": _copy, "validate": _validate}
 
 
-def _list(table: Mapping[str, registry.Recipe]) -> None:
+def _list(table: Mapping[str, registry.Recipe], words: Sequence[str]) -> None:
     """Print the list of `tune ls`: torchtune's configs, then ours with machine, model and memory, which so stay on
-    the screen. It ends `tune` before torchtune imports the rest of itself, which takes seconds."""
+    the screen; with ``words``, the lines that have them all. It ends `tune` before torchtune imports the rest of
+    itself, which takes seconds."""
     from torchtune._recipe_registry import get_all_recipes
 
-    print("torchtune's:")
-    for recipe in get_all_recipes():
-        for config in recipe.configs:
-            print(f"{recipe.name:40} {config.name}")
-    print("", *registry.listing(table.values()), sep="\n")
+    def chosen(lines: Iterable[str]) -> list[str]:
+        return [line for line in lines if all(word in line for word in words)]
+
+    theirs = chosen(f"{recipe.name:40} {config.name}" for recipe in get_all_recipes() for config in recipe.configs)
+    heading, *ours = registry.listing(table.values())
+    ours = chosen(ours)
+    if not theirs and not ours:
+        sys.exit(f"error: no recipe or config has {' and '.join(words)}; `tune ls` lists all")
+    if theirs:
+        print("torchtune's:", *theirs, "", sep="\n")
+    if ours:
+        print(heading, *ours, sep="\n")
     print("\nStart one with `tune run RECIPE --config CONFIG`; hardware=NAME is for another machine. Memory is")
     print("computed, for one GPU: from the least, where the run can recompute layers, to what is fastest.")
 

@@ -57,7 +57,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("--interval", type=seconds, default=2.0, metavar="S", help="seconds between readings (default: 2)")
     option("--count", type=count, metavar="N", help="stop after N readings (default: at Ctrl-C)")
     runs = "also show the progress of this run, or of several with --web; they need not have begun"
-    option("--run", type=Path, nargs="+", dest="out", metavar="OUTPUT_DIR", help=runs)
+    option("out", type=Path, nargs="*", metavar="RUN", help=runs)
+    option("--run", type=Path, nargs="+", default=[], metavar="RUN", help="the same")
     option("--log", type=Path, metavar="FILE", help="also append the readings to FILE, as in a run's hardware.jsonl")
     option("--json", action="store_true", help="print a JSON object per reading, as in a run's hardware.jsonl")
     root = "read AMD GPUs from DIR/sys, such as a copy of /sys"
@@ -70,7 +71,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Show readings until ``--count`` of them or Ctrl-C."""
-    runs = len(args.out or ())
+    args.out += args.run
+    runs = len(args.out)
     refuse_first(
         (args.web and args.json, "--web and --json do not go together; choose one"),
         (not args.web and args.port is not None, "--port is for --web; add it"),

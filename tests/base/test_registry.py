@@ -61,6 +61,14 @@ def test_tune_ls(as_tune, monkeypatch, capsys, tmp_path):
     assert lines["mi300x_qwen72b"].endswith(" 8 x mi300x Qwen2.5-72B-Instruct 147 GiB")
     assert lines["cpu_pocket_raft"].endswith(" cpu pocket under 1 GiB")
     assert "lora_finetune_single_device" in theirs
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/tune", "ls", "raft", "mi300x"])
+    with pytest.raises(SystemExit):
+        hook.register()
+    heading, *few = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert heading.startswith("RECIPE ")
+    assert [line.split()[1] for line in few] == [
+        name for name in CONFIGS if name.startswith("mi300x") and "raft" in name
+    ]
     # configs that say little, as those of other people's packages
     (tmp_path / "mine.py").write_text('recipe_main("mine", defaults="mine.yaml")\n')
     (tmp_path / "mine.yaml").write_text("recipe: mine\n")
@@ -100,6 +108,13 @@ def test_tune_cp_keeps_a_file_that_exists(tune_here, tmp_path, monkeypatch, name
     assert copy.read_text() == "edited"
     assert tune_here("cp", name, into, "--force") is None
     assert copy.read_text() == source.read_text()
+
+
+def test_tune_cp_and_ls_name_what_does_not_exist(tune_here):
+    assert tune_here("cp", "cpu_pockt", "x.yaml") == (
+        "error: there is no recipe or config cpu_pockt; did you mean cpu_pocket?"
+    )
+    assert tune_here("ls", "no", "such") == "error: no recipe or config has no and such; `tune ls` lists all"
 
 
 def test_tune_leaves_what_is_torchtune_s_to_it(tune_here, tmp_path, capsys):
