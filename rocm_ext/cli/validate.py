@@ -7,6 +7,7 @@ alone, as `tune validate CONFIG` does.
 """
 
 import argparse
+import shlex
 import sys
 
 from rocm_ext import config
@@ -26,12 +27,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Check keys and values, or replace this process by the recipe with ``validate_only=True``."""
     from rocm_ext.machine.environment import preset, replace_process
-    from rocm_ext.machine.profile import load_profile
+    from rocm_ext.machine.profile import check_locked, load_profile
 
     recipe = config.recipe_of(args.config, args.overrides)
     if args.keys:
-        check_config(config.load(recipe, args.config, args.overrides), registry.family(recipe))
-        print(f"Config is well-formed! `rocm-ext validate --config {args.config}` also checks machine, model and data")
+        cfg = config.load(recipe, args.config, args.overrides)
+        check_config(cfg, registry.family(recipe))
+        check_locked(load_profile(cfg.hardware), dict(cfg), list(cfg.hardware_overrides))
+        again = shlex.join(["rocm-ext", "validate", "--config", args.config, *args.overrides])
+        print(f"Config is well-formed! `{again}` also checks machine, model and data")
         return
     options = ["--config", args.config, *args.overrides, "validate_only=True"]
     if args.ranks > 1 or recipe.name not in registry.recipes():

@@ -187,7 +187,8 @@ def _try_schedule(cfg: DictConfig, optimizer: torch.optim.Optimizer, steps: int)
 
 def nothing_changed(steps: int, length: str) -> str:
     """Return a warning about ``steps`` optimiser steps that changed nothing in ``length``, such as ``the run``."""
+    done = f"{steps} optimiser steps" if steps != 1 else "1 optimiser step"
     return (
-        f"{steps} optimiser steps changed nothing, bit for bit. Either the warm-up is as long as {length}, or the loss "
+        f"{done} changed nothing, bit for bit. Either the warm-up is as long as {length}, or the loss "
         "scale of fp16 never settles: remove lr_scheduler, train on more rows, or set another dtype"
     )

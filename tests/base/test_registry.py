@@ -127,6 +127,7 @@ def test_tune_leaves_what_is_torchtune_s_to_it(tune_here, tmp_path, capsys):
 
 @pytest.mark.parametrize(("name", "overrides", "code"), [
     ("cpu_pocket", ["lr_scheduler.num_warmup_steps=3"], 0), ("strix_halo_qwen7b", [], 0),
+    ("strix_halo_qwen7b", ["num_workers=3"], 1),
     ("cpu_pocket_dpo", ["bach_size=2"], 1), ("cpu_pocket_raft", ["cycles=many"], 1),
     ("cpu_pocket_grpo", ["optimizer.lrr=1"], 1), ("cpu_pocket_tools", ["batch_size=0"], 1),
 ])  # fmt: skip
