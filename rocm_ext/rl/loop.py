@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.base import supervised
-from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.config.checks import check_values
 from rocm_ext.data import overview
@@ -326,12 +325,6 @@ class Loop(RLRecipe, ABC):
             data = self.learner.tokenizer, self.learner.decoder.max_seq_len
             overview.write(self.out / ROWS, lambda: self.prompts.overview(*data))
         self.records = Records.open(self.out, self.ranks, self.trainer.step, self.trainer.evaluated, self.passes)
-        left = sum(self.records.judged.values())
-        if left < self.trainer.judged:  # prompts are chosen by them
-            raise UserError(
-                f"{self.out / 'verdicts.jsonl'} has {left:,} of the {self.trainer.judged:,} verdicts at the last "
-                "checkpoint; restore it, or begin anew with overwrite_output_dir=True"
-            )
         adapter_folder = self.trainer.adapter_folder
         self.policy = Policy(self.engines, self.learner, self.server_check, self.out, self.unit, adapter_folder)
         self.ahead: Ahead | None = None  # answers of coming steps
@@ -391,7 +384,6 @@ class Loop(RLRecipe, ABC):
         began, trainer, number = time.perf_counter(), self.trainer, self.trainer.step + 1
         selected = self.sample(number)
         self.records.finish(number, selected.results)
-        self.trainer.judged = sum(self.records.judged.values())
         self.finish_sampling(number, selected)
         updates = trainer.train_on(*self.rows(selected)) if selected.advantages else trainer.train_on_nothing()
         trainer.finish_step(selected, updates, time.perf_counter() - began)

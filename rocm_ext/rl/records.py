@@ -192,14 +192,12 @@ class Records:
     Attributes:
         asked: by prompt, the steps that asked it and the share of its answers that passed; None where every verdict is
             ERROR.
-        judged: number of answers with a verdict, by step.
     """
 
     def __init__(self, files: Sequence["RecordFile"], passes: Callable[[Result], bool]) -> None:
         self._samples, self._verdicts, self._turns = files
         self._passes = passes
         self.asked: dict[str, list[tuple[int, float | None]]] = {}
-        self.judged: dict[int, int] = {}
 
     @classmethod
     def open(
@@ -229,17 +227,13 @@ class Records:
             for line in filter(unfinished, file.lines()):
                 file.keep(line)
         finished: dict[tuple[int, str], dict[SampleKey, Result]] = defaultdict(dict)
-        judged: dict[int, set[SampleKey]] = defaultdict(set)
         for line in verdicts.lines():
-            if line["phase"] == "sample":
-                judged[line["step"]].add(key_of(line))
             if unfinished(line):
                 verdicts.keep(line)
             elif line["phase"] == "sample":
                 finished[line["step"], line["prompt_id"]][key_of(line)] = to_result(line)
         for (number, _), results in sorted(finished.items(), key=lambda item: item[0]):
             records.finish(number, results)
-        records.judged = {number: len(keys) for number, keys in judged.items()}
         ranks.barrier()  # the main rank may rewrite the files next
         return records
 
@@ -253,8 +247,7 @@ class Records:
         return {prompt for prompt, _ in self._samples.left.get((step, "sample", 0), ())}
 
     def finish(self, step: int, results: Mapping[SampleKey, Result]) -> None:
-        """Add the verdicts of a finished step to ``asked`` and ``judged``."""
-        self.judged[step] = len(results)
+        """Add the verdicts of a finished step to ``asked``."""
         for prompt, rate in pass_rates(results, self._passes).items():
             earlier = [(other, known) for other, known in self.asked.get(prompt, []) if other != step]
             self.asked[prompt] = sorted([*earlier, (step, rate)], key=lambda entry: entry[0])

@@ -52,7 +52,6 @@ class PolicyTrainer(Training):
         saved: steps of the last checkpoint and of its last evaluation.
         stopped: why the run ends before its last step; None: it does not.
         fresh: whether the run began here, without a checkpoint.
-        judged: number of answers with a verdict, of all steps so far.
     """
 
     free_keys = GRPO_FREE_KEYS
@@ -71,7 +70,7 @@ class PolicyTrainer(Training):
         super().__init__(learner, cfg, folder, metric_logger=metric_logger, interrupt=interrupt)
         self._inputs, self.first = inputs, learner.adapter_state()
         self.stopped: str | None = None
-        self.evaluated, self.fresh, self.judged = -1, folder.resumed is None, 0
+        self.evaluated, self.fresh = -1, folder.resumed is None
         self.lines: list[Json] = []
         self.saved = (-1, -1)
 
@@ -116,12 +115,11 @@ class PolicyTrainer(Training):
 
     def extra_state(self) -> State:
         """Return the part of a checkpoint that other trainings do not have."""
-        return {"evaluated": self.evaluated, "judged": self.judged}
+        return {"evaluated": self.evaluated}
 
     def load_extra_state(self, state: State) -> None:
-        """Take over what :meth:`extra_state` put into a checkpoint."""
+        """Take over the step of the last evaluation from a checkpoint's ``state``."""
         self.evaluated = state["evaluated"]
-        self.judged = state.get("judged", 0)  # older checkpoints lack it
 
     # ---- a step
 

@@ -1,8 +1,6 @@
 """GRPO end to end: its files, its recovery from kills, and the same results on any number of ranks."""
 
 import json
-import re
-import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -252,21 +250,6 @@ def test_old_samples_are_removed(make, tmp_path):
     assert {line["step"] for line in kept if line["phase"] == "sample"} == {4}
     assert len([line for line in kept if line["phase"] == "eval"]) == 3 * 6
     assert len(lines(out / "verdicts.jsonl")) == 4 * 16 + 3 * 6
-
-
-@pytest.mark.parametrize("damage", ["deleted", "emptied", "cut"])
-def test_a_resumed_run_needs_the_verdicts_of_its_steps(make, reference, tmp_path, damage):
-    """They choose its prompts; without them it would go on to another result."""
-    out = tmp_path / "out"
-    shutil.copytree(reference, out)
-    file, content = out / "verdicts.jsonl", (out / "verdicts.jsonl").read_bytes()
-    file.write_bytes(b"" if damage == "emptied" else content[: len(content) // 2])
-    if damage == "deleted":
-        file.unlink()
-    said = forks.refused(main, make(out), RESUME, "steps=5")
-    assert re.search(r"verdicts.jsonl has \d+ of the 64 verdicts at the last checkpoint; restore it", said)
-    file.write_bytes(content)
-    succeed(make(out), RESUME)
 
 
 def test_the_tools_read_a_real_run(reference, tmp_path, capsys):
