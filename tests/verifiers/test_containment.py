@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import shutil
+import socket
 import stat
 import struct
 import subprocess
@@ -23,7 +24,7 @@ import pytest
 from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers import Command, Limits, Pool, PythonTests, Run, Sandbox, Verdict
 from rocm_ext.verifiers.sandbox import bubblewrap, interpreter, seccomp
-from rocm_ext.verifiers.sandbox.children import children_of, held
+from rocm_ext.verifiers.sandbox.children import HELD, children_of
 
 ROW = {"tests": "assert f(2) == 4\nassert f(3) == 9", "entry_point": "f"}
 SECONDS = 1.0
@@ -127,7 +128,63 @@ for name, make in maps.items():
 """
     assert python(box, code).stdout.split() == [b"PermissionError", b"private", b"file", b"FileNotFoundError"]
     status = b"VmSize:\t 9000 kB\nVmRSS:\t  100 kB\nVmPTE:\t 20 kB\nVmSwap:\t 3 kB\nHugetlbPages:\t4 kB\n"
-    assert held(b"Name:\tVmRSS: x\n" + status) == 127 << 10
+    assert sum(map(int, HELD.findall(b"Name:\tVmRSS: x\n" + status))) == 127
+
+
+HOGS = {
+    "a first thread that has ended": """
+def hog():
+    threading.Thread(target=lambda: (time.sleep(0.2), keep.append(b"x" * (100 << 20)), time.sleep(60))).start()
+    ctypes.CDLL(None).pthread_exit(None)
+""",
+    "Unix sockets": """
+def hog():
+    for pair in range(60):
+        keep.append(socket.socketpair())
+        for end in keep[-1]: fill(end)
+""",
+    "Unix sockets that nobody has open": """
+def hog():
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(f"/tmp/{os.getpid()}")
+    server.listen(4096)
+    for number in range(1000):
+        with socket.socket(socket.AF_UNIX) as end:
+            end.connect(f"/tmp/{os.getpid()}")
+            fill(end)
+    time.sleep(60)
+""",
+    "a few TCP sockets": """
+def hog():
+    for pair in range(5):
+        server = socket.create_server(("::1", 0), family=socket.AF_INET6)
+        end, other = socket.create_connection(server.getsockname()[:2]), server.accept()[0]
+        keep.append((end, other))
+        end.setblocking(False)
+        for drained in range(500):  # its buffers grow by themselves
+            with contextlib.suppress(OSError): end.send(b"x" * (1 << 18))
+            with contextlib.suppress(OSError): other.recv(1 << 20, socket.MSG_DONTWAIT)
+        for filled in range(100):
+            fill(end)
+            time.sleep(0.001)
+""",
+}
+HOG = """
+import contextlib, ctypes, os, socket, threading, time
+keep = []
+def fill(end):
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+    end.setblocking(False)
+    with contextlib.suppress(OSError):
+        while True: end.send(b"x" * 32768)
+"""
+
+
+@pytest.mark.parametrize("name", HOGS)
+def test_memory_counts_wherever_it_is(box: Sandbox, name: str):
+    start = "\nfor process in range(10):\n    if os.fork() == 0: hog(); break\ntime.sleep(60)"
+    outcome = python(box, HOG + HOGS[name] + start, seconds=20, memory_mb=256)
+    assert outcome.killed == "used more than 256 MB of memory", outcome
 
 
 def test_sockets_stay_in_the_network_namespace(box: Sandbox):
@@ -152,17 +209,20 @@ CALLS = {  # from the kernel's tables
     "x86_64": {"read": 0, "socket": 41, "socketpair": 53, "clone": 56, "fork": 57, "ptrace": 101, "mount": 165,
                "unshare": 272, "bpf": 321, "memfd_create": 319, "keyctl": 250, "io_uring_setup": 425, "clone3": 435,
                "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "setxattrat": 463, "getxattr": 191, "mmap": 9,
-               "vmsplice": 278},
+               "vmsplice": 278, "setsockopt": 54, "splice": 275, "sendfile": 40, "inotify_init1": 294,
+               "landlock_create_ruleset": 444, "openat2": 437},
     "aarch64": {"read": 63, "socket": 198, "socketpair": 199, "clone": 220, "openat": 56, "ptrace": 117, "mount": 40,
                 "unshare": 97, "bpf": 280, "memfd_create": 279, "keyctl": 219, "io_uring_setup": 425, "clone3": 435,
                 "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "setxattrat": 463, "getxattr": 8, "mmap": 222,
-                "vmsplice": 75},
+                "vmsplice": 75, "setsockopt": 208, "splice": 76, "sendfile": 71, "inotify_init1": 26,
+                "landlock_create_ruleset": 444, "openat2": 437},
 }  # fmt: skip
 
 
-def filtered(program: bytes, arch: int, number: int, argument: int = 0, fourth: int = 0) -> int:
+def filtered(program: bytes, arch: int, number: int, *arguments: int) -> int:
     """What a BPF program returns for a system call."""
-    data, accumulator, at = struct.pack("=IIQQQQQ", number, arch, 0, argument, 0, 0, fourth), 0, 0
+    data, accumulator, at = struct.pack("=IIQ", number, arch, 0), 0, 0
+    data += struct.pack("=6Q", *arguments, *[0] * (6 - len(arguments)))
     while True:
         code, true, false, value = struct.unpack_from("=HBBI", program, 8 * at)
         at += 1
@@ -180,27 +240,36 @@ def test_the_filter_of_system_calls(machine: str):
     program, calls = seccomp.program(machine), CALLS[machine]
     assert program is not None
 
-    def returns(name: str, argument: int = 0) -> tuple[int, int]:
-        value = filtered(program, NATIVE[machine], calls[name], argument)
+    def returns(name: str, *arguments: int) -> tuple[int, int]:
+        value = filtered(program, NATIVE[machine], calls[name], *arguments)
         return value & 0xFFFF0000, value & 0xFFFF
 
     def maps(flags: int) -> bool:
-        return filtered(program, NATIVE[machine], calls["mmap"], fourth=flags) == 0x7FFF0000
+        return filtered(program, NATIVE[machine], calls["mmap"], 0, 0, 0, flags) == 0x7FFF0000
 
     allow, refuse = (0x7FFF0000, 0), 0x00050000
-    for name in calls.keys() & {"read", "fork", "openat", "getxattr"}:
+    for name in calls.keys() & {"read", "fork", "openat", "openat2", "getxattr", "setsockopt"}:
         assert returns(name) == allow
     for name in ("ptrace", "mount", "unshare", "bpf", "memfd_create", "keyctl", "io_uring_setup", "vmsplice"):
         assert returns(name) == (refuse, errno.EPERM)
-    for name in ("setxattr", "lsetxattr", "fsetxattr", "setxattrat"):
+    for name in ("setxattr", "lsetxattr", "fsetxattr"):
         assert returns(name) == (refuse, errno.EOPNOTSUPP)
-    assert returns("clone3") == (refuse, errno.ENOSYS)
+    for name in ("clone3", "setxattrat", "landlock_create_ruleset"):
+        assert returns(name) == (refuse, errno.ENOSYS)
+    assert returns("splice") == returns("sendfile") == (refuse, errno.EINVAL)
+    assert returns("inotify_init1") == (refuse, errno.EMFILE)
+    for option in range(1, 64):  # SO_SNDBUF and SO_RCVBUF do nothing
+        ignored = option in (7, 8)
+        assert returns("setsockopt", 3, socket.SOL_SOCKET, option) == ((refuse, 0) if ignored else allow)
+        assert returns("setsockopt", 3, socket.IPPROTO_TCP, option) == allow
     assert returns("clone", 0x00010F00) == allow  # a thread
     assert returns("clone", 0x10000011) == (refuse, errno.EPERM)  # CLONE_NEWUSER
     assert [maps(flags) for flags in (0x21, 0x23, 0x40021, 0x22, 0x01, 0x03, 0x20022)] == [False] * 3 + [True] * 4
     for name in ("socket", "socketpair"):
         assert [family for family in range(64) if returns(name, family) == allow] == [1, 2, 10]
         assert returns(name, 40) == (refuse, errno.EAFNOSUPPORT)
+        assert returns(name, socket.AF_INET, socket.SOCK_DGRAM, socket.IPPROTO_UDP) == allow
+        assert returns(name, socket.AF_INET, socket.SOCK_STREAM, 262) == (refuse, errno.EPROTONOSUPPORT)  # MPTCP
     for arch in (0x40000003, 0x40000028):  # 32-bit programs
         assert filtered(program, arch, calls["read"]) == 0x80000000
     if machine == "x86_64":

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import resource
 import select
 import selectors
 import signal
@@ -18,6 +19,10 @@ DYING = 5.0  # seconds that killed processes may take to end
 POLL = 0.05  # seconds between checks of the children's memory
 CHUNK = 1 << 16
 HELD = re.compile(rb"^(?:VmRSS|VmSwap|VmPTE|HugetlbPages):\s*(\d+) kB$", re.MULTILINE)  # in /proc/PID/status
+MAP = 320  # bytes that the kernel keeps of a map
+SOCKETS = re.compile(rb"used (\d+)\nTCP:.* mem (\d+)\n")  # in /proc/net/sockstat: sockets, and pages of the machine
+SOCKET = 1 << 18  # bytes that a socket may hold: its default buffer, and a message beyond
+TCP = 16 << 20  # bytes of the machine's TCP buffers, which grow by themselves, up to which no run's are counted
 
 
 @dataclass
@@ -28,7 +33,8 @@ class Child:
         process: the leader of a process group; its stdin, stdout and stderr are binary pipes or None.
         feed: bytes for stdin, which is then closed.
         output_bytes: the most bytes of stdout, and of stderr; a process that prints more is killed.
-        memory_mb, processes: limits of the process with all its descendants, checked every 50 ms; None: no limit.
+        memory_mb, processes: limits of the process with all its descendants, checked every 50 ms; None: no limit. In a
+            sandbox, its sockets count as memory.
         inodes: limit of files, folders and links in its sandbox's /tmp and /dev/shm, checked likewise; None: no limit.
         mark: the value of ``MARK`` in the process's environment. All processes with this mark end with it, in any
             process group or session. One that has lost its parent and cleared its environment lives on.
@@ -191,19 +197,43 @@ def _look(child: Child) -> None:
     pids = descendants(child.process.pid)
     if child.processes is not None and len(pids) > child.processes:
         child.kill(f"started more than {child.processes} processes")
-    used = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):  # the process has ended
-            used += held(Path(f"/proc/{pid}/status").read_bytes())
-    if child.inodes is not None and pids and _inodes(f"/proc/{pids[0]}/root") > child.inodes:
-        child.kill(f"made more than {child.inodes} files")
+    used = sum(map(held, pids))
+    if child.inodes is not None and pids:
+        used += _socket_memory(pids[0])
+        if _inodes(f"/proc/{pids[0]}/root") > child.inodes:
+            child.kill(f"made more than {child.inodes} files")
     if child.memory_mb is not None and used > child.memory_mb << 20:
         child.kill(f"used more than {child.memory_mb} MB of memory")
 
 
-def held(status: bytes) -> int:
-    """The bytes that a process holds in memory and in swap, by its ``/proc/PID/status``."""
-    return sum(map(int, HELD.findall(status))) << 10
+def held(pid: int) -> int:
+    """The bytes that a process holds in memory, in swap and in page tables; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                folder = Path(f"/proc/{pid}/task/{task}")
+                amounts = HELD.findall((folder / "status").read_bytes())
+                if amounts:  # a first thread that has ended shows none, and the others do
+                    maps = (folder / "maps").read_bytes().count(b"\n")
+                    return (sum(map(int, amounts)) << 10) + maps * MAP
+    return 0
+
+
+def _socket_memory(pid: int) -> int:
+    """The most bytes that the sockets in a process's network can hold, also those that no process has open."""
+    held = 0
+    with contextlib.suppress(OSError):
+        folder = Path(f"/proc/{pid}/net")
+        match = SOCKETS.search((folder / "sockstat").read_bytes())
+        assert match is not None
+        held = int(match[1]) * SOCKET
+        machine = int(match[2]) * resource.getpagesize()
+        tables = ("tcp", "tcp6") if machine > TCP else ()  # it takes milliseconds to read these
+        for table in tables:
+            for row in (folder / table).read_bytes().splitlines()[1:]:
+                queues = row.split()[4].split(b":")
+                held += sum(int(queue, 16) for queue in queues)
+    return held
 
 
 def _inodes(root: str) -> int:

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 from rocm_ext.base.errors import UserError
 
@@ -58,7 +59,11 @@ class Limits:
         return [tool("prlimit"), *(f"--{name.lower()}={soft}:{hard}" for name, (soft, hard) in limits.items()), "--"]
 
     def impose(self, pid: int, processes: bool) -> None:
-        """Set the limits of process ``pid``, which it and its children cannot raise."""
+        """Set the limits of process ``pid``, which it and its children cannot raise.
+
+        If the machine runs out of memory, the kernel ends these processes first.
+        """
+        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
         for name, (soft, hard) in self.resources(processes).items():
             number = getattr(resource, f"RLIMIT_{name}")
             _, most = resource.prlimit(pid, number)

@@ -1,9 +1,9 @@
 """The system calls that sandboxed code may not make, as a classic BPF program for x86-64 and AArch64.
 
 This deny list is defence in depth behind the namespaces. It closes ways to memory that no limit counts (shared memory
-segments and maps, memfd, pages given to a pipe, extended attributes, a tmpfs mounted in a nested user namespace),
-sockets that no network namespace contains (AF_VSOCK reaches the host of a virtual machine), and parts of the kernel
-with a history of security holes.
+segments and maps, memfd, pages given to a pipe or a socket, larger buffers, queues of file events, extended attributes,
+a tmpfs mounted in a nested user namespace), sockets that no network namespace contains (AF_VSOCK reaches the host of a
+virtual machine), and parts of the kernel with a history of security holes.
 """
 
 import functools
@@ -11,31 +11,40 @@ import platform
 import struct
 from dataclasses import dataclass
 
-# name: numbers on x86-64 and on AArch64
-DENIED = {
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
-    "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
-    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
-    "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "vmsplice": (278, 75),
+EPERM, EINVAL, EMFILE, ENOSYS, EPROTONOSUPPORT, EOPNOTSUPP, EAFNOSUPPORT = 1, 22, 24, 38, 93, 95, 97
+# error, which programs expect of the call: name: numbers on x86-64 and on AArch64
+REFUSED = {
+    EPERM: {
+        "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+        "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
+        "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+        "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "bpf": (321, 280),
+        "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+        "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
+        "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264), "fanotify_init": (300, 262),
+        "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+        "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
+        "memfd_create": (319, 279), "vmsplice": (278, 75),
+    },
+    # extended attributes on a tmpfs are memory that its size does not limit; programs know file systems without them
+    EOPNOTSUPP: {"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7)},
+    # a byte of a page in a socket keeps the page and counts as a byte; programs then copy
+    EINVAL: {"splice": (275, 76), "tee": (276, 77), "sendfile": (40, 71)},
+    EMFILE: {"inotify_init": (253, 26), "inotify_init1": (294, 26)},  # queues of 8 MB each; programs then poll
 }  # fmt: skip
-# extended attributes on a tmpfs are memory that its size does not limit; programs know file systems without them
-UNSUPPORTED = {"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463)}
+# The first call after Linux 5.11, on every machine. Programs run without these, which nobody has searched for memory.
+NEW = 442
 CLONE, CLONE3, NEWUSER = (56, 220), (435, 435), 0x10000000
 # MADV_DONTNEED takes a page of a shared map without a file out of every process's resident memory, and the map keeps it
 MMAP, SHARED, ANONYMOUS = (9, 222), 0x01, 0x20
 SOCKETS = ((41, 53), (198, 199))  # socket and socketpair, by machine
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: the network namespace contains them
-EPERM, ENOSYS, EOPNOTSUPP, EAFNOSUPPORT = 1, 38, 95, 97
+PROTOCOLS = 18  # from here on: MPTCP, SCTP and others, whose buffers nothing shows
+SETSOCKOPT, SOL_SOCKET, SO_SNDBUF, SO_RCVBUF = (54, 208), 1, 7, 8
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF opcodes
 # offsets in struct seccomp_data on a little-endian machine
-NUMBER, ARCH, FIRST_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 40
+NUMBER, ARCH, FIRST_ARGUMENT, SECOND_ARGUMENT, THIRD_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 24, 32, 40
 
 
 @dataclass(frozen=True)
@@ -78,13 +87,19 @@ def program(machine: str | None = None) -> bytes | None:
         body += [op(AT_LEAST, abi.foreign, false=1), op(RETURN, KILL)]
     # glibc falls back to clone, whose flags a filter can see; clone3 passes them behind a pointer
     body += [op(EQUAL, CLONE3[column], false=1), op(RETURN, ERRNO | ENOSYS)]
-    for calls, error in ((DENIED, EPERM), (UNSUPPORTED, EOPNOTSUPP)):
+    body += [op(AT_LEAST, NEW, false=1), op(RETURN, ERRNO | ENOSYS)]
+    for error, calls in REFUSED.items():
         for numbers in calls.values():
             body += [op(EQUAL, numbers[column], false=1), op(RETURN, ERRNO | error)]
     allowed = [part for family in FAMILIES for part in (op(EQUAL, family, false=1), op(RETURN, ALLOW))]
     one, other = SOCKETS[column]
-    body += [op(EQUAL, one, true=1), op(EQUAL, other, false=len(allowed) + 2)]
+    body += [op(EQUAL, one, true=1), op(EQUAL, other, false=len(allowed) + 5)]
+    body += [op(LOAD, THIRD_ARGUMENT), op(AT_LEAST, PROTOCOLS, false=1), op(RETURN, ERRNO | EPROTONOSUPPORT)]
     body += [op(LOAD, FIRST_ARGUMENT), *allowed, op(RETURN, ERRNO | EAFNOSUPPORT)]
+    # a socket keeps its default buffers: the call succeeds and does nothing
+    body += [op(EQUAL, SETSOCKOPT[column], false=7), op(LOAD, SECOND_ARGUMENT), op(EQUAL, SOL_SOCKET, false=4)]
+    body += [op(LOAD, THIRD_ARGUMENT), op(EQUAL, SO_SNDBUF, true=1), op(EQUAL, SO_RCVBUF, false=1)]
+    body += [op(RETURN, ERRNO), op(RETURN, ALLOW)]
     for numbers, argument, flags in ((MMAP, FOURTH_ARGUMENT, (SHARED, ANONYMOUS)), (CLONE, FIRST_ARGUMENT, (NEWUSER,))):
         bits = [op(ANY_BIT, flag, false=len(flags) - i) for i, flag in enumerate(flags)]
         body += [op(EQUAL, numbers[column], false=len(bits) + 3), op(LOAD, argument)]
