@@ -19,7 +19,7 @@ TRIES = 2000  # brackets that begin no JSON, after which the search ends
 
 
 class ExactMatch(Verifier):
-    """Whether the completion equals the text in a row's field.
+    """Whether the completion, after its reasoning, equals the text in a row's field.
 
     Args:
         field: the row's field with the expected text.
@@ -35,9 +35,9 @@ class ExactMatch(Verifier):
         field(row, self.field, str)
 
     def __call__(self, completion: str, row: Row) -> Result:
-        answer, expected = self._form(completion), self._form(row[self.field])
+        answer, expected = self._form(answer_text(completion)), self._form(row[self.field])
         if not answer and expected:
-            return unparsed("the completion is empty")
+            return unparsed("there is no answer")
         return correct() if answer == expected else wrong(f"found {short(answer, 80)!r}")
 
     at_once = __call__

@@ -78,6 +78,16 @@ CHANGED = (  # words that change the value before or after them
     "eighths|tenths"
 )
 NEXT = r"(?: ?(?:of|be|the|an?|about|only|just|exactly)\b)*[\s({]*\Z"
+# Words that deny a value or doubt it, and what may stand between them and the value
+DENIED = re.compile(
+    r"(?:\b(?:(?:can)?not|never|nobody|(?<!no )(?<!out )(?<!out a )doubt\w*|den(?:y|ies)|hardly|unlikely|unsure|uncertain|"
+    r"unequal|untrue|false|except|besides|excluding|(?:could|might|may)(?= be\b)|(?:any|every|all)\w*(?: \w+){0,2} but)"
+    r"|n't)(?: (?:of|be|been|the|an?|about|only|just|exactly|equals?|to|for|it|is|was|have|that|if|whether|think|believe|"
+    r"say|claim|sure|certain|correct|right|true|answer|result|value|number|final|really|would|you|I|we))*[\s({]*\Z",
+    re.I,
+)
+# What follows a sentence and makes it a question or one of two answers
+OPEN = re.compile(r"[.\s*_)\"']*(?:\?|or\b(?!,| (?:in|as|simply|equivalently)\b))", re.I)
 BEFORE = re.compile(
     rf"(?:\b(?:{CHANGED}|or|least|most|than|(?<!add )(?<!adds )up to|over|under|above|below|exceed\w*|between|from|"
     r"percent|square|cube|reciprocal|inverse|opposite|negat\w+|successor|predecessor|twice|double|triple|thrice|"
@@ -139,8 +149,12 @@ def plain(text: str, gold: bool = False) -> str | None:
     if not gold and not CALCULATION.sub("", text):
         text = text.rstrip().rpartition("\n")[2]
     match = PLAIN.search(text if len(text) <= 80 else "..." + text[-80:])
-    if match is None or (match[1] and text.count("\\boxed") + text.count("\\fbox") > 1):
+    if match is None:
         return None
+    if match[1]:
+        before = text[: text.rindex(match[1])][-60:]
+        if text.count("\\boxed") + text.count("\\fbox") > 1 or DENIED.search(before):
+            return None
     return match[2].replace(",", "")
 
 
@@ -184,7 +198,7 @@ def _marked(text: str) -> str | None:
     if marks and (match := _last(FINAL, text)):
         sentence = _sentences(text[match.end() :])[0]
         if "\\boxed" not in sentence and THING.search(sentence):
-            marks.append((match.end(), _read(sentence)))
+            marks.append((match.end(), _stated(text, match.start(), sentence)))
     return max(marks)[1] if marks else None
 
 
@@ -199,7 +213,8 @@ def _boxes(text: str) -> list[tuple[int, str]]:
         start, parts = box.start(), [box[1] or box[2] or ""] * (box[1] != parts[0]) + parts
     inner = _read(", ".join(parts), True)
     before, after = text[max(0, start - 60) : start].rpartition("\n")[2], text[last.end() : last.end() + 60]
-    part = LEFT.search(before) or RIGHT.match(after) or AFTER.match(after)
+    part = LEFT.search(before) or DENIED.search(before)
+    part = part or RIGHT.match(after) or AFTER.match(after) or OPEN.match(after)
     return [(last.end(), f"part of {inner}" if part else inner)]
 
 
@@ -212,10 +227,20 @@ def _said(text: str) -> str:
     if match := _last(PHRASE, text):
         sentence = _sentences(text[match.end() :])[0]
         if THING.search(sentence) or not THING.search(text, match.end()):
-            return _read(sentence)
+            return _stated(text, match.start(), sentence)
     *_, last = ["", *filter(THING.search, _sentences(text))]
     line = last or text.rstrip().rpartition("\n")[2]
-    return "" if not last and WORD.search(re.sub(r"\A\s*[A-Za-z]+:", "", line)) else _read(line)
+    if not last and WORD.search(re.sub(r"\A\s*[A-Za-z]+:", "", line)):
+        return ""
+    return _stated(text, text.rindex(line), line)
+
+
+def _stated(text: str, start: int, sentence: str) -> str:
+    """The value in a sentence after ``start``, with a word if the text before or after it denies or doubts it."""
+    value = _read(sentence)
+    end = text.index(sentence, start) + len(sentence)
+    before = END.split(text[max(0, start - 60) : start])[-1]
+    return f"perhaps {value}" if value and (DENIED.search(before) or OPEN.match(text, end)) else value
 
 
 def _read(text: str, marked: bool = False) -> str:
@@ -244,7 +269,7 @@ def _read(text: str, marked: bool = False) -> str:
     calculated = not marked and len(values) > 1 and re.match(r"[^A-Za-z]*=", values[runs[-1]])  # 30 hours / 3 = 10
     before = "".join(pieces[: 2 * runs[0]])[-60:]
     called = before[-1:].isalpha() and pieces[2 * runs[0]].startswith("(")  # sum(5)
-    changed = BEFORE.search(before) or called or not all(map(JOIN.match, gaps))
+    changed = BEFORE.search(before) or DENIED.search(before) or called or not all(map(JOIN.match, gaps))
     if (changed and not calculated) or AFTER.match("".join(pieces[2 * runs[-1] + 1 :])[:60]):
         return text
     sets = all(SETS.search(values[i]) for i in runs) and all(gap.startswith("or") for gap in gaps)

@@ -41,6 +41,14 @@ def test_text_takes_linear_time(text: str):
     assert Regex("y$", full=True)(text, {}).verdict is Verdict.WRONG
 
 
+@pytest.mark.parametrize(("text", "verdict"), [
+    ("<think>\nIs it 4?\n</think>\n\n5", "CORRECT"), ("Is it 4?</think>5", "CORRECT"), ("5", "CORRECT"),
+    ("<think>5</think>4", "WRONG"), ("<think>5", "UNPARSED"), ("", "UNPARSED"),
+])  # fmt: skip
+def test_equality_is_of_the_answer_after_the_reasoning(text: str, verdict: str):
+    assert str(ExactMatch()(text, {"answer": "5"}).verdict) == verdict
+
+
 @pytest.fixture(scope="module")
 def by_row():
     """JSON judged by the schema of its row, by a patient judge or by one with half a second."""

@@ -115,6 +115,9 @@ def test_every_gsm8k_answer_is_right(gsm8k):
 
 # fmt: off
 RIGHT = [  # (completion, gold)
+    ("There is no doubt that the answer is 5.", "5"), ("It cannot be 4. It is 5.", "5"), ("The number is not negative, so the answer is 5.", "5"),
+    ("I don't need the rest: the answer is 5.", "5"), ("Not counting the dog, there are 5 pets.", "5"), ("She may buy 5", "5"),
+    ("How many are left? She has 5 apples.", "5"), ("The answer is 5. Do you want to see more?", "5"), ("\\boxed{5}. Or, in words, five.", "5"), ("Without a doubt, it is \\boxed{5}.", "5"),
     ("The largest $n$ is 34.", "34"), ("So\n\\[\n x = 5\n\\]", "5"), ("\\boxed{−5}", "-5"),
     ("The answer is −5.", "-5"), ("1 million", "1000000"), ("\\boxed{1.5\\text{ million}}", "1500000"), ("3:2", "3:2"),
     ("\\boxed{3:2}", "\\frac{3}{2}"), ("5 or 6", "5, 6"), ("\\boxed{6\\text{ or }5}", "5, 6"),
@@ -175,6 +178,11 @@ RIGHT = [  # (completion, gold)
     ("So it is 72...", "72"), ("\\boxed{" + "(" * 20 + "72" + ")" * 20 + "}", "72"),
 ]
 WRONG = [  # (completion, gold): nothing here may be CORRECT
+    ("5... or is it 6?", "5"), ("The answer is 5... or is it 6?", "5"), ("The final answer is 5... or is it 6?", "5"), ("\\boxed{5}... or is it 6?", "5"), ("Is it 5?", "5"),
+    ("The answer is 5? Or 6?", "5"), ("any number but 5", "5"), ("Any number but \\boxed{5}", "5"), ("<answer>any number but 5</answer>", "5"), ("everything besides 5", "5"),
+    ("The answer is certainly not equal to 5.", "5"), ("It is certainly not equal to \\boxed{5}", "5"), ("#### certainly not equal to 5", "5"), ("It does not equal 5.", "5"),
+    ("I doubt 5", "5"), ("I doubt the answer is 5.", "5"), ("I doubt that it is \\boxed{5}.", "5"), ("#### I doubt 5", "5"), ("I don't think the answer is 5.", "5"),
+    ("I do not believe it is 5.", "5"), ("It is unlikely to be 5.", "5"), ("The answer could be 5.", "5"), ("I am not sure it is 5.", "5"), ("It is false that the answer is 5.", "5"),
     ("The answer is −5.", "5"), ("\\boxed{−5}", "5"), ("It is −5", "5"), ("1 million", "1"),
     ("\\boxed{1 \\text{ million}}", "1"), ("The answer is 1 million.", "1"), ("He has 1 million dollars left.", "1"),
     ("12:30", "30"), ("12:30", "12"), ("It was 12:30.", "30"), ("3:2", "2"), ("The ratio is 3:2.", "2"),
