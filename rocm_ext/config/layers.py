@@ -150,12 +150,12 @@ def _with_included(path: Path) -> Config:
 
 def trainer_config(cfg: DictConfig) -> Config:
     """Return the config of a training run inside another recipe: the SFT recipe's keys, with defaults for keys that
-    ``cfg`` lacks, and keys that a user's recipe adds. Keys of data are null: the recipe brings its data."""
+    ``cfg`` lacks, and keys that a user's recipe adds. Keys of data are null: the recipe brings its data, and evaluates."""
     settings: Any = OmegaConf.to_container(cfg)
     known = {key: settings.get(key, default) for key, default in defaults(registry.SFT).items()}
     ours = set().union(*map(defaults, registry.TITLES))
     known |= {key: value for key, value in settings.items() if key not in ours}
-    data = ("dataset", "dataset_val", "eval_prompts", "verifier")
+    data = ("dataset", "dataset_val", "eval_prompts", "eval_every_n_steps", "verifier")
     return known | {"recipe": registry.SFT, "early_stopping_metric": "val_loss", **dict.fromkeys(data)}
 
 

@@ -118,6 +118,8 @@ TALKS = {"environment": {"_component_": "my_module.MyEnvironment"}}
     ({"refill": True, "max_refills": 5, "truncated": "penalize", "truncation_margin": 9}, []),
     ({"mismatch": "none", "mismatch_level": "sequence"}, ["mismatch_level=sequence"]),
     ({"mismatch_level": "sequence"}, []),
+    ({"kl_in": "reward"}, ["kl_in=reward"]),
+    ({"kl_in": "reward", "kl_coef": 0.1}, []),
 ], ids=str)  # fmt: skip
 def test_a_key_that_is_set_and_not_read_is_named(changes, unread, caplog):
     with caplog.at_level("INFO", "rocm_ext"):
@@ -128,9 +130,11 @@ def test_a_key_that_is_set_and_not_read_is_named(changes, unread, caplog):
 
 def test_raft_names_them_too(caplog):
     with caplog.at_level("INFO", "rocm_ext"):
-        check_sampled_values(config.load("raft_rocm", "cpu_pocket_raft", ["max_turns=4", "clip_high=0.1"]), "raft_rocm")
+        changes = ["max_turns=4", "clip_high=0.1", "lr_decay=1.0", "lr_floor=1e-5"]
+        check_sampled_values(config.load("raft_rocm", "cpu_pocket_raft", changes), "raft_rocm")
     assert [record.getMessage() for record in caplog.records] == [
-        "not read without an environment: max_turns=4", "not read with objective=raft: clip_high=0.1"
+        "not read without an environment: max_turns=4", "not read with objective=raft: clip_high=0.1",
+        "not read with lr_decay=1: lr_floor=1e-05"
     ]  # fmt: skip
 
 

@@ -124,6 +124,8 @@ _UNREAD: tuple[tuple[str, Callable[[DictConfig], bool], tuple[str, ...]], ...] =
     ("with loss=reverse_kl", lambda cfg: cfg.get("loss") == "reverse_kl", ("beta",)),
     ("with given_answers", lambda cfg: cfg.get("given_answers") is not None, ("samples_per_prompt", "min_entropy")),
     ("with mismatch=none", lambda cfg: cfg.get("mismatch") == "none", ("mismatch_level",)),
+    ("with kl_coef=0", lambda cfg: cfg.get("kl_coef") == 0, ("kl_in",)),
+    ("with lr_decay=1", lambda cfg: cfg.get("lr_decay") == 1, ("lr_floor",)),
 )  # fmt: skip
 
 

@@ -144,6 +144,12 @@ def _faults(cfg: DictConfig) -> Iterator[str]:
         yield UNJUDGED
     if cfg.eval_prompts is None and cfg.early_stopping_metric == EVAL_METRIC:
         yield f"early_stopping_metric {EVAL_METRIC} needs held-out prompts: set eval_prompts and a verifier"
+    for key in ("verifier", "eval_every_n_steps"):
+        if cfg.eval_prompts is None and cfg[key] is not None:
+            yield f"{key} is set, and without eval_prompts nothing reads it: set eval_prompts, or {key}=null"
+    held_out = cfg.dataset_val is not None or cfg.validation_fraction
+    if cfg.run_val_every_n_steps and not held_out:
+        yield "run_val_every_n_steps is set without rows to validate on: set dataset_val, validation_fraction, or null"
 
 
 def check_max_seq_len(value: Any) -> None:
