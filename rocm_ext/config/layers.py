@@ -150,7 +150,7 @@ def _with_included(path: Path) -> Config:
 
 def trainer_config(cfg: DictConfig) -> Config:
     """Return the config of a training run inside another recipe: the SFT recipe's keys, with defaults for keys that
-    ``cfg`` lacks, and keys that a user's recipe adds. Keys of data are null: the recipe brings its data, and evaluates."""
+    ``cfg`` lacks, and keys that a user's recipe adds. Keys of data and evaluation are null: the recipe does both."""
     settings: Any = OmegaConf.to_container(cfg)
     known = {key: settings.get(key, default) for key, default in defaults(registry.SFT).items()}
     ours = set().union(*map(defaults, registry.TITLES))

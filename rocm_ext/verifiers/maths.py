@@ -32,7 +32,8 @@ class MathAnswer(Verifier):
     The final answer is the last of: a ``\boxed{...}``, a line ``#### ...``, ``<answer>...</answer>``, and a sentence
     "final answer is ..."; else the only value in the last clause of "answer is ...", or of the mathematics. Boxes
     joined by "and" or "or" are one list. The answer is WRONG if words change, deny or doubt the value ("at least 5",
-    "17, maybe 23", "I doubt 5", "5... or is it 6?"), if several values form no list ("3 out of 4"), or if text outside a box changes it (``-\boxed{5}``).
+    "17, maybe 23", "I doubt 5", "5... or is it 6?"), if several values form no list ("3 out of 4"), or if text outside
+    a box changes it (``-\boxed{5}``).
 
     Equal are the same texts; decimal numbers of exactly the same value, also as ``1,234.5``, ``1 234.5``, ``1.2e5`` or
     ``2,74``; 50% and both 50 and 0.5; ``x = 5`` and 5, but not ``2x = 10`` and 10; the choices ``C``, ``(C)`` and

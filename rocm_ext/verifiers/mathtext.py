@@ -80,10 +80,11 @@ CHANGED = (  # words that change the value before or after them
 NEXT = r"(?: ?(?:of|be|the|an?|about|only|just|exactly)\b)*[\s({]*\Z"
 # Words that deny a value or doubt it, and what may stand between them and the value
 DENIED = re.compile(
-    r"(?:\b(?:(?:can)?not|never|nobody|(?<!no )(?<!out )(?<!out a )doubt\w*|den(?:y|ies)|hardly|unlikely|unsure|uncertain|"
-    r"unequal|untrue|false|except|besides|excluding|(?:could|might|may)(?= be\b)|(?:any|every|all)\w*(?: \w+){0,2} but)"
-    r"|n't)(?: (?:of|be|been|the|an?|about|only|just|exactly|equals?|to|for|it|is|was|have|that|if|whether|think|believe|"
-    r"say|claim|sure|certain|correct|right|true|answer|result|value|number|final|really|would|you|I|we))*[\s({]*\Z",
+    r"(?:\b(?:(?:can)?not|never|nobody|(?<!no )(?<!out )(?<!out a )doubt\w*|den(?:y|ies)|hardly|unlikely|unsure|"
+    r"uncertain|unequal|untrue|false|except|besides|excluding|(?:could|might|may)(?= be\b)|"
+    r"(?:any|every|all)\w*(?: \w+){0,2} but)|n't)(?: (?:of|be|been|the|an?|about|only|just|exactly|equals?|to|for|it|"
+    r"is|was|have|that|if|whether|think|believe|say|claim|sure|certain|correct|right|true|answer|result|value|number|final|"
+    r"really|would|you|I|we))*[\s({]*\Z",
     re.I,
 )
 # What follows a sentence and makes it a question or one of two answers
