@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import resource
 import select
 import selectors
 import signal
@@ -22,7 +21,8 @@ HELD = re.compile(rb"^(?:VmRSS|VmSwap|VmPTE|HugetlbPages):\s*(\d+) kB$", re.MULT
 MAP = 320  # bytes that the kernel keeps of a map
 SOCKETS = re.compile(rb"used (\d+)\nTCP:.* mem (\d+)\n")  # in /proc/net/sockstat: sockets, and pages of the machine
 SOCKET = 1 << 18  # bytes that a socket may hold: its default buffer, and a message beyond
-TCP = 16 << 20  # bytes of the machine's TCP buffers, which grow by themselves, up to which no run's are counted
+TCP = 4096  # pages of the machine's TCP buffers, which grow by themselves, up to which no run's are counted
+QUEUES = re.compile(rb" ([0-9A-F]{8}):([0-9A-F]{8}) ")  # in /proc/net/tcp: bytes to send, and received
 
 
 @dataclass
@@ -207,33 +207,34 @@ def _look(child: Child) -> None:
 
 
 def held(pid: int) -> int:
-    """The bytes that a process holds in memory, in swap and in page tables; 0 if it has ended."""
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):  # the thread has ended
-                folder = Path(f"/proc/{pid}/task/{task}")
-                amounts = HELD.findall((folder / "status").read_bytes())
-                if amounts:  # a first thread that has ended shows none, and the others do
-                    maps = (folder / "maps").read_bytes().count(b"\n")
-                    return (sum(map(int, amounts)) << 10) + maps * MAP
-    return 0
+    """The bytes that a process holds in memory, in swap, in page tables and as maps; 0 if it has ended."""
+    sizes: list[bytes] = []
+    maps = 0
+    with contextlib.suppress(OSError):  # it ends
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            sizes = sizes or HELD.findall(_content(task / "status"))  # a thread that has ended shows none
+            maps = maps or _content(task / "maps").count(b"\n")
+    return (sum(map(int, sizes)) << 10) + maps * MAP
 
 
 def _socket_memory(pid: int) -> int:
     """The most bytes that the sockets in a process's network can hold, also those that no process has open."""
-    held = 0
+    folder = Path(f"/proc/{pid}/net")
+    total = 0
+    for count, pages in SOCKETS.findall(_content(folder / "sockstat")):
+        total = int(count) * SOCKET
+        if int(pages) > TCP:
+            rows = _content(folder / "tcp") + _content(folder / "tcp6")  # this takes milliseconds
+            queues = QUEUES.findall(rows)
+            total += sum(int(size, 16) for pair in queues for size in pair)
+    return total
+
+
+def _content(path: Path) -> bytes:
+    """The content of a file in /proc; empty if its process has ended."""
     with contextlib.suppress(OSError):
-        folder = Path(f"/proc/{pid}/net")
-        match = SOCKETS.search((folder / "sockstat").read_bytes())
-        assert match is not None
-        held = int(match[1]) * SOCKET
-        machine = int(match[2]) * resource.getpagesize()
-        tables = ("tcp", "tcp6") if machine > TCP else ()  # it takes milliseconds to read these
-        for table in tables:
-            for row in (folder / table).read_bytes().splitlines()[1:]:
-                queues = row.split()[4].split(b":")
-                held += sum(int(queue, 16) for queue in queues)
-    return held
+        return path.read_bytes()
+    return b""
 
 
 def _inodes(root: str) -> int:
