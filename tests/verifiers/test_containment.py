@@ -465,8 +465,15 @@ def test_limits_are_set_before_the_program_starts(box: Sandbox, monkeypatch: pyt
         impose(*args)
 
     monkeypatch.setattr(Limits, "impose", late)
-    outcome = python(box, "import resource; print(resource.getrlimit(resource.RLIMIT_CPU))", cpu_seconds=3)
-    assert outcome.stdout == b"(3, 4)\n"
+    code = """
+import resource
+path = "/proc/self/oom_score_adj"
+print(resource.getrlimit(resource.RLIMIT_CPU), open(path).read().strip())
+try: open(path, "w").write("0")
+except OSError as error: print(error.strerror)
+"""
+    outcome = python(box, code, cpu_seconds=3)
+    assert outcome.stdout.splitlines() == [b"(3, 4) 1000", b"Read-only file system"], outcome
 
 
 def test_a_program_that_cannot_be_started_is_told_from_one_that_fails(box: Sandbox):

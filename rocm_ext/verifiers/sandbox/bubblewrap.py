@@ -138,6 +138,7 @@ def command_line(
         options += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     if mode.proc:
         options += ["--proc", "/proc", "--symlink", "/proc/self/fd", "/dev/fd"]
+        options += ["--remount-ro", "/proc"]  # a process could lower its oom_score_adj
     for folder, size in (("/tmp", limits.tmp_mb << 20), ("/dev/shm", 16 << 20)):
         options += ["--perms", "1777", "--size", str(size), "--tmpfs", folder]
     made: set[str] = set()
