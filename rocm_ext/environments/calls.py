@@ -95,15 +95,28 @@ def _of_json(value: Any) -> Call:
 
 
 def _tagged(body: str, schemas: Schemas) -> Iterator[Call]:
-    if function := re.match(r"\s*<function=([^>\s]+)>(.*)", body, re.S):
-        pairs = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", function[2], re.S)
-        yield _typed(function[1], pairs, schemas)
-    elif keys := re.match(r"\s*([\w.-]+)\s*(<arg_key>.*|)\s*$", body, re.S):
-        pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", keys[2], re.S)
-        yield _typed(keys[1], pairs, schemas)
+    tags = body.strip()
+    if function := re.match(r"<function=([^>\s]+)>", tags):
+        yield _typed(function[1], _pairs(tags[function.end() :], *_PARAMETER), schemas)
+    elif keys := re.fullmatch(r"([\w.-]+)\s*(<arg_key>.*)?", tags, re.S):
+        yield _typed(keys[1], _pairs(keys[2] or "", *_ARGUMENT), schemas)
     else:
         value = json.loads(body)
         yield from map(_of_json, value if isinstance(value, list) else [value])
+
+
+def _pairs(text: str, opener: re.Pattern, middle: re.Pattern, closer: re.Pattern) -> list[tuple[str, str]]:
+    """Find keys and values between marks, in linear time: a mark that is missing once is not searched again."""
+    pairs = []
+    position = 0
+    while start := opener.search(text, position):
+        between = middle.search(text, start.end())
+        end = between and closer.search(text, between.end())
+        if not (between and end):
+            break
+        pairs.append((text[start.end() : between.start()], text[between.end() : end.start()]))
+        position = end.end()
+    return pairs
 
 
 def _typed(name: str, pairs: Sequence[tuple[str, str]], schemas: Schemas) -> Call:
@@ -150,7 +163,7 @@ def _takes(schema: Any, value: Any, root: Any, known: dict[str, bool]) -> bool:
 
 def _listed(body: str, _: Schemas) -> Iterator[Call]:
     """Read Mistral's calls: a list, or ``name[ARGS]{...}``."""
-    if named := re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\])?\s*(\{.*)", body, re.S):
+    if named := re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(\{.*)", body, re.S):
         yield _of_json({"name": named[1], "arguments": json.loads(named[2])})
     else:
         yield from map(_of_json, json.loads(body))
@@ -184,6 +197,9 @@ def _bare(text: str) -> Call | None:
     return _of_json(value) if named and isinstance(value["parameters"], dict) else None
 
 
+# The marks around an argument's key and value; a bounded repetition keeps the search linear
+_PARAMETER = (re.compile(r"<parameter=(?=[^>\s]{1,256}>)"), re.compile(r">\n?"), re.compile(r"\n?</parameter>"))
+_ARGUMENT = (re.compile("<arg_key>"), re.compile(r"</arg_key>\s*<arg_value>"), re.compile("</arg_value>"))
 # The marks around calls, and the readers of the text between. An answer that was cut may lack the end.
 _NOTATIONS: list[tuple[re.Pattern, Reader]] = [
     (re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S), _tagged),

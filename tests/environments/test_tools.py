@@ -190,6 +190,17 @@ def test_a_slow_pattern_of_a_program_stops_nothing():
     assert calls_in(said, tools) == ("", [Call("find", {"words": json.loads(value)})])
 
 
+@pytest.mark.timeout(60)  # a search that begins anew at each of the openers takes minutes
+@pytest.mark.parametrize(("begin", "repeated"), [
+    ("<tool_call><function=search>", "<parameter=query>\n"), ("<tool_call><function=search>", "<parameter="),
+    ("<tool_call>search", "<arg_key>"), ("<tool_call>search", "<arg_key>query</arg_key>"),
+    ("<tool_call>search", " "), ("[TOOL_CALLS]search", " "), ("[TOOL_CALLS]search[CALL_ID]a", " "),
+])  # fmt: skip
+def test_openers_without_an_end_take_no_longer_than_their_text(begin, repeated):
+    _, [call] = calls_in(begin + repeated * (500_000 // len(repeated)) + "!", TOOLS.schemas)
+    assert TOOLS(call).startswith("error: ")
+
+
 @pytest.mark.parametrize("value", ["-" * 100_000 + "1", "{1, 2}", "b'a'", "...", "{(1, 2): 3}"])
 def test_values_that_json_lacks_are_a_problem(value):
     """Records are JSON."""
