@@ -111,6 +111,10 @@ class Environment:
         """
         return self.judge(message["content"])
 
+    def refused(self, why: str) -> Any:
+        """Hear that the messages of an :class:`Ask` cannot be rendered, and reply; by default it is an ERROR."""
+        raise ValueError(why)
+
     def judge(self, answer: str) -> Any:
         """Judge the last message: a :class:`~rocm_ext.verifiers.Result`, or a reward from 0 to 1, CORRECT if 1.
 

@@ -97,26 +97,18 @@ def _of_json(value: Any) -> Call:
 def _tagged(body: str, schemas: Schemas) -> Iterator[Call]:
     tags = body.strip()
     if function := re.match(r"<function=([^>\s]+)>", tags):
-        yield _typed(function[1], _pairs(tags[function.end() :], *_PARAMETER), schemas)
+        yield _typed(function[1], _pairs(_PARAMETER, "</parameter>", tags[function.end() :]), schemas)
     elif keys := re.fullmatch(r"([\w.-]+)\s*(<arg_key>.*)?", tags, re.S):
-        yield _typed(keys[1], _pairs(keys[2] or "", *_ARGUMENT), schemas)
+        yield _typed(keys[1], _pairs(_ARGUMENT, "</arg_value>", keys[2] or ""), schemas)
     else:
         value = json.loads(body)
         yield from map(_of_json, value if isinstance(value, list) else [value])
 
 
-def _pairs(text: str, opener: re.Pattern, middle: re.Pattern, closer: re.Pattern) -> list[tuple[str, str]]:
-    """Find keys and values between marks, in linear time: a mark that is missing once is not searched again."""
-    pairs = []
-    position = 0
-    while start := opener.search(text, position):
-        between = middle.search(text, start.end())
-        end = between and closer.search(text, between.end())
-        if not (between and end):
-            break
-        pairs.append((text[start.end() : between.start()], text[between.end() : end.start()]))
-        position = end.end()
-    return pairs
+def _pairs(pattern: re.Pattern, close: str, text: str) -> list[tuple[str, str]]:
+    """Find keys and values; what follows the last ``close`` is left out, since each opener there would search all."""
+    closed, mark, _ = text.rpartition(close)
+    return pattern.findall(closed + mark)
 
 
 def _typed(name: str, pairs: Sequence[tuple[str, str]], schemas: Schemas) -> Call:
@@ -197,9 +189,9 @@ def _bare(text: str) -> Call | None:
     return _of_json(value) if named and isinstance(value["parameters"], dict) else None
 
 
-# The marks around an argument's key and value; a bounded repetition keeps the search linear
-_PARAMETER = (re.compile(r"<parameter=(?=[^>\s]{1,256}>)"), re.compile(r">\n?"), re.compile(r"\n?</parameter>"))
-_ARGUMENT = (re.compile("<arg_key>"), re.compile(r"</arg_key>\s*<arg_value>"), re.compile("</arg_value>"))
+# Arguments as tags; bounded repetitions keep the search linear
+_PARAMETER = re.compile(r"<parameter=([^>\s]{1,256})>\n?(.*?)\n?</parameter>", re.S)
+_ARGUMENT = re.compile(r"<arg_key>(.{0,256}?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.S)
 # The marks around calls, and the readers of the text between. An answer that was cut may lack the end.
 _NOTATIONS: list[tuple[re.Pattern, Reader]] = [
     (re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S), _tagged),

@@ -1,5 +1,6 @@
 """OpenAI's chat completions for one conversation, whose owner answers the requests."""
 
+import io
 import json
 import socket
 import sys
@@ -13,7 +14,11 @@ from rocm_ext.base.errors import one_line
 from rocm_ext.base.types import Json, Message
 from rocm_ext.environments.base import Ask
 
-_BYTES = 4 << 20  # the largest request
+_BYTES, _HEAD = 4 << 20, 1 << 16  # the largest body and head of a request
+_DEEPEST = 100  # records of the run could not be written with more
+_LONGEST = 1 << 30  # bytes that are thrown away after a refusal
+_THREADS = 64  # of the process, one for each connection
+_PATIENCE = 60.0  # seconds that a client may take to send a head, a body, or to receive a response
 _MODEL = "model"  # the listed name; requests may give any
 # unsupported keys: the values that request nothing
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -27,7 +32,10 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 class AtLimit(ValueError):
-    """The conversation takes no more requests."""
+    """The conversation takes no more requests.
+
+    The response says that the context is full, after which clients do not retry, and some return a partial result.
+    """
 
 
 class Exchange:
@@ -43,6 +51,7 @@ class Exchange:
         positive = type(most) is int and most >= 1
         self._stop = [stop] if isinstance(stop, str) else stop
         problems = {
+            f"more than {_DEEPEST} levels of objects and lists": _depth(asked) > _DEEPEST,
             "messages must be objects": not _are(dict, asked["messages"]),
             **{f"{key} is not supported": asked.get(key) not in values for key, values in _REFUSED.items()},
             "tools must be a list of objects": not _are(dict, tools),
@@ -55,7 +64,7 @@ class Exchange:
         self.ask = Ask(asked["messages"], [] if asked.get("tool_choice") == "none" else tools, most)
         self.streams, options = bool(asked.get("stream")), asked.get("stream_options")
         self.sizes = isinstance(options, dict) and bool(options.get("include_usage"))
-        self._response: SimpleQueue[Message | str] = SimpleQueue()
+        self._response: SimpleQueue[Message | Exception] = SimpleQueue()
 
     def gone(self) -> bool:
         """Whether the client has hung up."""
@@ -64,18 +73,15 @@ class Exchange:
         except OSError as problem:
             return not isinstance(problem, BlockingIOError)
 
-    def answer(self, message: Message | str) -> None:
-        """Respond with the model's message; a text refuses the request.
-
-        A refusal says that the context is full, after which clients do not retry, and some return a partial result.
-        """
+    def answer(self, message: Message | Exception) -> None:
+        """Respond with the model's message; a ValueError refuses the request."""
         self._response.put(message)
 
     def completion(self) -> Json:
-        """Wait for the response, and return it in OpenAI's form; raises AtLimit if the request was refused."""
+        """Wait for the response, and return it in OpenAI's form; an error that came instead is raised."""
         said = self._response.get()
-        if isinstance(said, str):
-            raise AtLimit(said)
+        if isinstance(said, Exception):
+            raise said
         text, ends = said["content"], said["finish_reason"]
         for stop in self._stop:
             text, cut, _ = text.partition(stop)
@@ -102,6 +108,11 @@ def _are(kind: type, values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(value, kind) for value in values)
 
 
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, inner), default=0) if isinstance(value, (dict, list)) else 0
+
+
 def _events(completion: Json, sizes: bool) -> bytes:
     """Return a completion as a stream of events: its message, its end and, if ``sizes``, its size."""
     (choice,) = completion["choices"]
@@ -117,14 +128,33 @@ def _events(completion: Json, sizes: bool) -> bytes:
     return b"".join(b"data: %s\n\n" % text.encode() for text in [*map(json.dumps, chunks), "[DONE]"])
 
 
+def _problem(why: str, code: str | None = None) -> bytes:
+    return json.dumps({"error": {"message": why, "type": "invalid_request_error", "code": code}}).encode()
+
+
 class Endpoint(ThreadingHTTPServer):
-    """Serves a listening socket in new threads: puts requests that bring the key into the queue ``asked``."""
+    """Serves a listening socket in new threads: puts requests that bring the key into the queue ``asked``, one by one.
+
+    Attributes:
+        refused: why the last refused request that brought the key got status 400.
+    """
+
+    refused = ""
 
     def __init__(self, listening: socket.socket, key: str, asked: "SimpleQueue[Exchange | None]") -> None:
         super().__init__(("127.0.0.1", 0), _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket, self.key, self.asked = listening, key, asked
+        self.turn = threading.Lock()  # of the one request whose body is in memory
         threading.Thread(target=self.serve_forever, args=(3600.0,), daemon=True).start()
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Refuse a connection beyond the limit."""
+        full = threading.active_count() > _THREADS
+        if full:
+            why = _problem("too many connections are open; close some, and ask again")
+            request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\n\r\n" + why)
+        return not full
 
     def handle_error(self, *request: Any) -> None:
         """Keep quiet about clients that hang up."""
@@ -132,60 +162,103 @@ class Endpoint(ThreadingHTTPServer):
             super().handle_error(*request)
 
 
+class _Incoming(io.RawIOBase):
+    """Bytes of a client, up to a size and an instant: one that sends a byte now and then holds no thread for ever."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def expect(self, size: int) -> None:
+        """Begin to read up to ``size`` bytes."""
+        self.left, self._until = size, time.monotonic() + _PATIENCE
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self.left:
+            return 0
+        self._connection.settimeout(max(0.001, self._until - time.monotonic()))
+        size = self._connection.recv_into(buffer, min(len(buffer), self.left))
+        self._connection.settimeout(None)  # else Exchange.gone waits
+        self.left -= size
+        return size
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # else a body waits 40 ms after its headers
     server: Endpoint
 
+    def setup(self) -> None:
+        """Limit what the client sends."""
+        super().setup()
+        self.incoming = _Incoming(self.connection)
+        self.rfile = io.BufferedReader(self.incoming)
+
+    def handle_one_request(self) -> None:
+        """Answer a request, whose head has limits of its own."""
+        self.incoming.expect(_HEAD)
+        super().handle_one_request()
+
     def do_GET(self) -> None:
         """List the model."""
-        if self._welcome():
-            known = self.path.rstrip("/").endswith("/models")
-            models = [{"id": _MODEL, "object": "model", "created": 0, "owned_by": "torchtune-rocm"}]
-            self._send({"object": "list", "data": models}) if known else self._fail(404, f"{self.path} is not served")
+        models = [{"id": _MODEL, "object": "model", "created": 0, "owned_by": "torchtune-rocm"}]
+        if self._welcome("/models"):
+            self._send({"object": "list", "data": models})
 
     def do_POST(self) -> None:
         """Queue a request, and send its completion."""
-        size = self.headers.get("Content-Length", "")
-        left = int(size) if size.isdecimal() and len(size) <= 9 else -1
-        if not 0 <= left <= _BYTES:
-            self.close_connection = True
-            while left > 0 and (part := self.rfile.read(min(left, _BYTES))):  # else the client hears no response
-                left -= len(part)
-            self._fail(400, f"a body of {size or 'unknown'} bytes; expected at most {_BYTES}")
-            return
-        body = self.rfile.read(left)
-        if not self._welcome():
-            return
-        if not self.path.partition("?")[0].endswith("/chat/completions"):
-            self._fail(404, f"{self.path} is not served; only chat completions are")
+        if not self._welcome("/chat/completions"):
             return
         try:
-            exchange = Exchange(body, self.connection)
-            self.server.asked.put(exchange)
-            completion = exchange.completion()
+            with self.server.turn:
+                exchange = Exchange(self._body(), self.connection)
+                self.server.asked.put(exchange)
+                completion = exchange.completion()
         except (ValueError, RecursionError) as problem:
-            self._fail(400, one_line(problem), "context_length_exceeded" if isinstance(problem, AtLimit) else None)
+            self.server.refused = one_line(problem)
+            self._fail(400, self.server.refused, "context_length_exceeded" if isinstance(problem, AtLimit) else None)
             return
         if exchange.streams:
             self._send(_events(completion, exchange.sizes), "text/event-stream")
         else:
             self._send(completion)
 
-    def _welcome(self) -> bool:
-        if self.headers.get("Authorization") == f"Bearer {self.server.key}":
+    def _welcome(self, path: str) -> bool:
+        """Whether a request has a whole head, the key and the path; the response says what it lacks."""
+        if not self.incoming.left:
+            self._fail(431, f"more than {_HEAD} bytes of headers")
+        elif self.headers.get("Authorization") != f"Bearer {self.server.key}":
+            self._fail(401, "the key is not OPENAI_API_KEY's")
+        elif not self.path.partition("?")[0].rstrip("/").endswith(path):
+            self._fail(404, f"{self.path} is not served; only chat completions are")
+        else:
             return True
-        self._fail(401, "the key is not OPENAI_API_KEY's")
         return False
 
+    def _body(self) -> bytes:
+        size = self.headers.get("Content-Length", "")
+        length = int(size) if size.isdecimal() and len(size) <= 9 else -1
+        if not 0 <= length <= _BYTES:
+            raise ValueError(f"a body of {size or 'unknown'} bytes; expected at most {_BYTES}")
+        self.incoming.expect(length)
+        return self.rfile.read(length)
+
     def _fail(self, status: int, why: str, code: str | None = None) -> None:
-        self._send({"error": {"message": why, "type": "invalid_request_error", "code": code}}, status=status)
+        self._send(_problem(why, code), status=status)
+        self.incoming.expect(_LONGEST)
+        while self.rfile.read1():  # else a client that still sends its body hears no response
+            pass
 
     def _send(self, content: Any, kind: str = "application/json", status: int = 200) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.connection.settimeout(_PATIENCE)
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
+        if status != 200:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(data)
 

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rocm_ext.base.errors import UserError
@@ -125,7 +125,11 @@ class Environments:
 
     def say(self, key: Key, message: Message) -> "Future[Reply]":
         """Send the model's message: a future for the messages that follow, or for the result."""
-        return self._ask(key, {"message": dict(message)})
+        return self._ask(key, {"reply": dict(message)})
+
+    def refuse(self, key: Key, why: str) -> "Future[Reply]":
+        """Refuse the request of an Ask: a future for the next one, or for the result."""
+        return self._ask(key, {"refused": why})
 
     def cut(self, key: Key, message: Message) -> "Future[Reply]":
         """Judge a conversation that a limit ends: a future for the result."""
@@ -293,12 +297,13 @@ def _converse(ours: socket.socket, made: Any, arguments: Mapping[str, Any]) -> N
                 environment = made(said["row"], **arguments)
                 value = environment.begin()
             else:
-                value = environment.cut(said["cut"]) if "cut" in said else environment.reply(said["message"])
+                ((method, content),) = said.items()
+                value = getattr(environment, method)(content)
             reply = checked_reply(environment, now(value))
+            if isinstance(reply, Result):
+                answer = _line({"result": reply.values()})
+            else:
+                answer = _line({"ask": vars(reply)} if isinstance(reply, Ask) else {"messages": reply})
         except BaseException as problem:  # SystemExit, too
-            reply = error(worker.blame(problem))
-        if isinstance(reply, Result):
-            answer: Json = {"result": reply.values()}
-        else:
-            answer = {"ask": asdict(reply)} if isinstance(reply, Ask) else {"messages": reply}
-        ours.sendall(_line(answer))
+            answer = _line({"result": error(worker.blame(problem)).values()})
+        ours.sendall(answer)

@@ -16,7 +16,7 @@ from typing import Any
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.types import Message, Row
 from rocm_ext.environments.base import Ask, Environment
-from rocm_ext.environments.endpoint import Endpoint, Exchange
+from rocm_ext.environments.endpoint import AtLimit, Endpoint, Exchange
 from rocm_ext.verifiers.base import Result, Verdict, error, short
 from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.sandbox import BOX, Limits, RunningProgram, Sandbox, interpreter
@@ -24,7 +24,7 @@ from rocm_ext.verifiers.sandbox.children import readable, supervise
 
 MOST_AT_ONCE, MEMORY_MB = 64, 1024  # by default
 _START = 60.0  # seconds that the sandbox may take to start
-_AT_LIMIT = "the conversation is at a limit of the run"
+_AT_LIMIT = AtLimit("the conversation is at a limit of the run")
 _FOREVER = 1e9  # seconds; `verify_timeout` limits each wait for the program
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 # This runs in the sandbox: a socket belongs to the network in which it was made, so only programs there can connect.
@@ -53,9 +53,11 @@ class Program(Environment):
     ``verifier``, it is the answer as a text, or ``{"answer": "..."}``.
 
     The program's requests are the conversation: the row's prompt reaches the model only if the program sends it.
-    Requests are answered one at a time. The run's sampling settings hold, not ``temperature`` and the like of a
-    request; ``max_tokens`` does, and the response ends before a ``stop``. A request at a limit of the run gets status
-    400, and so does one with ``n``, ``logprobs`` or ``response_format``.
+    Requests are answered one at a time, over at most 60 connections. The run's sampling settings hold, not
+    ``temperature`` and the like of a request; ``max_tokens`` does, and the response ends before a ``stop``. A request
+    at a limit of the run gets status 400, and so does one with ``n``, ``logprobs`` or ``response_format``, and one that
+    cannot be rendered. A program that fails after such a response has reward 0 if the model has spoken, else it is an
+    ERROR.
 
     Args:
         row: the columns of the prompt's row.
@@ -154,6 +156,12 @@ class Program(Environment):
             self._exchange.answer(_AT_LIMIT)
         return reply
 
+    def refused(self, why: str) -> Ask | Result:
+        """Answer the request with status 400; the program may send another one."""
+        assert self._exchange is not None
+        self._exchange.answer(ValueError(why))
+        return self._next()
+
     def _start(self) -> RunningProgram:
         """Start the program and its endpoint."""
         ours, theirs = socket.socketpair()
@@ -172,7 +180,7 @@ class Program(Environment):
             _, fds, *_ = socket.recv_fds(ours, 1, 1) if readable(ours.fileno(), _START) else (b"", [])
         if not fds:
             raise RuntimeError(f"the sandbox did not start: {short(running.last_words())}")
-        Endpoint(socket.socket(fileno=fds[0]), key, self._asked)
+        self._endpoint = Endpoint(socket.socket(fileno=fds[0]), key, self._asked)
         return running
 
     def _watch(self) -> None:
@@ -183,7 +191,8 @@ class Program(Environment):
     def _next(self) -> Ask | Result:
         self._exchange = self._asked.get()
         while self._exchange and (self._exchange.gone() or self._running.child.returncode is not None):
-            self._exchange = self._asked.get()  # nobody waits for the response
+            self._exchange.answer(BrokenPipeError())  # only the endpoint's thread waits
+            self._exchange = self._asked.get()
         if self._exchange is None:
             return self._result()
         self._heard = True
@@ -193,8 +202,11 @@ class Program(Environment):
         child = self._running.child
         said = bytes(child.stderr).decode("utf-8", "replace").strip().rpartition("\n")[2]
         if child.killed or child.returncode:
+            refused = self._endpoint.refused
             why = f"the program {child.killed or f'ended with status {child.returncode}'}: {said}"
-            return Result(Verdict.WRONG, 0.0, why) if self._cut else error(why)  # many programs fail at a refusal
+            why += f" (its last refused request: {refused})" if refused else ""
+            may_be_its = self._cut or (refused and self._said)  # many programs fail at a refusal
+            return Result(Verdict.WRONG, 0.0, why) if may_be_its else error(why)
         if not self._heard:
             return error(f"the program ended without a request to OPENAI_BASE_URL: {said}")
         line = bytes(child.stdout).decode("utf-8", "replace").strip().rpartition("\n")[2]

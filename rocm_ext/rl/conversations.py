@@ -50,6 +50,7 @@ class _Talk:
         given: see :class:`rocm_ext.rl.records.Sample`.
         answers: number of the model's messages.
         calls: number of tool calls in them.
+        refused: number of the environment's requests that could not be rendered.
         stopped: whether the model ended its last message.
         last: the model's last message, as the environment gets it.
         text: text of this message without special tokens.
@@ -69,6 +70,7 @@ class _Talk:
     given: list[Given] = field(default_factory=list)
     answers: int = 0
     calls: int = 0
+    refused: int = 0
     stopped: bool = False
     last: Message = field(default_factory=dict)
     text: str = ""
@@ -201,7 +203,12 @@ class ConversationQueue(RequestQueue):
             try:
                 following = self._following(talk, reply)
             except Exception as problem:  # a program's messages and tools may be anything
-                reply = error(f"the environment's messages cannot be rendered: {one_line(problem)}")
+                why = f"the environment's messages cannot be rendered: {one_line(problem)}"
+                talk.refused += 1
+                if talk.asked and talk.refused <= self._limits.turns:
+                    self._wait_for(talk, self._environments.refuse(request.key, why))
+                    return
+                reply = error(why)
         if isinstance(reply, Result):
             self._end(talk, reply)
         begins = not talk.answers

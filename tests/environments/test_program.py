@@ -5,6 +5,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,8 @@ import pytest
 pytest.importorskip("resource", reason="forks and POSIX signals")
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.environments import Ask, Call, Environments, Program
-from rocm_ext.environments.endpoint import Exchange, _events
+from rocm_ext.environments import Ask, Call, Environments, Program, endpoint
+from rocm_ext.environments.endpoint import Endpoint, Exchange, _events
 from rocm_ext.verifiers import Verdict
 
 KIT = Path(__file__).parents[1] / "kit"
@@ -157,6 +158,64 @@ def test_a_limit_ends_requests(new, tmp_path):
     assert "400" in end.detail
 
 
+@pytest.mark.parametrize(("handled", "first"), [(True, False), (False, False), (False, True)])
+def test_a_refused_request_ends_no_conversation(handled, first, tmp_path):
+    """A program that fails at one has reward 0 if the model has spoken: else an answer that loses could withdraw."""
+    odd = "ask([{'role': 'nobody', 'content': text}])\n"
+    catch = f"try: {odd}except Exception as problem: print(int('no such role' in problem.read().decode()))"
+    (tmp_path / "agent.py").write_text((KIT / "agent.py").read_text().partition("\nhistory")[0])
+    code = ("text = ''\n" if first else ASK) + (catch if handled else odd)
+    (tmp_path / "program.py").write_text("from agent import *\n" + code)
+    tmp_path.chmod(0o755)
+    with talking(tmp_path / "program.py", folder=str(tmp_path)) as (say, reply):
+        reply = reply if first else say(said("Seven."))
+        assert reply.messages[0]["role"] == "nobody"
+        end = say("no such role", "refuse")
+    assert end.reward == (1 if handled else None if first else 0)
+    assert handled or "no such role" in end.detail
+
+
+@pytest.fixture
+def connect():
+    """An endpoint with the key ``right``: a function that connects, sends, and returns the socket."""
+    listening, opened = socket.create_server(("127.0.0.1", 0), backlog=99), []
+
+    def connect(sent=b""):
+        opened.append(socket.create_connection(listening.getsockname(), 30))
+        opened[-1].sendall(sent)
+        return opened[-1]
+
+    Endpoint(listening, "right", SimpleQueue())
+    yield connect
+    for connection in opened:
+        connection.close()
+
+
+POST, RIGHT = b"POST /v1/chat/completions HTTP/1.1\r\n", b"Authorization: Bearer right\r\n"
+
+
+@pytest.mark.parametrize(("sent", "status"), [
+    (POST + b"Content-Length: 4000000\r\n\r\n", b"401"),
+    (POST + RIGHT + b"Content-Length: 5000000\r\n\r\n", b"400"),
+    (POST + RIGHT + b"Content-Length: 1\r\n\r\n{", b"400"),
+    (POST + RIGHT + b"X-More: %s\r\n" % (b"x" * 1000) * 80, b"431"),
+])  # fmt: skip
+def test_the_endpoint_refuses_before_it_reads(connect, sent, status):
+    assert connect(sent).recv(12) == b"HTTP/1.1 " + status
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1", POST + RIGHT + b"Content-Length: 9\r\n\r\n"])
+def test_a_slow_client_is_left(connect, sent, monkeypatch):
+    monkeypatch.setattr(endpoint, "_PATIENCE", 0.1)
+    assert connect(sent).recv(1) == b""
+
+
+def test_the_endpoint_has_no_thread_for_one_connection_too_many(connect):
+    for _ in range(endpoint._THREADS):
+        last = connect()
+    assert b"too many connections" in last.recv(1000)
+
+
 def test_there_is_no_network_but_the_endpoint_and_no_file_but_the_programs(tmp_path):
     outside = tmp_path.parent / "outside.txt"
     outside.write_text("a secret")
@@ -191,6 +250,7 @@ print(int(not seen))
     ('{"messages": [{}], "tools": {}}', "tools"), ('{"messages": [{}], "max_tokens": 0}', "max_tokens"),
     ('{"messages": [{}], "stop": 5}', "stop"), ('{"messages": [{}], "stop": [5]}', "stop"),
     ('{"messages": [{}], "functions": [{}]}', "functions"), ("{", "Expecting"),
+    ('{"messages": [{"more": ' + "[" * 200 + "]" * 200 + "}]}", "more than 100 levels"),
 ])  # fmt: skip
 def test_requests_that_cannot_be_answered(body, problem):
     with pytest.raises(ValueError, match=problem):

@@ -50,6 +50,8 @@ class Script:
         future.set_result(next(self.open[key]))
         return future
 
+    refuse = say
+
     def end(self, key):
         del self.open[key]
 
@@ -117,9 +119,12 @@ def test_calls_come_back_in_other_forms(tokenizer, said):
     Ask([user("\ud800")], []),
     Ask([{"role": ["user"], "content": "hi"}], []),
 ])  # fmt: skip
-def test_an_odd_request_costs_its_conversation_alone(tokenizer, ask):
-    found, _ = talk(tokenizer, ["yes"], {0: [ask, END], 1: [Ask([user("hi")], []), END]}, samples=2)
-    assert {sample.sample: result.verdict for sample, result in found} == {0: Verdict.ERROR, 1: Verdict.CORRECT}
+def test_an_odd_request_is_refused_and_the_conversation_goes_on(tokenizer, ask):
+    replies = {0: [ask, Ask([user("hi")], []), END], 1: [ask] * 9, 2: [Ask([user("hi")], []), END]}
+    found, script = talk(tokenizer, ["yes"], replies, samples=3)
+    verdicts = {sample.sample: result.verdict for sample, result in found}
+    assert verdicts == {0: Verdict.CORRECT, 1: Verdict.ERROR, 2: Verdict.CORRECT}
+    assert sum("cannot be rendered" in str(heard) for heard in script.heard) == 1 + 8
 
 
 def test_a_prompts_conversations_wait_for_room(tokenizer):
