@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -49,8 +50,8 @@ class Program(Environment):
     The program runs in the sandbox of the verifiers, once for each conversation. Its input is a line of JSON, the
     prompt's row. ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, which OpenAI's client reads, name an endpoint at which the
     model in training answers chat completions, also with functions and as a stream; the program has no other network.
-    The last line of its output is JSON: the reward from 0 to 1, or ``{"reward": 0.5, "parts": {"tests": 3}}``. With a
-    ``verifier``, it is the answer as a text, or ``{"answer": "..."}``.
+    The last line of its output is JSON: the reward from 0 to 1, or ``{"reward": 0.5, "detail": "a reason", "parts":
+    {"tests": 3}}``. With a ``verifier``, it is the answer as a text, or ``{"answer": "..."}``.
 
     The program's requests are the conversation: the row's prompt reaches the model only if the program sends it.
     Requests are answered one at a time, over at most 60 connections. The run's sampling settings hold, not
@@ -210,6 +211,7 @@ class Program(Environment):
         if not self._heard:
             return error(f"the program ended without a request to OPENAI_BASE_URL: {said}")
         line = bytes(child.stdout).decode("utf-8", "replace").strip().rpartition("\n")[2]
+        printed = f"the program's last line: {short(line, 200)}"
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
@@ -219,10 +221,11 @@ class Program(Environment):
             answer = value.get("answer") if isinstance(value, dict) else text
             if not isinstance(answer, (str, int, float)):
                 return error(f"the program's last line is {short(line, 100)!r}; expected an answer")
-            return self.judge(str(answer))
+            result = self.judge(str(answer))
+            return result if result.detail else replace(result, detail=printed)
         fields = value if isinstance(value, dict) else {"reward": value}
         reward = fields.get("reward")
         if not isinstance(reward, (int, float)):
             return error(f"the program's last line is {short(line, 100)!r}; expected a reward as JSON")
         verdict = Verdict.CORRECT if reward == 1 else Verdict.WRONG
-        return Result(verdict, float(reward), str(fields.get("detail", "")), fields.get("parts", {}))
+        return Result(verdict, float(reward), str(fields.get("detail", printed)), fields.get("parts", {}))

@@ -5,13 +5,13 @@ else. A site that a browser visits cannot read it, since browsers keep answers o
 ``Host`` of a request must be a name of the loopback address (a site's name that leads here would be another name).
 """
 
-import gzip
 import math
 import os
 import sys
 import time
+import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,6 +33,8 @@ from rocm_ext.runs.tails import Record, Tails
 
 PORT = 8642
 _FILES = ("*.json*", "config.yaml", "adapter", "cycle_*/*.json*")  # files that the page shows
+_CONTENT = "<main>"  # the beginning of the page's content
+_GZIP = 31  # zlib's number for the format gzip
 _MINUTES = 15  # minutes of counters on the page
 _SHARE, _LONGEST = 0.1, 20.0  # most of a core's time that drawing takes; most seconds without drawing
 _QUIET, _LEAST = 120.0, 30.0  # least seconds without a new line after which a run counts as silent, see _patience
@@ -74,6 +76,14 @@ class LivePage:
                 pause = 0.0 if first else (time.thread_time() - begun) * (1 / _SHARE - 1)  # the first one imports
                 self._due = time.monotonic() + min(pause, _LONGEST)
             return render(self._shown, self._live) if with_script else self._page
+
+    def parts(self) -> Iterator[str]:
+        """Yield the page up to its content, which says that this is loading, and what :meth:`draw` puts there."""
+        nothing = dict.fromkeys(("waiting", "readings", "columns", "notes", "charts"), ())
+        empty = render(content([]), {"interval": self._interval, **nothing}, with_script=False)
+        yield empty[: empty.index(_CONTENT)]
+        whole = self.draw()
+        yield whole[whole.index(_CONTENT) :]
 
     def _read(self) -> None:
         files = {folder: (folder.exists(), _files(folder)) for folder in self._tails}
@@ -184,18 +194,19 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path not in ("/", "/page"):
             self.send_error(HTTPStatus.NOT_FOUND)
             return
-        html = self.server.page.draw(with_script=self.path == "/")
-        body = gzip.compress(html.encode("ascii", "xmlcharrefreplace"), 1)
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Content-Encoding", "gzip")
-        self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("Cross-Origin-Resource-Policy", "same-origin")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("X-Frame-Options", "DENY")
         self.end_headers()
-        self.wfile.write(body)
+        packer = zlib.compressobj(1, wbits=_GZIP)
+        for part in self.server.page.parts() if self.path == "/" else [self.server.page.draw(with_script=False)]:
+            packed = packer.compress(part.encode("ascii", "xmlcharrefreplace"))
+            self.wfile.write(packed + packer.flush(zlib.Z_SYNC_FLUSH))
+        self.wfile.write(packer.flush())
 
     def log_message(self, *args: Any) -> None:
         """Say nothing."""

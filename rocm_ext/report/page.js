@@ -10,9 +10,10 @@
     xaxis: { ...axis, showgrid: false, nticks: 8, title: { standoff: 6, font: { size: 11 } } },
     yaxis: { ...axis, nticks: 6 }, legend: { orientation: "h", x: 0, y: 1.08, yanchor: "bottom", font: { size: 11 } },
     dragmode: touch ? false : "zoom",  // on a phone, a finger scrolls the page
-    bargap: 0.15,
+    bargap: 0.15, modebar: { bgcolor: "rgba(0,0,0,0)", color: "var(--muted)", activecolor: "var(--ink)" },
   };
-  const options = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+  const buttons = ["zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"];  // they have room beside the title of the x axis
+  const options = { displaylogo: false, responsive: true, modeBarButtons: [buttons] };
   if (touch) options.displayModeBar = false;
 
   // The page carries plotly.js compressed: a third of its size.

@@ -5,7 +5,7 @@ A step of RAFT is a cycle.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,19 +14,32 @@ from typing import Any
 import numpy as np
 
 from rocm_ext.base.registry import RAFT, SAMPLED
-from rocm_ext.runs.answers import Verdicts, said
+from rocm_ext.report.conversations import Function, Turn, tools_of, turns_of
+from rocm_ext.runs.answers import Verdicts
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import Judged
+from rocm_ext.runs.tails import Record
 
 _PER_GROUP = 8  # most answers that are shown
 _PROMPTS = "rocm_ext.data.prompt_dataset"
+_Verified = tuple[Record, Judged]  # an answer's record and its verdict
+_Asked = tuple[Sequence[Record], Sequence[Record]]  # the messages of a prompt, and the tools of its row
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as the page shows it; ``cut``: ``max_new_tokens`` cut it off."""
+    """An answer as the page shows it.
+
+    Attributes:
+        text: the answer; of a conversation, the model's last message.
+        turns: the turns of a conversation that are not in the group's prompt; None: it is no conversation.
+        tokens: number of sampled tokens.
+        cut: whether a limit of the run cut it off.
+        judged: its verdict.
+    """
 
     text: str
+    turns: list[Turn] | None
     tokens: int
     cut: bool
     judged: Judged
@@ -39,14 +52,16 @@ class Group:
     Attributes:
         kind: step and kind of the group.
         prompt_id: id of the prompt.
-        prompt: text of the prompt; None if the run's data no longer has it.
+        prompt: turns that all answers follow; empty if the run's data no longer has them.
+        tools: functions that the model may call.
         answers: answers by index; of large groups, the answers with the highest and lowest rewards.
         total: number of answers in the group.
     """
 
     kind: str
     prompt_id: str
-    prompt: str | None
+    prompt: list[Turn]
+    tools: list[Function]
     answers: list[Answer]
     total: int
 
@@ -86,12 +101,12 @@ def _of_step(run: RunFolder, step: int, name: str) -> list[Group]:
         if fits:
             chosen[kind] = max(fits, key=lambda prompt: fits[prompt])  # the first of equals
             free.remove(chosen[kind])
-    texts = prompt_texts(run) if chosen else {}
+    prompts = prompts_of(run) if chosen else {}
     shown = []
     for kind, prompt in chosen.items():
         positions = {sample: position for (of, sample), (position, _) in read.items() if of == prompt}
-        group = _answers(run, rows[prompt], positions)
-        shown.append(Group(f"{name}: {kind}", prompt, texts.get(prompt), group, len(rows[prompt])))
+        records = _records(run, rows[prompt], positions)
+        shown.append(_group(f"{name}: {kind}", prompt, prompts.get(prompt, ((), ())), records, len(rows[prompt])))
     return shown
 
 
@@ -119,8 +134,34 @@ def _kinds(verdicts: Verdicts, rows: Mapping[str, np.ndarray], cut: set[str]) ->
     }
 
 
-def _answers(run: RunFolder, rows: np.ndarray, positions: Mapping[int, int]) -> list[Answer]:
-    """A group's answers with kept texts, by index; of many, the ones with the highest and lowest rewards."""
+def _group(kind: str, prompt: str, asked: _Asked, records: Sequence[_Verified], total: int) -> Group:
+    """Return a prompt's group from the messages and tools of its row and the records of its answers.
+
+    The turns with which all conversations begin are shown once, behind the prompt, unless a program sent the prompt.
+    """
+    talks = [turns_of(record["messages"]) if "messages" in record else None for record, _ in records]
+    begun: list[Turn] = []
+    for same in zip(*filter(None, talks), strict=False):
+        if same[0].role == "assistant" or len({*same}) > 1:
+            break
+        begun.append(same[0])
+    tools = dict.fromkeys(tools_of(asked[1]))
+    answers = []
+    for (record, judged), talk in zip(records, talks, strict=True):
+        tools |= dict.fromkeys(tools_of(record.get("tools")))
+        rest = talk and talk[len(begun) :]
+        tokens = record.get("tokens")
+        length = len(tokens) if isinstance(tokens, list) else 0
+        cut = record.get("finish_reason") == "length"
+        answers.append(Answer(str(record.get("text", "")), rest, length, cut, judged))
+    turns = turns_of(asked[0])
+    sent = turns and turns[-1] in begun
+    shown = begun if sent else [*turns, *begun]
+    return Group(kind, prompt, shown, [*tools], answers, total)
+
+
+def _records(run: RunFolder, rows: np.ndarray, positions: Mapping[int, int]) -> list[_Verified]:
+    """A group's kept answers with verdicts, by index; of many, the ones with the highest and lowest rewards."""
     verdicts = run.answers.verdicts
     samples = {int(row): int(verdicts.sample[row]) for row in rows if int(verdicts.sample[row]) in positions}
     order = sorted(samples, key=lambda row: (-np.nan_to_num(verdicts.reward[row]), samples[row]))
@@ -129,17 +170,11 @@ def _answers(run: RunFolder, rows: np.ndarray, positions: Mapping[int, int]) -> 
     order.sort(key=lambda row: samples[row])
     judged = run.answers.judged(order)
     records = {key[1]: record for key, record in run.answers.records(positions[samples[row]] for row in order).items()}
-    answers = []
-    for row in order:
-        if (record := records.get(samples[row])) is not None:
-            tokens = record.get("tokens")
-            length, cut = len(tokens) if isinstance(tokens, list) else 0, record.get("finish_reason") == "length"
-            answers.append(Answer(said(record), length, cut, judged[row]))
-    return answers
+    return [(records[samples[row]], judged[row]) for row in order if samples[row] in records]
 
 
-def prompt_texts(run: RunFolder) -> dict[str, str]:
-    """The last turn of all prompts by id, from the run's data if that is an existing file.
+def prompts_of(run: RunFolder) -> dict[str, _Asked]:
+    """The messages and tools of all prompts by id, from the run's data if that is an existing file.
 
     A report downloads nothing and runs no component of a user.
     """
@@ -149,16 +184,17 @@ def prompt_texts(run: RunFolder) -> dict[str, str]:
     source = setting.get("source")
     if not isinstance(source, str) or not Path(source).is_file():
         return {}
-    return _last_turns(json.dumps(setting, sort_keys=True, default=str), Path(source).stat().st_mtime_ns)
+    return _asked(json.dumps(setting, sort_keys=True, default=str), Path(source).stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=4)  # a live page asks again and again
-def _last_turns(setting: str, written: int) -> dict[str, str]:
-    """The last turns of prompts by id. ``setting`` is JSON; the time when its file was ``written`` is for the cache."""
+def _asked(setting: str, written: int) -> dict[str, _Asked]:
+    """Prompts by id. ``setting`` is JSON; the time when its file was ``written`` is for the cache."""
     from rocm_ext.data.prompts import prompt_dataset  # here: `datasets` takes a second to import
 
     settings = {key: value for key, value in json.loads(setting).items() if key != "_component_"}
     try:
-        return {prompt.id: prompt.messages[-1]["content"] for prompt in prompt_dataset(**settings)}
+        prompts = prompt_dataset(**settings)
+        return {prompt.id: (prompt.messages, prompt.tools) for prompt in prompts}
     except Exception:  # the file may have changed since; the report is useful without prompts
         return {}

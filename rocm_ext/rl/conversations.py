@@ -44,6 +44,7 @@ class _Talk:
         turns: turns of the prompt, or of the environment's last request, with all that follow.
         shown: all turns after the prompt, for the record.
         tools: JSON schemas of the functions that the model may call.
+        offered: these of all its messages, for the record.
         asked: the environment's request for the model's next message; None: it has given messages.
         context: ids before the model's next message.
         tokens, logprobs, routes: outputs of the model's messages, in order.
@@ -63,6 +64,7 @@ class _Talk:
     context: list[int]
     tools: list[Json] | None
     shown: list[Turn] = field(default_factory=list)
+    offered: list[Json] = field(default_factory=list)
     asked: Ask | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -153,6 +155,7 @@ class ConversationQueue(RequestQueue):
     def _say(self, completion: Completion) -> None:
         talk = self._open[completion.request.key]
         talk.answers += 1
+        talk.offered += [tool for tool in talk.tools or () if tool not in talk.offered]
         talk.tokens += completion.tokens
         talk.logprobs += completion.logprobs
         talk.routes += [] if completion.routes is None else [completion.routes.reshape(len(completion.tokens), -1)]
@@ -306,6 +309,7 @@ class ConversationQueue(RequestQueue):
             packed_routes(np.concatenate(talk.routes)) if talk.routes else None,
             talk.given,
             [turn.message() for turn in talk.shown],
+            talk.offered or None,
         )
         del self._open[request.key]
         self._ended.append((sample, result))

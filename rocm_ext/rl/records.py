@@ -47,6 +47,7 @@ class Sample:
         routes: as in :class:`rocm_ext.sampling.Completion`, int16 (little-endian), compressed by zlib, in base64.
         given: in a conversation, the ids between the ``tokens`` that the model sampled.
         messages: in a conversation, all messages after the prompt; ``text`` is the model's last one.
+        tools: in a conversation, the JSON schemas of the functions that the model could call.
     """
 
     prompt_id: str
@@ -59,6 +60,7 @@ class Sample:
     routes: str | None = None
     given: Sequence[Given] | None = None
     messages: Sequence[Message] | None = None
+    tools: Sequence[Json] | None = None
 
     @classmethod
     def of(cls, completion: Completion) -> "Sample":

@@ -5,11 +5,10 @@ and the positions of the answers, whose texts are read on demand. A position is 
 of a running run have separate files, and an offset in it. A step of RAFT is a cycle.
 """
 
-import json
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,24 +23,6 @@ _BEGINNING = re.compile(rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", ')  # 
 _FILE_BITS = 48  # low bits of a position: the offset in its file
 _Scope = tuple[int, str]  # step, and ``sample`` or ``eval``
 _NOWHERE: _Scope = (-1, "")  # for lines without them
-
-
-def said(record: Record) -> str:
-    """Return the text of a line of ``samples.jsonl``; of a conversation, all messages with their speakers."""
-    messages = record.get("messages")
-    if not isinstance(messages, list):
-        return str(record.get("text", ""))
-    parts = []
-    for message in (m for m in messages if isinstance(m, Mapping)):
-        text = str(message.get("content", ""))
-        calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list) else ():
-            function = call.get("function") if isinstance(call, Mapping) else None
-            if isinstance(function, Mapping):
-                text += f"\n→ {function.get('name')} {json.dumps(function.get('arguments'), ensure_ascii=False)}"
-        who = " ".join(str(message[key]) for key in ("role", "name") if message.get(key))
-        parts.append(text.strip() if message.get("role") == "assistant" else f"[{who}] {text.strip()}")
-    return "\n\n".join(parts)
 
 
 class _Positions(JsonLines, dict[_Scope, "array[int]"]):

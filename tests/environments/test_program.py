@@ -74,8 +74,8 @@ ASK = 'text = ask([{"role": "user", "content": row["prompt"]}])["content"]\n'
 @pytest.mark.parametrize(
     ("code", "verdict", "reward", "detail"),
     [
-        (ASK + "print(1)", Verdict.CORRECT, 1.0, ""),
-        (ASK + "print('{\"reward\": 0.25}')\nprint()", Verdict.WRONG, 0.25, ""),
+        (ASK + "print(1)", Verdict.CORRECT, 1.0, "last line: 1"),
+        (ASK + "print('{\"reward\": 0.25}')\nprint()", Verdict.WRONG, 0.25, 'last line: {"reward": 0.25}'),
         (ASK + "print(text)", Verdict.ERROR, None, "expected a reward as JSON"),
         (ASK + "print(2)", Verdict.ERROR, None, "in [0, 1]"),
         (ASK + "1 / 0", Verdict.ERROR, None, "status 1: ZeroDivisionError"),
@@ -106,6 +106,7 @@ def test_an_answer_is_text(line, answer, tmp_path):
         ASK + f"print({line!r})", said(""), tmp_path=tmp_path, verifier=verifier, row={**ROW, "answer": answer}
     )
     assert end.reward == 1, end.detail
+    assert end.detail == f"the program's last line: {line}", "ExactMatch says nothing"
 
 
 def test_a_verifier_does_not_hide_the_prompt():

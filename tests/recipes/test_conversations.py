@@ -76,7 +76,7 @@ def test_metrics_have_turns_and_parts_of_rewards(write, tmp_path, capsys):
     assert 2 < metrics(out, "turns")[0] <= 3
     assert metrics(out, "rewritten") == [0]
     assert cli.main(["report", str(out), "--output", str(tmp_path / "page.html")]) == 0
-    assert "[user] That was 1." in (tmp_path / "page.html").read_text()
+    assert "That was 1." in (tmp_path / "page.html").read_text()
     assert cli.main(["pairs", str(out), "--output", str(tmp_path / "pairs.jsonl")]) == 1
     assert "conversation" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ import pytest
 from rocm_ext.cli import main
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.intervals import mcnemar
-from tests.kit.run_folders import grpo, policy_answers, raft
+from tests.kit.run_folders import grpo, policy_answers, raft, write_jsonl
 from tests.report.test_report import figure, figures, report, words
 from tests.runs.test_compare import document, flip, passing
 
@@ -76,6 +76,68 @@ def test_groups_to_read(run, tmp_path):
     html = report(grpo(tmp_path / "many", {}, steps=1, samples=20))
     assert {shown for _, _, shown in groups(html)} == {8}
     assert "8 of 20 answers" in words(html)
+
+
+SYSTEM = {"role": "system", "content": "Look each item up." + " Then say a number." * 20}
+STOCK = {"type": "function", "function": {"name": "in_stock", "description": "Count an item.", "parameters": {
+    "type": "object", "properties": {"item": {"type": "string", "description": "Its name."}}}}}  # fmt: skip
+CODE = "for n in (61, 24):\n    print(n)"
+
+
+def call(number: int, name: str, problem: str = "", **arguments) -> dict:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call{number:05d}", "type": "function", "function": function, "problem": problem}
+
+
+def conversation(run: Path, said: list[dict], program: bool = True) -> str:
+    """Let the answers to a prompt be conversations, and return the report's text from them on."""
+    asked = [SYSTEM, {"role": "user", "content": "How many limes?"}]
+    key = "0123456789abcdef"
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    verdicts = [json.loads(line) for line in (run / "verdicts.jsonl").read_text().splitlines()]
+    for line, verdict in zip(lines, verdicts, strict=True):
+        if line["prompt_id"] == "prompt0":
+            line |= {"messages": asked[: 2 * program] + said, "tools": [STOCK]}
+            line["prompt_id"] = verdict["prompt_id"] = key
+    for name, records in (("samples", lines), ("verdicts", verdicts)):
+        write_jsonl(run / f"{name}.jsonl", records)
+    html = report(run)
+    (sample,) = re.findall(r'<article class="sample talks">.*?</article>', html, re.DOTALL)
+    assert words("</style>" + sample).count(key) == 0, "a hash tells a reader nothing"
+    return words("</style>" + sample)
+
+
+def test_a_conversation_to_read(tmp_path):
+    said = [
+        {"role": "assistant", "content": "<think>\nTwo items.\n</think>\n\nI look.", "tool_calls": [
+            call(0, "in_stock", item="lime"), call(1, "python", code=CODE, lines=2), call(2, "", "no JSON")]},
+        {"role": "tool", "tool_call_id": "call00000", "content": "24 limes"},
+        {"role": "tool", "tool_call_id": "call00001", "content": "61\n24"},
+        {"role": "assistant", "content": "We have 24.", "reasoning_content": "So 24."},
+    ]  # fmt: skip
+    text = conversation(grpo(tmp_path / "run", {}, steps=1, samples=2), said)
+    asked, first, second = re.split("WRONG reward 0, 20 tokens|CORRECT reward 1, 25 tokens", text)
+    opening = "1 tool: in_stock in_stock Count an item. item string Its name. system Look each item up."
+    assert opening in asked
+    assert asked.endswith("user How many limes? "), "once for all answers"
+    assert first.split() == second.split() == (
+        "assistant reasoning Two items. Two items. I look. calls in_stock item lime "
+        f"calls python code {CODE} lines 2 calls ? The call cannot be read: no JSON "
+        "tool in_stock 24 limes tool python 61 24 assistant reasoning So 24. So 24. We have 24. found 0"
+    ).split()  # fmt: skip
+
+
+def test_a_conversation_has_its_prompt_once(tmp_path):
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"id": "0123456789abcdef", "prompt": "How many limes?"}])
+    prompts = {"_component_": "rocm_ext.data.prompt_dataset", "source": str(data)}
+    said = [{"role": "assistant", "content": "24"}]
+    for program in (True, False):
+        run = grpo(tmp_path / f"run{program}", {}, steps=1, samples=2)
+        with (run / "config.yaml").open("a") as file:
+            file.write(f"prompts: {json.dumps(prompts)}\n")
+        text = conversation(run, said, program)
+        assert re.search(r"How many limes\?.*24.*24", text)
+        assert text.count("How many limes?") == 1
 
 
 def test_answers_of_several_ranks(run, tmp_path):

@@ -259,7 +259,21 @@ JUNK = st.recursive(
 )
 KEYS = ["step", "loss", "val_loss", "lr", "tokens", "seconds", "peak_memory", "time", "gpus", "host", "cycle", "phase"]
 KEYS += ["cycles", "filter", "prompts", "correct", "pass_at_k", "reward", "verdict", "sample", "prompt_id", "logprobs"]
-KEYS += ["answers", "flat", "eval", "text", "stopped", "steps", "sample_seconds", "reward/form"]
+KEYS += [
+    "messages",
+    "tools",
+    "given",
+    "parts",
+    "detail",
+    "answers",
+    "flat",
+    "eval",
+    "text",
+    "stopped",
+    "steps",
+    "sample_seconds",
+    "reward/form",
+]
 
 
 @pytest.mark.wide
@@ -359,7 +373,12 @@ def hostile(folder: Path) -> Path:
     (run / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
     scope = {"step": 2, "phase": "sample", "prompt_id": NASTY}
     lines = [{**scope, "sample": i, "verdict": NASTY[:60], "reward": 0.5, "detail": NASTY} for i in range(3)]
-    samples = [{**line, "text": NASTY, "tokens": [1], "logprobs": [-1.0]} for line in lines]
+    calls = [{"id": NASTY, "function": {"name": NASTY, "arguments": {NASTY: NASTY}}, "problem": NASTY}]
+    said = {"role": NASTY, "name": NASTY, "content": NASTY, "reasoning_content": NASTY, "tool_calls": calls}
+    parameters = {"properties": {NASTY: {"type": NASTY, "description": NASTY}}}
+    tool = {"function": {"name": NASTY, "description": NASTY, "parameters": parameters}}
+    told = {"messages": [said, {**said, "role": "system"}], "tools": [tool]}
+    samples = [{**line, **told, "text": NASTY, "tokens": [1], "logprobs": [-1.0]} for line in lines]
     for name, more in (("verdicts", lines), ("samples", samples)):
         append_jsonl(run / f"{name}.jsonl", more)
     append_jsonl(run / "metrics.jsonl", [{"cycle": 1, "phase": "train", "machine": NASTY, "dtype": NASTY}])

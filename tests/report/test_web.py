@@ -11,7 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from rocm_ext.cli import main
+from rocm_ext.report.live import LivePage, PageServer
 from tests.kit import sysfs
 from tests.kit.browser import browser as browser
 from tests.kit.run_folders import curve, grpo, raft, sft, step_lines
@@ -180,6 +183,31 @@ def test_several_runs_one_of_them_to_come(tmp_path):
     assert NASTY[:20] not in html
 
 
+def test_the_page_says_that_it_loads(tmp_path, monkeypatch):
+    """A browser shows what has come while the first page is drawn."""
+    page, drawn = LivePage([sft(tmp_path / "run", curve(3))], interval=1), threading.Event()
+    draw = page.draw
+    monkeypatch.setattr(page, "draw", lambda: drawn.wait(60) and draw())
+    server = PageServer(page, port=0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+        connection.request("GET", "/")
+        response, plain = connection.getresponse(), zlib.decompressobj(wbits=31)
+        text = ""
+        while "Loading the runs" not in text:
+            text += plain.decompress(response.read1()).decode()
+        assert "<main>" not in text
+        drawn.set()
+        whole = text + plain.decompress(response.read()).decode()
+        assert plain.eof
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert figures(whole)
+    assert whole.count("<main>") == whole.count("<html") == whole.count("</html>") == 1
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.wide)])
 def test_in_a_browser(browser, tmp_path, width):
@@ -202,6 +230,10 @@ def test_in_a_browser(browser, tmp_path, width):
           window.plot = figure.querySelector('.plot');
         }""")
         page.wait_for_function("figure.dataset.drawn")
+        assert page.evaluate("""() => {
+          const box = name => plot.querySelector(name).getBoundingClientRect(), bar = box('.modebar');
+          return bar.width > 50 && bar.top >= box('.nsewdrag').bottom;
+        }"""), "the buttons stand below the curves and the legend"
         box = page.locator("figure[data-key=Reward] .nsewdrag").first.bounding_box()
         page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 50)
         page.mouse.down()

@@ -90,6 +90,7 @@ def test_messages_that_a_program_rewrites_are_no_turns(tokenizer):
     asks = [Ask([user("hi")], []), Ask([user("hi"), assistant("YES"), user("and?")], [])]
     [(sample, _)], _ = talk(tokenizer, ["yes", "no"], [*asks, END])
     assert [message["content"] for message in sample.messages] == ["hi", "yes", "YES", "and?", "no"]
+    assert sample.tools is None
     assert Selected._of_conversations(SimpleNamespace(samples={"a": sample})) == {"turns": 2, "rewritten": 1}
 
 
@@ -110,6 +111,8 @@ def test_calls_come_back_in_other_forms(tokenizer, said):
     )
     assert result == END, result.detail
     assert "tool_calls" in script.heard[1]
+    assert sample.tools == tools
+    assert [message["role"] for message in sample.messages] == ["user", "assistant", "tool", "assistant"]
     assert [fresh for _, _, fresh in sample.given] == [True, False]
 
 
