@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
@@ -35,7 +35,7 @@ from rocm_ext.sampling import sample_seed
 from rocm_ext.train.builders import nothing_changed
 from rocm_ext.train.checkpoint import FREE_KEYS, State
 from rocm_ext.train.loop import Training
-from rocm_ext.train.metrics import summarize
+from rocm_ext.train.metrics import describe_lost, summarize
 from rocm_ext.verifiers import Result
 
 # Keys that a resumed RAFT run may change, in addition to FREE_KEYS
@@ -112,6 +112,10 @@ class CycleTrainer(PolicyTrainer):
         """Return whether a resumed run keeps a line; it repeats other phases, and evaluations from their records."""
         return line["cycle"] <= (self.evaluated if line["phase"] == "eval" else self.step)
 
+    def logged_steps(self, lines: Iterable[Json]) -> set[int]:
+        """Return the cycles whose sampling is in ``lines`` of ``metrics.jsonl``."""
+        return {line["cycle"] for line in lines if line["phase"] == "sample"}
+
     def identity(self) -> dict[str, str | int | None]:
         """Return what a run shares with the one it resumes, in addition to the config."""
         return {**super().identity(), "rows per step": rows_per_step(self.cfg, self.ranks.world)}
@@ -177,6 +181,8 @@ class CycleTrainer(PolicyTrainer):
         path = self._cycle_metrics = self.cycle_folder(cycle) / "metrics.jsonl"
         if self.ranks.is_main:
             rewrite_lines(path, lambda line: line["step"] <= self.done)
+            if lost := describe_lost(path, self.done, [line["step"] for line in read_lines(path)]):
+                log.warning("%s, which summary.json and reports then cannot show", lost)
         loader = StepLoader(rows, steps, self.learner.layout, pin_memory=cfg.pin_memory)
         self.learner.model.train()
         self.train_epochs(loader, steps.per_epoch, f"in cycle {cycle} ")

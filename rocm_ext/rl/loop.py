@@ -324,7 +324,16 @@ class Loop(RLRecipe, ABC):
         if self.trainer.fresh and self.ranks.is_main:
             data = self.learner.tokenizer, self.learner.decoder.max_seq_len
             overview.write(self.out / ROWS, lambda: self.prompts.overview(*data))
-        self.records = Records.open(self.out, self.ranks, self.trainer.step, self.trainer.evaluated, self.passes)
+        self.records = Records.open(
+            self.out,
+            self.ranks,
+            self.trainer.step,
+            self.trainer.evaluated,
+            self.passes,
+            self.trainer.asked,
+            self.cfg.samples_per_prompt,
+            all_samples=self.cfg.get("keep_samples", "all") == "all",
+        )
         adapter_folder = self.trainer.adapter_folder
         self.policy = Policy(self.engines, self.learner, self.server_check, self.out, self.unit, adapter_folder)
         self.ahead: Ahead | None = None  # answers of coming steps

@@ -31,7 +31,7 @@ from rocm_ext.data.tokenizer import defused, special_token_lines, special_tokens
 from rocm_ext.distributed.ranks import rank
 from rocm_ext.environments import Environments
 from rocm_ext.plan import workload
-from rocm_ext.rl.records import Sample
+from rocm_ext.rl.records import Asked, Sample
 from rocm_ext.runs.records import GREEDY
 from rocm_ext.sampling import Request, Sampling, sample_seed
 from rocm_ext.verifiers import Result, build
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from torchtune.modules import TransformerDecoder
 
     from rocm_ext.train.learner import Learner
-
-Asked = Mapping[str, Sequence[tuple[int, float | None]]]  # by prompt, oldest first: (step, pass rate of the group)
 
 START = 0.2  # share of the prompts that easy_to_hard begins with
 PRIOR = 0.25  # weight of the assumption that a pass rate is 1/2, as a share of one group

@@ -1,7 +1,8 @@
 """Records of sampled answers: ``samples.jsonl``, ``verdicts.jsonl``, and ``turns.jsonl`` for open conversations.
 
 A line has a step (or cycle) and a phase. A run appends lines, and rewrites a file to remove some. When it resumes, it
-reads the files once: finished steps give the pass rates of prompts, and unfinished steps continue with their records.
+reads the files once: unfinished steps continue with their records. What training needs of finished steps, the pass
+rates of prompts, is in the checkpoint.
 """
 
 import base64
@@ -23,6 +24,7 @@ import numpy as np
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, read_lines, rewrite_lines
+from rocm_ext.base.log import log
 from rocm_ext.base.types import Json, Message
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.runs.records import SampleKey
@@ -31,6 +33,7 @@ from rocm_ext.verifiers import Result, Verdict
 
 _AT_ONCE = 1024  # records that a rank sends to the others at a time, to save memory
 Given = tuple[int, Sequence[int], bool]  # tokens sampled before it, its ids, whether these replace all before it
+Asked = dict[str, list[tuple[int, float | None]]]  # by prompt, the steps that asked it and its pass rates there
 Scope = tuple[int, str, int]  # step or cycle, "sample" or "eval", round of a step's sampling
 
 
@@ -196,21 +199,34 @@ class Records:
             ERROR.
     """
 
-    def __init__(self, files: Sequence["RecordFile"], passes: Callable[[Result], bool]) -> None:
+    def __init__(self, files: Sequence["RecordFile"], passes: Callable[[Result], bool], asked: Asked) -> None:
         self._samples, self._verdicts, self._turns = files
         self._passes = passes
-        self.asked: dict[str, list[tuple[int, float | None]]] = {}
+        self.asked = asked
 
     @classmethod
     def open(
-        cls, out: Path, ranks: Ranks, step: int, evaluated: int, passes: Callable[[Result], bool] = is_correct
+        cls,
+        out: Path,
+        ranks: Ranks,
+        step: int,
+        evaluated: int,
+        passes: Callable[[Result], bool] = is_correct,
+        asked: Asked | None = None,
+        per_prompt: int = 1,
+        all_samples: bool = True,
     ) -> "Records":
         """Open the records of a run, and join the lines of all ranks that a killed process left; all ranks call this.
+
+        This warns if the last finished step or evaluation has lost its records: training does not read them again.
 
         Args:
             step: steps done; later ones are unfinished. A step of RAFT is a cycle.
             evaluated: step of the last evaluation; later ones are unfinished.
             passes: whether a result counts as passed in its prompt's pass rate.
+            asked: see :attr:`asked`, of the finished steps; the records add to it.
+            per_prompt: answers to a prompt in a step.
+            all_samples: whether the run keeps the samples of all finished steps.
         """
         files = [RecordFile(out / f"{name}.jsonl", ranks) for name in ("samples", "verdicts")]
         files.append(RecordFile(out / "turns.jsonl", ranks, itemgetter("behind")))
@@ -220,22 +236,26 @@ class Records:
             for file in files:
                 file.merge()
         ranks.barrier()
-        records = cls(files, passes)
-
-        def unfinished(line: Json) -> bool:
-            return line["step"] > (evaluated if line["phase"] == "eval" else step)
-
-        for file in (samples, turns):
-            for line in filter(unfinished, file.lines()):
-                file.keep(line)
-        finished: dict[tuple[int, str], dict[SampleKey, Result]] = defaultdict(dict)
-        for line in verdicts.lines():
-            if unfinished(line):
-                verdicts.keep(line)
-            elif line["phase"] == "sample":
-                finished[line["step"], line["prompt_id"]][key_of(line)] = to_result(line)
-        for (number, _), results in sorted(finished.items(), key=lambda item: item[0]):
-            records.finish(number, results)
+        records = cls(files, passes, {} if asked is None else asked)
+        done = {"sample": step, "eval": evaluated}
+        answers = per_prompt * sum(steps[-1][0] == step for steps in records.asked.values())
+        for file in files:
+            newest: dict[str, set[SampleKey]] = {"sample": set(), "eval": set()}  # answers of the last finished work
+            for line in file.lines():
+                phase = line["phase"]
+                if line["step"] > done[phase]:
+                    file.keep(line)
+                elif line["step"] == done[phase]:
+                    newest[phase].add(key_of(line))
+            lost = []
+            has_all = file is verdicts or (file is samples and all_samples)
+            if has_all and len(newest["sample"]) < answers:
+                lost.append(f"step {step}")
+            if file is not turns and evaluated >= 0 and not newest["eval"]:
+                lost.append(f"the evaluation at {evaluated}")
+            if lost and ranks.is_main:
+                log.warning("%s lacks lines of %s, which reports and comparisons then cannot show; restore the file if "
+                            "you have a copy", file.part, " and ".join(lost))  # fmt: skip
         ranks.barrier()  # the main rank may rewrite the files next
         return records
 

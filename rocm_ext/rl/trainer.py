@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import read_lines
 from rocm_ext.base.log import Progress, log
 from rocm_ext.base.types import Json
@@ -17,6 +18,7 @@ from rocm_ext.data.batches import StepLoader, label_counts
 from rocm_ext.data.rows import Rows
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.rl import evaluation
+from rocm_ext.rl.records import Asked
 from rocm_ext.rl.selection import Selected
 from rocm_ext.runs.records import EvalScores
 from rocm_ext.sampling import sample_seed
@@ -48,6 +50,7 @@ class PolicyTrainer(Training):
     Attributes:
         first: the adapter that the run began with.
         lines: the lines of ``metrics.jsonl``, the same on all ranks.
+        asked: see :class:`rocm_ext.rl.records.Records`; a checkpoint has it, because it decides the next prompts.
         evaluated: step of the last evaluation; -1 before the first.
         saved: steps of the last checkpoint and of its last evaluation.
         stopped: why the run ends before its last step; None: it does not.
@@ -55,6 +58,7 @@ class PolicyTrainer(Training):
     """
 
     free_keys = GRPO_FREE_KEYS
+    rules = ("min_entropy", "stop_after_no_gain", "max_length_share")
     adapter_folder: Callable[[int], Path] | None = None  # of the adapter of a step, where the run keeps one
 
     def __init__(
@@ -72,6 +76,7 @@ class PolicyTrainer(Training):
         self.stopped: str | None = None
         self.evaluated, self.fresh = -1, folder.resumed is None
         self.lines: list[Json] = []
+        self.asked: Asked = {}
         self.saved = (-1, -1)
 
     def open(self) -> None:
@@ -115,11 +120,19 @@ class PolicyTrainer(Training):
 
     def extra_state(self) -> State:
         """Return the part of a checkpoint that other trainings do not have."""
-        return {"evaluated": self.evaluated}
+        return {"evaluated": self.evaluated, "asked": self.asked}
 
     def load_extra_state(self, state: State) -> None:
-        """Take over the step of the last evaluation from a checkpoint's ``state``."""
+        """Take over the values of :meth:`extra_state` from a checkpoint's ``state``, for the finished steps."""
         self.evaluated = state["evaluated"]
+        if "asked" not in state:
+            raise UserError(
+                "the checkpoint was written by a version of this library whose checkpoints lack the pass rates of "
+                "prompts; finish the run with that version, or begin anew with overwrite_output_dir=True"
+            )
+        for prompt, steps in state["asked"].items():
+            if finished := [entry for entry in steps if entry[0] <= self.step]:
+                self.asked[prompt] = finished
 
     # ---- a step
 

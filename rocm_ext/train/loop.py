@@ -5,7 +5,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.base.files import append_line, replace_folder, replace_text
+from rocm_ext.base.files import append_line, read_lines, replace_folder, replace_text
 from rocm_ext.base.log import Progress, log
 from rocm_ext.base.types import Json
 from rocm_ext.config import references
@@ -27,6 +27,7 @@ from rocm_ext.train import builders
 from rocm_ext.train.checkpoint import FREE_KEYS, Best, State, check_same_run, rng_state, set_rng_state
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, peak_memory
+from rocm_ext.train.metrics import describe_lost
 from rocm_ext.train.output_dir import OutputDir
 
 # in a run's identity: the cut of a step decides which masks dropout draws
@@ -87,9 +88,11 @@ class Training:
         total_steps: optimiser updates of the schedule.
         best: the best adapter so far, see :class:`rocm_ext.train.checkpoint.Best`; None before the first.
         free_keys: keys of the config that may differ when a run resumes.
+        rules: keys of the config that let a run end early by the lines of ``metrics.jsonl``.
     """
 
     free_keys: frozenset[str] = FREE_KEYS
+    rules: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -116,6 +119,8 @@ class Training:
         self.build(total_steps)
         self._identity, self._environment = self.identity(), references.digests(self.cfg)
         resumed = self._resume()
+        if resumed:
+            self.ranks.on_main(self._check_metrics)
         log.info("optimizer: %s", builders.in_force(self.optimizer))
         self.ranks.barrier()  # every rank must read the checkpoint before `take` changes the folder
         if self.ranks.is_main:
@@ -242,6 +247,22 @@ class Training:
         return epoch_ends or (bool(every) and self.updates % every == 0)
 
     # ---- resuming
+
+    def logged_steps(self, lines: Iterable[Json]) -> set[int]:
+        """Return the steps whose training is in ``lines`` of ``metrics.jsonl``."""
+        return {line["step"] for line in lines if "eval" not in line and "val_loss" not in line}
+
+    def _check_metrics(self) -> None:
+        """Warn if ``metrics.jsonl`` lacks finished steps; a UserError if one of :attr:`rules` reads them."""
+        path = self.folder.path / "metrics.jsonl"
+        lost = describe_lost(path, self.step, self.logged_steps(read_lines(path)))
+        rules = [key for key in self.rules if self.cfg.get(key) is not None]
+        if lost and rules:
+            raise UserError(
+                f"{lost}, which {' and '.join(rules)} would read; restore the file, or set {'=null '.join(rules)}=null"
+            )
+        if lost:
+            log.warning("%s, which summary.json and reports then cannot show", lost)
 
     def _resume(self) -> bool:
         """Continue from the folder's checkpoint; return whether there is one."""

@@ -1,6 +1,6 @@
 """A run's measurements: what the lines of ``metrics.jsonl`` show, and metric loggers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +23,8 @@ _FEWEST_VALIDATIONS = 3  # validations have the same pairs
 def summarize(path: Path) -> dict[str, float]:
     """Summarise the training steps in a ``metrics.jsonl``: their number, losses, tokens, seconds and speed."""
     steps = [line for line in read_lines(path) if "loss" in line]
+    if not steps:  # lost, see `describe_lost`
+        return {"steps": 0}
     tokens, seconds = sum(s["tokens"] for s in steps), sum(s["seconds"] for s in steps)
     return {
         "steps": len(steps),
@@ -138,3 +140,9 @@ class TrackioLogger(MetricLoggerInterface):
     def close(self) -> None:
         """Wait until all values are written."""
         self._run.finish()
+
+
+def describe_lost(path: Path, steps: int, logged: Collection[int]) -> str:
+    """Describe which of the finished ``steps`` the lines of ``path`` lack, which has those ``logged``; empty: none."""
+    lost = set(range(1, steps + 1)).difference(logged)
+    return f"{path} lacks {len(lost)} of {steps} finished steps, such as step {min(lost)}" if lost else ""

@@ -82,6 +82,20 @@ def test_killed_between_the_parts_of_a_step(make, reference, tmp_path, method, b
     assert_equal(tmp_path / "out", reference)
 
 
+def test_lost_lines_of_finished_steps(make, reference, tmp_path):
+    out, path, aside = tmp_path / "out", make(tmp_path / "out"), tmp_path / "aside"
+    assert forked(main, path, prepare=kill_at_record("samples.jsonl", 68))[0] == -9
+    (out / "verdicts.jsonl").unlink()
+    (out / "metrics.jsonl").rename(aside)
+    line = forks.refused(main, path, RESUME, "stop_after_no_gain=9")
+    assert "metrics.jsonl lacks 2 of 2 finished steps" in line
+    assert "set stop_after_no_gain=null" in line
+    aside.rename(out / "metrics.jsonl")
+    messages = succeed(path, RESUME)
+    assert "verdicts.jsonl lacks lines of step 2 and the evaluation at 2" in messages
+    assert (out / WEIGHTS).read_bytes() == (reference / WEIGHTS).read_bytes(), "the same prompts were asked"
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("phase", ["sample", wide("eval")])
 def test_ctrl_c_saves(make, reference, tmp_path, phase):
