@@ -22,7 +22,9 @@ async def play(row):
     async with env.serving():
         episode = await env.run_episode(task, vf.ModelContext("any", model))
     assert episode.ok, episode.errors or episode.traces[-1].errors
-    print(json.dumps({"reward": episode.traces[-1].reward, "parts": episode.traces[-1].metrics}))
+    agents = len(episode.traces)
+    assert agents == 1, f"an episode of {agents} agents; a conversation has one reward: use samples_per_prompt"
+    print(json.dumps({"reward": episode.traces[0].reward, "parts": episode.traces[0].metrics}))
 
 
 asyncio.run(play(json.loads(sys.stdin.readline())))

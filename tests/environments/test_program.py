@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -142,6 +144,37 @@ def test_sizes_in_a_stream_are_for_those_who_ask():
         exchange = Exchange(body.encode())
         exchange.answer(said("Seven."))
         assert _events(exchange.completion(), exchange.sizes).count(b'"choices": []') == count
+
+
+_VERIFIERS = """
+from types import SimpleNamespace
+from unittest.mock import AsyncMock, MagicMock
+
+traces = [SimpleNamespace(reward=reward, metrics={"tests": reward}, errors=[]) for reward in REWARDS]
+env = MagicMock()
+env.taskset.include.return_value = ["task"]
+env.run_episode = AsyncMock(return_value=SimpleNamespace(ok=True, errors=[], traces=traces))
+Runtime = resolve_env_config = EvalClientConfig = ModelContext = MagicMock()
+load_environment = lambda config: env
+"""
+
+
+@pytest.mark.parametrize("rewards", [[0.25], [1.0, 0.25]])
+def test_an_episode_of_verifiers_has_one_reward(rewards, tmp_path):
+    """Attempts of one episode would all be trained with the reward of the last."""
+    (tmp_path / "verifiers").mkdir()
+    (tmp_path / "verifiers" / "__init__.py").touch()
+    (tmp_path / "verifiers" / "v1.py").write_text(f"REWARDS = {rewards}\n{_VERIFIERS}")
+    program = Path(__file__).parents[2] / "examples" / "agent" / "play_verifiers.py"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OPENAI_BASE_URL": "http://localhost/v1"}
+    ran = subprocess.run(
+        [sys.executable, program], input='{"task": 0}\n', env=environment, capture_output=True, text=True
+    )
+    if len(rewards) == 1:
+        assert json.loads(ran.stdout) == {"reward": 0.25, "parts": {"tests": 0.25}}, ran.stderr
+    else:
+        assert (ran.stdout, ran.returncode) == ("", 1)
+        assert "an episode of 2 agents" in ran.stderr
 
 
 @pytest.mark.parametrize("new", [True, False])
