@@ -221,5 +221,7 @@ def test_a_resumed_run_has_the_same_evaluations(make, undisturbed, tmp_path):
         assert message in forks.refused(main, make(out), RESUME, change)
     succeed(main, make(out), RESUME, "epochs=3", "eval_every_n_steps=4")
     assert [line["step"] for line in curves(out) if "eval" in line] == [0, 2, 4, 6, 8, 9]
-    succeed(main, make(out), "overwrite_output_dir=True", "eval_prompts=null", "verifier=null")
+    succeed(
+        main, make(out), "overwrite_output_dir=True", "eval_prompts=null", "eval_every_n_steps=null", "verifier=null"
+    )
     assert not (out / "samples.jsonl").exists()  # those of the earlier run
