@@ -53,12 +53,11 @@ demo: $(or $(wildcard $(VENV)/.ready),$(VENV)/.library)
 	@echo "--- RAFT from the same model, without any worked answer: only whether its own answers are right"
 	$(BIN)/tune run raft_rocm --config cpu_pocket_raft resume_from_checkpoint=True
 	@page=$$($(BIN)/rocm-ext report demo/sft demo/raft --output demo/report.html) || exit; \
-	right() { said=$$($(BIN)/rocm-ext eval --show 0 "$$@" 2>demo/eval.log) && test -n "$$said" && echo "$$said" || \
-	  { cat demo/eval.log >&2; return 1; }; }; \
-	before=$$(right cpu_pocket_raft) && sft=$$(right cpu_pocket_raft --adapter demo/sft/adapter) && \
-	raft=$$(right demo/raft) || exit; \
+	right() { said=$$($(BIN)/rocm-ext eval --show 0 "$$@" 2>demo/eval.log) && test -n "$$said" && \
+	  printf '%s\n' "$$said" || { cat demo/eval.log >&2; return 1; }; }; \
+	sft=$$(right cpu_pocket_raft --adapter demo/sft/adapter) && raft=$$(right demo/raft --base --show 1) || exit; \
 	echo "--- right answers to held-out problems"; \
-	printf '%-12s%s\n' before "$$before" "after SFT" "$$sft" "after RAFT" "$$raft"; \
+	printf '%s\n' "after SFT: $$sft" "after RAFT: $$raft"; \
 	printf '%s\n' "both runs as one page: $$page" "with your own rows:" \
 	  "  $(BIN)/tune cp cpu_pocket my_run.yaml  # then edit model.checkpoint_dir, dataset.source and output_dir" \
 	  "  $(BIN)/rocm-ext validate --config my_run.yaml" \

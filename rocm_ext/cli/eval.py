@@ -56,7 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_format(parser)
     option("--verifier", metavar="NAME", help="MathAnswer, PythonTests, …, or my_module.MyVerifier")
     option("--samples", type=count, metavar="N", help="answers drawn per prompt for pass@k, beside the greedy one")
-    wrong = "print this many wrong answers (default: 3)"
+    wrong = "print this many wrong answers, and with --base as many gained and lost ones (default: 3)"
     option("--show", type=number(int, 0, 10**6), default=3, metavar="N", help=wrong)
     output = "keep answers, verdicts and scores, or the losses of rows, in this new folder; rocm-ext compare takes two"
     option("--output", type=Path, metavar="DIR", help=output)
@@ -131,6 +131,7 @@ def _print_answers(args: argparse.Namespace, evaluations: Sequence["Evaluation"]
             f"the adapter gains {paired['gained']} prompts and loses {paired['lost']}: {100 * paired['gain']:+.1f} "
             f"points, 95 % interval {100 * low:+.1f} – {100 * high:+.1f}; McNemar p = {paired['p']:.2g}"
         )
+        _print_changed(evaluations, args.show)
     _print_wrong(evaluations[0], args.show)
     if args.output:
         print(f"all answers: {args.output / 'answers.jsonl'}")
@@ -157,6 +158,19 @@ def _sampling(args: argparse.Namespace, target: ChosenModel) -> DictConfig:
 def _source(args: argparse.Namespace) -> dict[str, str]:
     split = args.split or ("test" if is_hub_name(args.data) else "train")  # a file has the split train alone
     return {"source": args.data, "split": split, **({"name": args.name} if args.name else {})}
+
+
+def _print_changed(evaluations: Sequence["Evaluation"], most: int) -> None:
+    """Print the first prompts that the adapter gains, and that it loses, with the greedy answers of both models."""
+    adapted, base = evaluations
+    before = {answer["prompt_id"]: answer for answer in base.answers if answer["sample"] < 0}
+    after = {answer["prompt_id"]: answer for answer in adapted.answers if answer["sample"] < 0}
+    for change, right in (("gained", adapted.right), ("lost", base.right)):
+        changed = [prompt for prompt in after if adapted.right[prompt] != base.right[prompt] and right[prompt]]
+        for prompt in changed[:most]:
+            print(f"  {change}: {shortened(after[prompt]['prompt'], _TAIL)}")
+            print(f"    without the adapter: {shortened(before[prompt]['text'], -_TAIL)}")
+            print(f"    with it:             {shortened(after[prompt]['text'], -_TAIL)}")
 
 
 def _print_wrong(evaluation: "Evaluation", most: int) -> None:

@@ -236,6 +236,13 @@ def test_adapter_and_base_are_compared_prompt_by_prompt(pocket_dir, few, tmp_pat
     assert out[at + 1].startswith(f"  {wrong['prompt_id']}: {wrong['verdict']} ")
     assert out[at + 2] == f"    asked: {wrong['prompt']}"
     assert any(line.startswith("the adapter gains 0 prompts and loses") for line in out)
+    shown = next(i for i, line in enumerate(out) if line.startswith("  lost: "))
+    both = [
+        next(each for each in answers if each["prompt_id"] == wrong["prompt_id"]) for answers in (without, with_adapter)
+    ]
+    assert out[shown] == f"  lost: {wrong['prompt']}"
+    said = [" ⏎ ".join(each["text"].strip().splitlines()) for each in both]
+    assert [line.partition(": ")[2].strip() for line in out[shown + 1 : shown + 3]] == said
 
 
 def write_random_adapter(model: Path, folder: Path) -> None:
