@@ -78,7 +78,7 @@ def test_training_is_the_same(make, undisturbed, tmp_path):
 
 @pytest.mark.wide
 def test_a_run_without_evaluations_imports_no_sampler(make, tmp_path):
-    path = make(tmp_path / "out", eval_prompts=None, verifier=None)
+    path = make(tmp_path / "out", eval_prompts=None, verifier=None, eval_every_n_steps=None)
     code = (
         "import sys; from rocm_ext.recipes.lora_finetune_rocm import main\n"
         f"sys.argv = ['tune', '--config', {str(path)!r}, 'validate_only=True']; main()\n"
@@ -187,7 +187,9 @@ def test_dpo(make, folder, tmp_path):
         "loss": {"_component_": "rocm_ext.losses.Preference"},
     }
     succeed(dpo_rocm.main, make(tmp_path / "out", **changes))
-    succeed(dpo_rocm.main, make(tmp_path / "plain", **changes, eval_prompts=None, verifier=None))
+    succeed(
+        dpo_rocm.main, make(tmp_path / "plain", **changes, eval_prompts=None, verifier=None, eval_every_n_steps=None)
+    )
     assert metrics(tmp_path / "out") == metrics(tmp_path / "plain")
     assert len(metrics(tmp_path / "out", "eval")) == 4
     kill_and_resume(dpo_rocm.main, make(tmp_path / "killed", **changes), kill_at_record("samples.jsonl", 15))
