@@ -19,7 +19,7 @@ from rocm_ext.base.files import read_lines
 from rocm_ext.base.log import warn
 from rocm_ext.data.rows import Rows
 from rocm_ext.data.training_rows import refuse_single_answers
-from rocm_ext.losses.preference import REFERENCE
+from rocm_ext.losses.objective import REFERENCE
 from rocm_ext.train.lifecycle import run
 from rocm_ext.train.metrics import falling_likelihood
 from rocm_ext.train.scoring import add_reference_logprobs

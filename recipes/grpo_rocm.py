@@ -24,6 +24,7 @@ from rocm_ext.config.checks import check_sampled_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import ROUTES, Rows
 from rocm_ext.losses import check_columns
+from rocm_ext.losses.objective import REFERENCE
 from rocm_ext.losses.policy_gradient import loss_config
 from rocm_ext.plan.workload import old_logprobs
 from rocm_ext.rl import evaluation
@@ -37,7 +38,7 @@ from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import run
 from rocm_ext.train.scoring import reference, score
 
-_COLUMNS = ("advantages", "old_logprobs", "sampler_logprobs", "reference_logprobs")  # columns that a step can have
+_COLUMNS = ("advantages", "old_logprobs", "sampler_logprobs", REFERENCE)  # columns that a step can have
 _ROWS_PER_MICRO_BATCH = 4  # rows of joined answers in one micro-batch
 
 
@@ -187,7 +188,7 @@ class GRPO(Loop):
             rows.add_labels_column(ROUTES, [routes[i][piece] for i, piece in pieces])
         columns, known = learner.objective.columns, selected.reference
         if known:
-            rows.add_labels_column("reference_logprobs", [known[samples[i].key][piece] for i, piece in pieces])
+            rows.add_labels_column(REFERENCE, [known[samples[i].key][piece] for i, piece in pieces])
         if "old_logprobs" in columns and self.old_logprobs == "sampler":
             rows.columns["old_logprobs"] = rows.columns["sampler_logprobs"]
         if learner.shares:
@@ -202,9 +203,9 @@ class GRPO(Loop):
             rows.add_labels_column("old_logprobs", score(learner, rows, cfg.temperature, replay=cfg.router_replay))
         if self._kl_of_rewards and not known:
             raise UserError("kl_in is 'reward', and this recipe's select() gives rewards no divergence; set kl_in=loss")
-        if "reference_logprobs" in columns and not known:
+        if REFERENCE in columns and not known:
             with reference(learner, self.trainer.first, "the first adapter"):
-                rows.add_labels_column("reference_logprobs", score(learner, rows, cfg.temperature))
+                rows.add_labels_column(REFERENCE, score(learner, rows, cfg.temperature))
         return rows, groups
 
 

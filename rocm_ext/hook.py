@@ -172,7 +172,7 @@ def _validate(arguments: list[str], table: Mapping[str, registry.Recipe]) -> Non
         replace_process([sys.executable, "-m", "rocm_ext.cli", "validate", "--keys", "--config", *names])
 
 
-# Checks before a subcommand of `tune`; a returned message ends it.
+# What comes before a subcommand of `tune`: a check, or the answer itself. A returned message ends `tune`.
 _FIRST = {"run": _unknown_recipe, "cp": _copy, "validate": _validate}
 
 

@@ -115,7 +115,7 @@ def _rows(cfg: Any, family: str, tokenizer: Any, sizes: _Sizes) -> Read:
     from rocm_ext.data.rows import check_vocabulary, flat, open_dataset, origin_of
     from rocm_ext.data.training_rows import refuse_single_answers, training_rows
     from rocm_ext.losses import check_fit, objective_of
-    from rocm_ext.losses.preference import REFERENCE
+    from rocm_ext.losses.objective import REFERENCE
 
     rows, validation = training_rows(cfg, tokenizer, sizes.positions, cached=True, progress=os.isatty(2))
     coming: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from rocm_ext.base.types import Json, Message
 from rocm_ext.data.dialects import CALLS, FLAGS, ROLES, called, expect, masked, parsed, role_of, schema, string
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
 DETAILS = "reasoning_details"  # OpenRouter's list of parts of the reasoning
 _PARTS = {
     "thinking": "thinking",
@@ -88,7 +88,7 @@ def _to_turn(turn: Any, where: str, blank: bool) -> Turn:
 
 def _reasoning(turn: Mapping[str, Any], where: str) -> str | None:
     """Return a message's reasoning, under whichever name or in whichever parts it comes; None without one."""
-    for key in REASONING:
+    for key in REASONING_KEYS:
         if turn.get(key) is not None:
             return string(turn[key], f"{where}: {key}")
     texts = []

@@ -8,7 +8,7 @@ from typing import Any
 from rocm_ext.base.types import Json, Row
 from rocm_ext.data.dialects import KTO, PAIRED, conversation, expect, pair, role_of, single
 from rocm_ext.data.loading import open_source
-from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
+from rocm_ext.data.messages import REASONING_KEYS, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import Steps, render_turns
 from rocm_ext.data.rows import SIDE, SIDES
 from rocm_ext.data.sources import EXTRAS, SourceDataset, weight_in
@@ -192,5 +192,5 @@ def _is_empty_answer(message: Any) -> bool:
     if role_of(message) != "assistant":
         return False
     content = message.get("content", message.get("value"))
-    calls = any(message.get(key) for key in ("tool_calls", "function_call", *REASONING))
+    calls = any(message.get(key) for key in ("tool_calls", "function_call", *REASONING_KEYS))
     return (content is None or (isinstance(content, str) and not content.strip())) and not calls

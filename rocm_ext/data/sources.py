@@ -13,7 +13,7 @@ from rocm_ext.base.types import Json, Row
 from rocm_ext.config.checks.kinds import check, one_of
 from rocm_ext.data.dialects import ALPACA, asked, conversation, listed, refuse_kto, refuse_pair, string
 from rocm_ext.data.loading import open_source, row_at
-from rocm_ext.data.messages import REASONING, Turn, to_tools, to_turns, with_system
+from rocm_ext.data.messages import REASONING_KEYS, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import PlainRenderer, Steps, TemplateRenderer, end_of, render_turns, returned, together
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 
@@ -202,7 +202,7 @@ class SourceDataset(Dataset, ABC):
         """Keys of messages that the template reads; all names of the reasoning if it reads one."""
         renderer = getattr(self.tokenizer, "renderer", None)
         names = renderer.template.names if isinstance(renderer, TemplateRenderer) else frozenset()
-        return names | {"tool_call_id"} | (set(REASONING) if names & set(REASONING) else set())
+        return names | {"tool_call_id"} | (set(REASONING_KEYS) if names & set(REASONING_KEYS) else set())
 
     @cached_property
     def _special_token(self) -> Callable[[Iterable[str]], str | None]:

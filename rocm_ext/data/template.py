@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rocm_ext.base.errors import UserError, explain_errors, one_line
 from rocm_ext.base.files import json_object
 from rocm_ext.base.types import Json, Message
-from rocm_ext.data.messages import REASONING, Turn
+from rocm_ext.data.messages import REASONING_KEYS, Turn
 
 TEMPLATE = "chat_template.jinja"
 OF_PROCESSORS = "chat_template.json"  # in older folders of multimodal models
@@ -65,7 +65,7 @@ class ChatTemplate:
         fields = {nodes.Getattr: "attr", nodes.Name: "name", nodes.Const: "value"}
         names = {getattr(node, fields[type(node)]) for node in tree.find_all(tuple(fields))}
         self.names: frozenset[str] = frozenset(map(str, names)) | (for_tools.names if for_tools else frozenset())
-        self._reasoning = [key for key in REASONING if key in self.names]
+        self._reasoning = [key for key in REASONING_KEYS if key in self.names]
         self._listed = not self._shows_content() and self._shows_content(listed=True)
 
     @property

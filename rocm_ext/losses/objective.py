@@ -19,6 +19,8 @@ from torch import Tensor
 from rocm_ext.config.checks.kinds import NULL, POSITIVE, check, integer, one_of
 from rocm_ext.distributed.ranks import Ranks
 
+REFERENCE = "reference_logprobs"  # column: log-probs of the model before the first step
+
 Head = Callable[[Tensor], Tensor]
 Terms = tuple[Tensor, Tensor | None]
 

@@ -11,7 +11,7 @@ from rocm_ext.config import COMPONENT
 from rocm_ext.config.algorithms import ALGORITHMS, complete, limits_of, updates_of_step
 from rocm_ext.config.checks.kinds import POSITIVE, check, one_of
 from rocm_ext.config.checks.rollouts import POLICY_GRADIENT
-from rocm_ext.losses.objective import Objective, Tally, Terms, sum_over_sequences
+from rocm_ext.losses.objective import REFERENCE, Objective, Tally, Terms, sum_over_sequences
 
 _HIGHEST = 20.0  # nats; beyond, a ratio is a fault of numerics or of a server and has no gradient
 _MOST = 3.0  # maximum of the ratio that weighs the KL divergence
@@ -115,7 +115,7 @@ class PolicyGradient(Objective):
             "advantages",
             *["old_logprobs"] * (not on_policy),
             *["sampler_logprobs"] * (mismatch != "none"),
-            *["reference_logprobs"] * (kl_coef > 0),
+            *[REFERENCE] * (kl_coef > 0),
         )
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
@@ -131,7 +131,7 @@ class PolicyGradient(Objective):
             # every NLL of a sequence changes all of its values by the same ratio
             derivative = _mean_over_sequences(derivative, sequence)
         if self.kl_coef and self.kl_in == "loss":
-            distance = columns["reference_logprobs"] + nll
+            distance = columns[REFERENCE] + nll
             slope = self.kl_coef * _ratio(-nll - old).clamp(max=_MOST) * distance
             value, derivative = value + slope * distance / 2, derivative + slope
         return value, derivative
@@ -177,8 +177,8 @@ class PolicyGradient(Objective):
             tally.mean("mismatch_mean", distance.abs())
             tally.highest("mismatch_max", distance.abs())
             tally.mean("mismatch_kl", _divergence(distance))
-        if "reference_logprobs" in columns:
-            tally.mean("kl", _divergence(columns["reference_logprobs"] + nll))
+        if REFERENCE in columns:
+            tally.mean("kl", _divergence(columns[REFERENCE] + nll))
 
     def _mismatch_weight(self, log_weight: Tensor, sequence: Tensor) -> Tensor:
         if self.mismatch_level != "token":

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.config.checks.kinds import NOT_NEGATIVE, NULL, POSITIVE, Kind, check, number, one_of
-from rocm_ext.losses.objective import Objective, Tally, Terms, sum_over_sequences
+from rocm_ext.losses.objective import REFERENCE, Objective, Tally, Terms, sum_over_sequences
 
-REFERENCE = "reference_logprobs"  # column: log-probs of the model before the first step
-SIDE = "side"  # column of preferences: above 0 in chosen and good answers, below in rejected and bad ones
+SIDE = "side"  # column of preferences, as in rocm_ext.data.rows, which no loss imports
 
 _HIGHEST = 20.0  # nats; measurements stay finite numbers where a loss does
 _CERTAIN = -1e-6  # nats; the odds of an answer stay finite where its probability rounds to 1

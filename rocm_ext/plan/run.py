@@ -24,6 +24,7 @@ from rocm_ext.data.batches import micro_batch_budget
 from rocm_ext.data.rows import SIDE
 from rocm_ext.environments.program import MEMORY_MB, MOST_AT_ONCE
 from rocm_ext.losses import CrossEntropy, objective_of
+from rocm_ext.losses.objective import REFERENCE
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import check_locked
 from rocm_ext.model.adapters import peft_files
@@ -137,7 +138,7 @@ def _rollout_plan(
         slots = min(slots, training.ranks * cfg.engine.get("concurrency", usual))  # requests of a rank at once
     columns = training.objective.columns
     passes = int("old_logprobs" in columns and workload.old_logprobs(cfg, training.dtype) == "trainer")
-    passes += "reference_logprobs" in columns
+    passes += REFERENCE in columns
     rounds, every = (cfg.steps, cfg.eval_every_n_steps) if grpo else (cfg.cycles, cfg.eval_every_n_cycles)
     held_out = asked.held_out
     asks = 0 if cfg.get("given_answers") else asked.prompts or (cfg.prompts_per_step if grpo else None)
@@ -405,7 +406,7 @@ def _reference(planner: TrainingPlanner, choice: Choice) -> float | None:
 
     KTO needs a second pass, over the answers of its baseline.
     """
-    if not {SIDE, "reference_logprobs"} <= {*planner.objective.columns} or planner.rows.count is None:
+    if not {SIDE, REFERENCE} <= {*planner.objective.columns} or planner.rows.count is None:
         return None
     passes = 1 if getattr(planner.objective, "baseline", None) is None else 2
     return passes * planner.rows.count / planner.rows_per_step * choice.step.forward_seconds

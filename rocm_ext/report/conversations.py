@@ -8,9 +8,9 @@ import re
 from typing import NamedTuple
 
 from rocm_ext.base.types import Json
+from rocm_ext.data.messages import REASONING_KEYS
 from rocm_ext.verifiers.extract import REASONING
 
-_KEYS = ("reasoning_content", "thinking", "reasoning")  # of messages, as rocm_ext.data.messages reads them
 _TAGS = re.compile(r"</?think>|\[/?THINK\]")
 
 
@@ -76,7 +76,7 @@ def tools_of(schemas: object) -> list[Function]:
 def _split(message: Json) -> tuple[str, str]:
     """Return a message's reasoning, which has a key of its own or stands before the answer, and its text."""
     text = _text(message.get("content"))
-    for key in _KEYS:
+    for key in REASONING_KEYS:
         if message.get(key):
             return _text(message[key]), text
     inline = REASONING.match(text) if message.get("role") == "assistant" else None

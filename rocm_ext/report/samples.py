@@ -163,13 +163,15 @@ def _group(kind: str, prompt: str, asked: _Asked, records: Sequence[_Verified], 
 def _records(run: RunFolder, rows: np.ndarray, positions: Mapping[int, int]) -> list[_Verified]:
     """A group's kept answers with verdicts, by index; of many, the ones with the highest and lowest rewards."""
     verdicts = run.answers.verdicts
-    samples = {int(row): int(verdicts.sample[row]) for row in rows if int(verdicts.sample[row]) in positions}
+    numbers = dict(zip(rows.tolist(), verdicts.sample[rows].tolist(), strict=True))
+    samples = {row: sample for row, sample in numbers.items() if sample in positions}
     order = sorted(samples, key=lambda row: (-np.nan_to_num(verdicts.reward[row]), samples[row]))
     if len(order) > _PER_GROUP:
         order = order[: _PER_GROUP // 2] + order[-(_PER_GROUP // 2) :]
     order.sort(key=lambda row: samples[row])
     judged = run.answers.judged(order)
-    records = {key[1]: record for key, record in run.answers.records(positions[samples[row]] for row in order).items()}
+    found = run.answers.records(positions[samples[row]] for row in order)
+    records = {sample: record for (_, sample), record in found.items()}
     return [(records[samples[row]], judged[row]) for row in order if samples[row] in records]
 
 

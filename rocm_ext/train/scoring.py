@@ -28,8 +28,7 @@ from rocm_ext.data.batches import (
 )
 from rocm_ext.data.rows import ROUTES, Rows
 from rocm_ext.losses import Objective, UnpairedPreference
-from rocm_ext.losses.objective import Terms
-from rocm_ext.losses.preference import REFERENCE
+from rocm_ext.losses.objective import REFERENCE, Terms
 from rocm_ext.model.lora import reset, trained
 from rocm_ext.train.learner import Learner
 
