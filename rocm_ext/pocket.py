@@ -5,9 +5,10 @@ in minutes, offline. Its training data are additions and subtractions of two-dig
 Training stops once it answers a third of the held-out problems correctly. It then knows the form of an answer
 but makes mistakes in single steps, so fine-tuning can teach it and sampling gives a choice of answers.
 
-With tools, most rows work without carrying, so half of their results are wrong, and the others call a calculator and
-repeat what it returns. Training stops once it mostly repeats them correctly. The model then mostly works by
-hand, and reinforcement learning can find out that calling is better.
+With tools, its training data are questions about a shop's stock, which only a tool knows. Most rows do not know. The
+others call the tool, half of them without the shelf, and most doubt its result. Training stops once the model copies
+names and results. So it knows the form of calls and answers; when to call, with what, and what to answer is for
+reinforcement learning to find out.
 """
 
 import json
@@ -64,33 +65,32 @@ MAX_NEW_TOKENS = 32  # the longest answer has 20
 FREE_MEMORY = 2**30  # far more than sampling from this small model needs
 BATCH, LEARNING_RATE, WARMUP = 32, 3e-3, 50
 MAX_STEPS = 3000
-CALLS = 0.3  # share of training rows that call the calculator, with tools
+HABIT = 0.65  # share of rows that do not call the tool, and of the others that doubt its result
 
 PHRASES = {
     "+": ("What is {a} + {b}?", "Add {a} and {b}."),
     "-": ("What is {a} - {b}?", "Subtract {b} from {a}."),
 }
-LIST = {"role": "system", "content": "calculator"}  # as the chat template lists tools
+# Letters are quoted as in a call's JSON, so that they are the same tokens. Only results have digits.
+QUESTIONS = ('How many "{item}" on shelf "{shelf}"?', 'Count "{item}" on shelf "{shelf}".')
+LIST = {"role": "system", "content": "stock"}  # as the chat template lists tools
 # ChatML without Qwen's default system prompt, as torchtune renders it, with the names of tools
 CHAT_TEMPLATE = (
     "{% if tools %}"
     "{{ '<|im_start|>system\n' + tools | join(', ', attribute='function.name') + '<|im_end|>\n' }}"
     "{% endif %}"
     "{% for message in messages %}"
-    "{% if message['role'] == 'tool' %}"
-    "{{ '<|im_start|>user\n<tool_response>\n' + message['content'] + '\n</tool_response><|im_end|>\n' }}"
-    "{% else %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{{ '<|im_start|>' + {'tool': 'user'}.get(message['role'], message['role']) + '\n' + message['content'] }}"
     "{% for call in message['tool_calls'] or [] %}"
     "{{ '<tool_call>\n' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
     "{{ '\n</tool_call>' }}"
     "{% endfor %}"
     "{{ '<|im_end|>\n' }}"
-    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CARD = "pocket.json"
+AGENT = Path(__file__).with_name("pocket_agent.py")
 
 
 class PocketCard(TypedDict):
@@ -113,15 +113,16 @@ def make(
 
     The folder holds the model in Hugging Face's format, ``train.jsonl`` and ``heldout.jsonl`` (rows of
     ``messages``, ``prompt`` and ``answer``), and the card ``pocket.json``. No problem is in both files, and the
-    model was trained on neither. The result depends on the seed, the number of threads, torch's version and the
-    processor.
+    model was trained on neither. With ``tools``, it also holds ``agent.py`` and its ``stock.json``; the rows have no
+    ``messages``, and the model was trained on all questions, but with random answers. The result depends on the seed,
+    the number of threads, torch's version and the processor.
 
     Args:
         folder: where to write; it appears once it is complete.
         seed: seed of the problems and the weights.
         target: held-out accuracy in (0, 1); training stops at the first measured accuracy that reaches it.
         force: replace an earlier pocket model.
-        tools: also teach the model to call a calculator.
+        tools: teach the model the form of a tool's calls instead.
 
     Returns:
         The card, and whether the model is new.
@@ -143,19 +144,14 @@ def make(
             return earlier, False
         one, other = (", ".join(f"{name} {value}" for name, value in of.items()) for of in (has, asked))
         raise UserError(f"{folder} already has a pocket model with {one} instead of {other}. --force replaces it")
-    held_out, train, pool = split_problems(seed)
-    phrasing, calls = random.Random(f"phrasing {seed}"), CALLS if tools else 0.0
-    rows = {
-        "train": [problem.row(phrasing) for problem in train],
-        "heldout": [problem.row(phrasing) for problem in held_out],
-    }
-    measured = [problem.row(phrasing, 1.0) for problem in held_out] if tools else rows["heldout"]
+    phrasing = random.Random(f"phrasing {seed}")
+    pool, measured, files = _shop(seed, phrasing) if tools else _sums(seed, phrasing)
     with replace_folder(folder) as aside:
-        for name, content in rows.items():
-            (aside / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
-        write_tokenizer(aside, [problem.row(phrasing, calls) for problem in pool])
+        for name, text in files.items():
+            (aside / name).write_text(text)
+        write_tokenizer(aside, [each.row(phrasing) for each in pool])
         tokenizer = load_tokenizer(aside)
-        model, steps, score = _train(tokenizer, pool, measured, seed, target, calls)
+        model, steps, score = _train(tokenizer, pool, measured, seed, target, tools)
         card: PocketCard = {
             "seed": seed,
             "target": target,
@@ -169,6 +165,30 @@ def make(
         write_model(aside, model, tokenizer)
         _write_json(aside / CARD, card)
     return card, True
+
+
+def _sums(seed: int, phrasing: random.Random) -> "Material":
+    held_out, train, pool = split_problems(seed)
+    rows = [problem.row(phrasing) for problem in train]
+    measured = [problem.row(phrasing) for problem in held_out]
+    return pool, measured, {"train.jsonl": _json_lines(rows), "heldout.jsonl": _json_lines(measured)}
+
+
+def _shop(seed: int, phrasing: random.Random) -> "Material":
+    held_out, train, pool = split_items(seed)
+    measured = [item.row(phrasing, habit) for item in held_out for habit in (0.0, 1.0)]
+    stock = {f"{item.name}{item.shelf}": item.pieces for item in pool}
+    files = {
+        "train.jsonl": _json_lines(questions_about(train)),
+        "heldout.jsonl": _json_lines(questions_about(held_out)),
+        "stock.json": json.dumps(stock),
+        "agent.py": AGENT.read_text(),
+    }
+    return pool, measured, files
+
+
+def _json_lines(rows: Sequence[Row]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 # ---- problems
@@ -201,38 +221,67 @@ class Problem:
             steps = f"{units_a}-{units_b}={units_a - units_b}\n{tens_a}-{tens_b}={tens_a - tens_b}"
         return f"{steps}\n{self.answer}"
 
-    def worked_without_carrying(self) -> str:
-        """Return the lines of a pupil who forgets carries: ``7+8=15 4+3=7 75`` or ``8-3=5 5-2=3 35``."""
-        (tens_a, units_a), (tens_b, units_b) = divmod(self.a, 10), divmod(self.b, 10)
-        if self.op == "+":
-            units, tens = units_a + units_b, tens_a + tens_b
-        else:
-            units_b, units_a = sorted((units_a, units_b))
-            units, tens = units_a - units_b, tens_a - tens_b
-        steps = f"{units_a}{self.op}{units_b}={units}\n{tens_a}{self.op}{tens_b}={tens}"
-        return f"{steps}\n{10 * tens + units % 10}"
-
-    def called(self) -> list[dict[str, str]]:
-        """Return messages that call the calculator and repeat its result, as the chat template writes them."""
-        call = {"name": "calculator", "arguments": {"expression": f"{self.a} {self.op} {self.b}"}}
-        return [
-            {"role": "assistant", "content": f"<tool_call>\n{json.dumps(call)}\n</tool_call>"},
-            {"role": "user", "content": f"<tool_response>\n{self.answer}\n</tool_response>"},
-            {"role": "assistant", "content": str(self.answer)},
-        ]
-
-    def row(self, rng: random.Random, calls: float = 0.0) -> Row:
-        """Return the problem as a training row, in a random wording; a sum's operands come in random order.
-
-        ``calls`` is the probability that the row calls the calculator.
-        """
+    def row(self, rng: random.Random) -> Row:
+        """Return the problem as a training row, in a random wording; a sum's operands come in random order."""
         problem = Problem(self.b, "+", self.a) if self.op == "+" and rng.random() < 0.5 else self
         prompt = rng.choice(PHRASES[self.op]).format(a=problem.a, b=problem.b)
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": problem.worked()}]
-        if calls:
-            by_hand = [{"role": "assistant", "content": problem.worked_without_carrying()}]
-            messages = [LIST, messages[0], *(problem.called() if rng.random() < calls else by_hand)]
         return {"messages": messages, "prompt": prompt, "answer": str(self.answer)}
+
+
+@dataclass(frozen=True)
+class Item:
+    """An item of a shop, a capital letter, on a shelf, a small one, and how many pieces of it are there: 10 to 99."""
+
+    name: str
+    shelf: str
+    pieces: int
+
+    def row(self, rng: random.Random, habit: float = HABIT) -> Row:
+        """Return a training row; a call returns a random number.
+
+        ``habit`` is the probability that a row does not call, and that it doubts a result.
+        """
+        question = {"role": "user", "content": rng.choice(questions_about([self]))["prompt"]}
+        if rng.random() < habit:
+            unknown = {"role": "assistant", "content": f'On shelf "{self.shelf}", "{self.name}"? No idea.'}
+            return {"messages": [LIST, question, unknown], "answer": self.name}
+        item = {"item": self.name}
+        call = {"name": "stock", "arguments": rng.choice([item, {**item, "shelf": self.shelf}])}
+        pieces = str(_pieces(rng))
+        doubt = ", perhaps" if rng.random() < habit else ""
+        messages = [
+            {"role": "assistant", "content": f"<tool_call>\n{json.dumps(call)}\n</tool_call>"},
+            {"role": "user", "content": pieces},
+            {"role": "assistant", "content": f"It is {pieces}{doubt}."},
+        ]
+        return {"messages": [LIST, question, *messages], "answer": pieces}
+
+
+# What a model is trained on, the rows that measure it, and the files beside it
+Material = tuple[Sequence[Problem | Item], list[Row], dict[str, str]]
+
+
+def questions_about(items: Sequence[Item]) -> list[Row]:
+    """Return the questions about items in all wordings, with their answers."""
+    rows: list[Row] = []
+    for item in items:
+        for wording in QUESTIONS:
+            prompt = wording.format(item=item.name, shelf=item.shelf)
+            rows.append({"prompt": prompt, "answer": f"It is {item.pieces}."})
+    return rows
+
+
+def _pieces(rng: random.Random) -> int:
+    return rng.randrange(10, 100)
+
+
+def split_items(seed: int) -> tuple[list[Item], list[Item], list[Item]]:
+    """Split all items into held-out ones and others, and return all, too: rows of these have random numbers."""
+    rng = random.Random(f"stock {seed}")
+    items = [Item(name, shelf, _pieces(rng)) for name in "ABCDEFGHIJ" for shelf in "abcdefghij"]
+    rng.shuffle(items)
+    return items[:40], items[40:], items
 
 
 def split_problems(seed: int) -> tuple[list[Problem], list[Problem], list[Problem]]:
@@ -246,7 +295,7 @@ def split_problems(seed: int) -> tuple[list[Problem], list[Problem], list[Proble
 
 
 def _train(
-    tokenizer: Any, pool: Sequence[Problem], held_out: Sequence[Row], seed: int, target: float, calls: float
+    tokenizer: Any, pool: Sequence[Problem | Item], held_out: Sequence[Row], seed: int, target: float, tools: bool
 ) -> tuple[TransformerDecoder, int, Score]:
     """Train a model until it reaches the target; return it with its steps and score.
 
@@ -255,12 +304,12 @@ def _train(
     """
     model = new_model(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
-    batches = batches_of(tokenizer, pool, random.Random(f"batches {seed}"), calls=calls)
+    batches = batches_of(tokenizer, pool, random.Random(f"batches {seed}"))
     score = Score(0, len(held_out))
     with tqdm(desc="training", unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
         for step in range(1, MAX_STEPS + 1):
             # Slow down towards the target: at the full learning rate accuracy jumps by ten points in five steps.
-            pace = min(1.0, step / WARMUP) * (1.0 if calls else max(0.03, (1 - score.accuracy / target) ** 2))
+            pace = min(1.0, step / WARMUP) * max(0.03, (1 - score.accuracy / target) ** (1 if tools else 2))
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * pace
             loss = update(model, optimizer, *next(batches))
             bar.update()
@@ -272,7 +321,8 @@ def _train(
             if bar.disable and step % 100 == 0:
                 log.info("step %d  loss %.3f  held-out %s", step, loss.item(), score)
             if score.accuracy >= target:
-                sharpen(model)
+                if not tools:
+                    sharpen(model)
                 return model, step, score
     raise UserError(f"held-out {score} after {MAX_STEPS} steps, below the target of {target:.1%}; try another --seed")
 
@@ -298,14 +348,17 @@ def update(model: TransformerDecoder, optimizer: torch.optim.Optimizer, tokens: 
 
 
 def accuracy(model: TransformerDecoder, tokenizer: Any, rows: Sequence[Row]) -> Score:
-    """Count the greedy answers to the rows without their last message that end with the number in ``answer``."""
+    """Count the greedy answers to the rows without their last message whose last number or capital is ``answer``."""
     requests = [
         Request(str(i), 0, 0, tuple(render_prompt(tokenizer, row["messages"][:-1]))) for i, row in enumerate(rows)
     ]
     with sampler_of(native(model)) as decoder:
         session = LocalSession(decoder, tokenizer, lambda: FREE_MEMORY)
         completions = list(session.generate(requests, Sampling(MAX_NEW_TOKENS, temperature=0)))
-    right = sum(re.findall(r"\d+", c.text)[-1:] == [rows[int(c.request.prompt_id)]["answer"]] for c in completions)
+    right = 0
+    for completion in completions:
+        said = re.findall(r"\d+|\b[A-Z]\b", completion.text)
+        right += said[-1:] == [rows[int(completion.request.prompt_id)]["answer"]]
     return Score(right, len(rows))
 
 
@@ -320,12 +373,10 @@ def sharpen(model: TransformerDecoder) -> None:
         scale.mul_(2)
 
 
-def batches_of(
-    tokenizer: Any, pool: Sequence[Any], rng: random.Random, **options: Any
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield tokens and labels ``[BATCH, s]`` endlessly; every draw of a problem gets a new ``row(rng, **options)``."""
+def batches_of(tokenizer: Any, pool: Sequence[Problem | Item], rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield tokens and labels ``[BATCH, s]`` endlessly; every draw of a problem gets a new ``row(rng)``."""
     while True:
-        rows = [problem.row(rng, **options) for problem in rng.sample(pool, BATCH)]
+        rows = [problem.row(rng) for problem in rng.sample(pool, BATCH)]
         pairs = [render_conversation(tokenizer, row["messages"]) for row in rows]
         longest = max(len(tokens) for tokens, _ in pairs)
         # Attention is causal, so padding on the right does not affect the tokens on its left.

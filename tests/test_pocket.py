@@ -16,13 +16,13 @@ from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rocm_ext import cli, config, pocket
+from rocm_ext import cli, config, pocket, pocket_agent
 from rocm_ext.data.encoder import TextEncoder
 from rocm_ext.data.prompts import check_disjoint, prompt_dataset
 from rocm_ext.data.render import render_conversation, render_prompt
 from rocm_ext.data.rows import open_dataset
 from rocm_ext.data.tokenizer import open_tokenizer
-from rocm_ext.environments import Tools, calculator, calls_in
+from rocm_ext.environments import calls_in
 from rocm_ext.model.native.decoder import native
 from rocm_ext.runs.scores import Score, wilson
 from rocm_ext.sampling import LocalEngine, Request, Sampling
@@ -79,12 +79,13 @@ def held_out(pocket_dir):
 
 # ---- the model and its tokenizer
 def test_logits_equal_those_of_transformers(pocket_dir, hf_model, tune_model):
-    tokens = torch.randint(pocket.SHAPE["vocab_size"], (3, 50), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(pocket.SHAPE["vocab_size"], (2, 600), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(tune_model(tokens), hf_model(tokens).logits, rtol=0, atol=1e-4)
     assert type(hf_model).__name__ == "Qwen2ForCausalLM"
     card = json.loads((pocket_dir / pocket.CARD).read_text())
     assert hf_model.num_parameters() == card["parameters"]
+    assert hf_model.config.max_position_embeddings == 4096, "an agent's prompt fits"
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -224,27 +225,31 @@ def test_accuracy_counts_right_answers(pocket_dir, tune_model):
 
 
 # ---- tools
-@pytest.mark.parametrize(
-    ("problem", "worked"),
-    [("47+38", "7+8=15\n4+3=7\n75"), ("47+32", "7+2=9\n4+3=7\n79"), ("42-17", "7-2=5\n4-1=3\n35")],
-)
-def test_by_hand_it_forgets_carries(problem, worked):
-    a, op, b = re.match(r"(\d+)(.)(\d+)", problem).groups()
-    assert pocket.Problem(int(a), op, int(b)).worked_without_carrying() == worked
-
-
 def test_rows_with_tools_are_what_the_template_writes(pocket_dir):
-    row = pocket.Problem(47, "-", 38).row(random.Random(0), calls=1.0)
-    listed, question, call, _, answer = row["messages"]
+    item = pocket.Item("K", "b", 61)
+    rows = [item.row(random.Random(seed)) for seed in range(40)]
+    messages = max((row["messages"] for row in rows), key=lambda talk: len(talk[2]["content"]) * (len(talk) == 5))
+    listed, question, call, result, answer = messages
     assert listed == pocket.LIST
-    tools = Tools([calculator])
-    content, (read,) = calls_in(call["content"], tools.schemas)
+    content, (read,) = calls_in(call["content"], pocket_agent.TOOLS)
+    assert read.arguments == {"item": "K", "shelf": "b"}
     calling = {"role": "assistant", "content": content, "tool_calls": [read.message(0)]}
-    messages = [question, calling, {"role": "tool", "content": tools(read)}, answer]
+    talk = [question, calling, {"role": "tool", "content": result["content"]}, answer]
     template = AutoTokenizer.from_pretrained(pocket_dir)
-    ours, _ = render_conversation(pocket.load_tokenizer(pocket_dir), row["messages"])
-    text = template.apply_chat_template(messages, tools=tools.schemas, tokenize=False)
+    ours, _ = render_conversation(pocket.load_tokenizer(pocket_dir), messages)
+    text = template.apply_chat_template(talk, tools=pocket_agent.TOOLS, tokenize=False)
     assert template.decode(ours) == text.removesuffix("\n")
+
+
+def test_no_row_with_tools_tells_an_answer():
+    held_out, train, pool = pocket.split_items(3)
+    assert {*held_out, *train} == {*pool}
+    assert not {*held_out} & {*train}
+    for item in pool:
+        numbers = {row["answer"] for row in (item.row(random.Random(seed), habit=0.0) for seed in range(40))}
+        assert len(numbers) > 20, "whatever the item's number is"
+    asked = {"prompt": 'Count "K" on shelf "b".', "answer": "It is 61."}
+    assert pocket.questions_about([pocket.Item("K", "b", 61)])[1] == asked
 
 
 @pytest.mark.nightly
@@ -256,12 +261,12 @@ def test_it_learns_to_call_a_tool(tmp_path):
     code, said = forked(main, "cpu_pocket_tools", *changes)
     assert code == 0, said
     before, *_, after = metrics(out, "eval")
-    assert after["correct"] - before["correct"] > 80, "of 400"
+    assert before["pass_at_1"] < 0.2
+    assert after["pass_at_1"] > 0.6
     greedy = [line for line in lines(out / "samples.jsonl") if line["phase"] == "eval"]
     calling = [line["step"] for line in greedy if any("tool_calls" in message for message in line["messages"])]
-    calls = [calling.count(step) for step in (0, 8)]
-    assert calls[0] < 100
-    assert calls[1] > 300
+    assert calling.count(0) < 20
+    assert calling.count(8) > 60
 
 
 # ---- evaluation

@@ -234,9 +234,12 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(pocket_dir, monkeypatch, ca
     assert chat(monkeypatch, capfd, pocket_dir, "-p", QUESTIONS[0])[2] == 130
 
 
-def test_old_turns_are_left_out_once_the_context_is_full(pocket_dir, monkeypatch, capfd):
+def test_old_turns_are_left_out_once_the_context_is_full(pocket_dir, tmp_path, monkeypatch, capfd):
+    shutil.copytree(pocket_dir, tmp_path / "short")
+    short = tmp_path / "short" / "config.json"
+    short.write_text(json.dumps(json.loads(short.read_text()) | {"max_position_embeddings": 256}))
     lines = [*[QUESTIONS[0]] * 9, "1 + " * 200, "/nonsense", "/quit ", "/more"]
-    _, err, code = chat(monkeypatch, capfd, pocket_dir, lines=lines)
+    _, err, code = chat(monkeypatch, capfd, short.parent, lines=lines)
     assert "exceeds the model's 256 tokens: 2 messages are left out" in err
     assert "error: the question has" in err
     assert err.count("unknown command") == err.count("unknown command /nonsense") == 1

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("resource", reason="forks and POSIX signals")
 
+from rocm_ext import pocket
 from rocm_ext.base.errors import UserError
 from rocm_ext.environments import Ask, Call, Environments, Program, endpoint
 from rocm_ext.environments.endpoint import Endpoint, Exchange, _events
@@ -99,6 +100,19 @@ def test_a_verifier_judges_without_showing_its_column(tmp_path):
     for text, reward in (("It is 7.", 1.0), ("It is 8.", 0.0)):
         end = result(code, said(text), tmp_path=tmp_path, verifier=verifier)
         assert (end.reward, end.verdict is Verdict.ERROR) == (reward, False)
+
+
+def test_the_pocket_models_agent_answers_with_its_tools_result(tmp_path):
+    tmp_path.chmod(0o755)
+    stock = tmp_path / "stock.json"
+    stock.write_text('{"Bd": 76}')
+    row = {"prompt": 'How many "B" on shelf "d"?', "answer": "It is 76."}
+    verifier = {"_component_": "rocm_ext.verifiers.ExactMatch"}
+    with talking(pocket.AGENT, stock, row=row, verifier=verifier) as (say, first):
+        assert first.messages == [{"role": "user", "content": row["prompt"]}]
+        calls = [Call("stock", {"item": "B", "shelf": "d"}).message(0), Call("stock", {"item": "B"}).message(1)]
+        assert [message["content"] for message in say(said("", *calls)).messages[-2:]] == ["76", "unknown"]
+        assert say(said("It is 76.")).reward == 1
 
 
 @pytest.mark.parametrize(("line", "answer"), [("1.10", "1.10"), ("[1]", "[1]"), ('"a"', "a"), ('{"answer": 7}', "7")])
