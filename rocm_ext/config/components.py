@@ -14,6 +14,7 @@ from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError, explain_errors, nearest
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.types import Config
+from rocm_ext.config.other_trainers import our_names
 from rocm_ext.machine.profile import profile_names
 
 # Keys whose value is a component
@@ -164,8 +165,13 @@ def _argument_faults(key: str, block: DictConfig, others: Sequence[str]) -> Iter
         if name in others:
             continue
         if name not in parameters:
-            hint = "; it is for a list of data sets to train on" if key in _LISTS and name == WEIGHT else ""
-            yield f"unknown key {key}.{name} for {block[COMPONENT]}{hint or nearest(name, parameters)}"
+            if key in _LISTS and name == WEIGHT:
+                hint = "; it is for a list of data sets to train on"
+            elif names := our_names(name):
+                hint = f"; did you mean {' or '.join(names)}?"
+            else:
+                hint = nearest(name, parameters)
+            yield f"unknown key {key}.{name} for {block[COMPONENT]}{hint}"
             continue
         kinds = str(getattr(parameters[name].annotation, "__name__", parameters[name].annotation)).split(" | ")
         value = None if OmegaConf.is_interpolation(block, name) else block[name]

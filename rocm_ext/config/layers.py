@@ -32,6 +32,7 @@ from rocm_ext.base.types import Config
 from rocm_ext.config import references
 from rocm_ext.config.components import COMPONENT, component_faults, leaves
 from rocm_ext.config.model_folder import complete
+from rocm_ext.config.other_trainers import our_names
 from rocm_ext.machine.bench_file import of_this_machine
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import choose_profile, load_profile
@@ -43,32 +44,6 @@ _RIVALS = {"gradient_accumulation_steps": "sequences_per_step", "verifier": "env
 _RIVALS |= {rival: key for key, rival in _RIVALS.items()}
 # Mappings that an override replaces: merging would keep the YAML's entries
 _REPLACED = ("model.rank_pattern", "model.alpha_pattern", "model.trainable_tokens")
-# Our key -> its names in other trainers (transformers, TRL, axolotl, LLaMA-Factory)
-_ELSEWHERE = {
-    "batch_size": "micro_batch_size per_device_train_batch_size",
-    "clip_grad_norm": "max_grad_norm",
-    "dtype": "bf16 fp16",
-    "enable_activation_checkpointing": "gradient_checkpointing",
-    "epochs": "num_epochs num_train_epochs",
-    "log_every_n_steps": "logging_steps",
-    "lr_scheduler": "lr_scheduler_type",
-    "lr_scheduler.num_warmup_steps": "warmup_steps",
-    "max_new_tokens": "max_completion_length",
-    "model.alpha_pattern": "alpha_pattern",
-    "model.checkpoint_dir": "model_name_or_path",
-    "model.lora_alpha": "lora_alpha",
-    "model.lora_dropout": "lora_dropout",
-    "model.lora_rank": "lora_r lora_rank",
-    "model.rank_pattern": "rank_pattern",
-    "model.target_modules": "lora_target_modules target_modules",
-    "optimizer.lr": "learning_rate lr",
-    "optimizer.weight_decay": "weight_decay",
-    "run_val_every_n_steps": "eval_steps",
-    "samples_per_prompt": "num_generations",
-    "save_every_n_steps": "save_steps",
-    "tokenizer.max_seq_len": "cutoff_len max_length max_seq_length sequence_len",
-    "validation_fraction": "val_set_size",
-}
 _LOSSES_OF_PAIRS = {"Preference", "UnpairedPreference", "DPOLoss", "RSOLoss"}  # ours and torchtune's
 
 
@@ -377,8 +352,7 @@ def _check_known(run: Config, on_command_line: Mapping[str, str], known: Config,
     for key in dict.fromkeys([*run, *(key.lstrip("~").split(".")[0] for key in on_command_line)]):
         if key in known or str(key) in variables:
             continue
-        ours = (our for our, theirs in _ELSEWHERE.items() if str(key) in theirs.split())
-        named = [our for our in ours if our.split(".")[0] in known]
+        named = [name for name in our_names(str(key)) if name.split(".")[0] in known]
         named += sorted(name for name in flatten({**known, **run}) if name.endswith(f".{key}"))
         if others := [other for other in registry.TITLES if key in defaults(other)]:
             hint = f": it is a key of {' and '.join(others)}, not of {recipe.name}"
@@ -393,10 +367,11 @@ def _check_complete(cfg: DictConfig, defaults: Config, name: str) -> None:
     missing = set(OmegaConf.missing_keys(cfg))
     missing |= {key for key, default in defaults.items() if default == "???" and cfg._get_node(key)._is_none()}  # type: ignore
     # a missing key of the recipe explains the missing values that refer to it
+    missing = {key for key in missing if key in defaults} or missing
     judged = "teacher" not in defaults  # a teacher replaces the verifier
     if judged and defaults.get("prompts") == "???" and cfg.verifier is None and cfg.environment is None:
-        missing.add("verifier")  # or environment, whose default is null, too
-    if missing := {key for key in missing if key in defaults} or missing:
+        missing.add("verifier or environment")  # both default to null
+    if missing:
         raise UserError(f"config {name}: {', '.join(sorted(missing))} must be set")
 
 

@@ -259,7 +259,8 @@ class ConversationQueue(RequestQueue):
             self._cut(talk, "max_new_tokens")
             return None
         if len(context) + left > len(request.tokens) + self._sampling.max_new_tokens + self._limits.added:
-            self._cut(talk, "max_environment_tokens")
+            added = len(context) - len(request.tokens) - len(talk.tokens)
+            self._cut(talk, "max_environment_tokens", f": {added} are needed and {self._limits.added} allowed")
             return None
         talk.given.append((len(talk.tokens), ids, fresh))
         talk.context, talk.turns, talk.tools = list(context), turns, tools
@@ -285,10 +286,10 @@ class ConversationQueue(RequestQueue):
         text = repr((request.limited(self._sampling), request.seed, request.tokens))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def _cut(self, talk: _Talk, limit: str) -> None:
-        """Let the environment judge a conversation that a limit ends."""
+    def _cut(self, talk: _Talk, limit: str, numbers: str = "") -> None:
+        """Let the environment judge a conversation that a limit ends; an ERROR's detail has the ``numbers``."""
         if talk.cut or not talk.answers:
-            self._end(talk, error(f"{limit} leaves no room for a message of the model's"))
+            self._end(talk, error(f"{limit} leaves no room for a message of the model's{numbers}"))
             return
         talk.cut = limit
         self._wait_for(talk, self._environments.cut(talk.request.key, talk.last))

@@ -19,17 +19,18 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
-from rocm_ext.base.errors import UserError, refuse
+from rocm_ext.base.errors import UserError, one_line, refuse
 from rocm_ext.base.importing import import_component
 from rocm_ext.base.log import warn
 from rocm_ext.base.types import Json
+from rocm_ext.data.messages import to_tools, to_turns
 from rocm_ext.data.overview import Overview, equal, numbers, sequence, shared
 from rocm_ext.data.prompts import Prompt, check_disjoint
-from rocm_ext.data.render import render_conversation, render_prompt
+from rocm_ext.data.render import render_conversation, render_history, render_prompt
 from rocm_ext.data.rows import check_vocabulary, key
 from rocm_ext.data.tokenizer import defused, special_token_lines, special_tokens_in
 from rocm_ext.distributed.ranks import rank
-from rocm_ext.environments import Environments
+from rocm_ext.environments import Ask, Environments, Message
 from rocm_ext.plan import workload
 from rocm_ext.rl.records import Asked, Sample
 from rocm_ext.runs.records import GREEDY
@@ -72,6 +73,7 @@ class PromptSet:
         check_disjoint(self.training, self.held_out)
         self.tokens: dict[str, list[int]] = {}
         self.tools: tuple[Json, ...] = ()
+        self._begun: Ask | list[Message] | None = None  # the environment's first messages for the first prompt
         self._by_id = {prompt.id: prompt for prompt in self}
 
     def render(self, tokenizer: Any) -> None:
@@ -87,6 +89,34 @@ class PromptSet:
         warn(special_token_lines("prompts", len(self.tokens), reserved))
         if self.tools and all(self.tokens[p.id] == render_prompt(tokenizer, p.messages) for p in islice(self, 1)):
             raise UserError("the model's chat template has no place for the environment's tools; use another template")
+        self._check_beginning(tokenizer)
+
+    def _check_beginning(self, tokenizer: Any) -> None:
+        """Check that the environment's first messages leave room for the model's."""
+        if self._begun is None:
+            return
+        first = next(iter(self))
+        begun = self._begun
+        try:
+            if isinstance(begun, Ask):
+                turns = to_turns(begun.messages, blank=True)
+                tools = to_tools(begun.tools)
+            else:
+                turns = to_turns([*first.messages, *begun])
+                tools = [*first.tools, *self.tools] or None
+            length = len(render_history(tokenizer, turns, tools))
+        except Exception as problem:  # a program's messages and tools may be anything
+            raise UserError(
+                f"the environment's first messages for the prompt of {first.origin} cannot be rendered: "
+                f"{one_line(problem)}"
+            ) from problem
+        added = length - len(self.tokens[first.id])
+        if added > self._cfg.max_environment_tokens:
+            raise UserError(
+                f"max_environment_tokens is {self._cfg.max_environment_tokens}, and the environment's first messages "
+                f"alone take {added} tokens behind the prompt of {first.origin}; set it to the most that a "
+                "conversation's messages take, except the model's"
+            )
 
     def overview(self, tokenizer: Any, window: int) -> Overview:
         """Describe the rendered prompts, for a model that takes ``window`` tokens."""
@@ -159,7 +189,11 @@ class PromptSet:
             self.tools = tuple(environments.tools)
             first = next(iter(self))
             begun = environments.begin((first.id, 0), first.row).result()
-            if isinstance(begun, Result) and begun.reward is None and self._cfg.max_error_share < 1:
+            if self._cfg.max_error_share == 1:
+                return component
+            if not isinstance(begun, Result):
+                self._begun = begun
+            elif begun.reward is None:
                 raise UserError(f"environment {component[config.COMPONENT]} fails to begin: {begun.detail}")
         return component
 

@@ -258,6 +258,15 @@ def test_weights_that_do_not_fit(refused, tmp_path, change, message):
     assert message in refused()
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_fewer_target_modules_are_named_as_in_peft(refused, tmp_path, native):
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({name: t for name, t in load_file(path).items() if "q_proj" in name or "v_proj" in name}, path)
+    message = refused(native=native)
+    assert "adapts q_proj, v_proj; the config adapts down_proj, gate_proj, k_proj" in message
+    assert f"Set model.{'target_modules=[q_proj,v_proj]' if native else 'lora_attn_modules'}" in message
+
+
 @pytest.mark.wide
 def test_base_model_of_another_name(folders, tmp_path, messages):
     """Only the last part of a name counts: a hub name and a folder of that name are the same model."""

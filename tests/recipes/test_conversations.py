@@ -174,13 +174,15 @@ def test_what_an_environment_says_is_text(write, pocket_dir):
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"verifier": {"_component_": "rocm_ext.verifiers.MathAnswer"}}, "verifier and environment are both set"),
-    ({"environment": None}, "verifier must be set"),
+    ({"environment": None}, "verifier or environment must be set"),
     ({"environment": {"_component_": "tests.kit.games.Missing"}}, "Missing"),
     ({"environment": {"_component_": "tests.kit.judges.Coin"}}, "is not derived from"),
     ({"environment": {"_component_": "tests.kit.games.Echo", "turn": 3}}, "turn"),
     ({"stop_strings": ["x"]}, "stop_strings is ['x']"),
     ({"max_turns": 0}, "max_turns is 0"),
     ({"max_environment_tokens": 10_000}, "remove the prompt"),
+    ({"echo": {"opening": "Are you ready? " * 9}, "max_environment_tokens": 20, "max_error_share": 0.5},
+     "max_environment_tokens is 20"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(write, changes, said):
     with pytest.raises(UserError) as caught:

@@ -367,10 +367,26 @@ def read_adapter(source: Path, decoder: Decoder, model_type: str) -> dict[str, T
     if source.is_file():
         return _finite_tensors(source)
     config, state = read_peft(source)
+    if not config.parameters:
+        _check_targets(source, state, decoder, model_type)
     try:
         return from_peft(state, decoder, model_type, config)
     except UserError as error:
         raise UserError(f"adapter {source} does not fit model: {error}") from error
+
+
+def _check_targets(folder: Path, state: Mapping[str, Tensor], decoder: Decoder, model_type: str) -> None:
+    """Check that adapter and model adapt the same kinds of layers."""
+    layers = [name.removesuffix(".lora_A.weight") for name in state if name.endswith(".lora_A.weight")]
+    theirs = sorted({layer.rpartition(".")[2] for layer in layers})
+    ours = sorted({layer.removesuffix(".weight").rpartition(".")[2] for layer in _sizes(decoder, model_type)})
+    if not theirs or theirs == ours:
+        return
+    if decoder.renames is None:  # torchtune's builders
+        keys = "model.lora_attn_modules, model.apply_lora_to_mlp and model.apply_lora_to_output for these"
+    else:
+        keys = f"model.target_modules=[{','.join(theirs)}]"
+    raise UserError(f"adapter {folder} adapts {', '.join(theirs)}; the config adapts {', '.join(ours)}. Set {keys}")
 
 
 def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
