@@ -62,6 +62,7 @@ class CycleTrainer(PolicyTrainer):
     """
 
     free_keys = RAFT_FREE_KEYS
+    unit = "cycle"
 
     def begin_run(self) -> None:
         """Build an optimiser, and continue the checkpoint, which may be inside a cycle."""

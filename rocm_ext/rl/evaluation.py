@@ -69,33 +69,33 @@ def score(answers: Answers, samples: int) -> EvalScores:
 
 
 def report_gain(before: Mapping[str, bool], after: Mapping[str, bool], chosen: str, looks: int) -> None:
-    """Log how the chosen adapter does on the held-out prompts against the initial model, with a paired test.
+    """Log how the chosen adapter does on the held-out prompts against the initial model.
 
-    The best of several evaluations on the same prompts scores too high, so the p-value is multiplied by their number
-    (Bonferroni).
+    A gain has the p-value of a paired test. The best of several evaluations on the same prompts scores too high, so the
+    p-value is multiplied by their number (Bonferroni). Without a gain or without records this is a warning.
 
     Args:
-        before: by prompt id, whether the initial model's greedy answer is right; empty: it was not evaluated.
+        before: by prompt id, whether the initial model's greedy answer is right; empty: its records are lost.
         after: the same for the chosen adapter.
         chosen: name of the chosen adapter, such as ``cycle 3``.
         looks: number of evaluations that chose it.
     """
     if not before or before.keys() != after.keys():
+        log.warning("%s is not compared with the initial model: verdicts.jsonl has lost held-out verdicts", chosen)
         return
     gained = sum(right and not before[prompt] for prompt, right in after.items())
     lost = sum(right and not after[prompt] for prompt, right in before.items())
+    changed = f"{chosen} against the initial model: {gained} of {len(after)} held-out prompts gained, {lost} lost"
+    if gained <= lost:
+        log.warning("%s, so the training has not raised the held-out score", changed)
+        return
     p, best_of = mcnemar(lost, gained), ""
     if looks > 1:
         best_of = (
             f", {min(1.0, looks * p):.2g} as the best of {looks} evaluations (Bonferroni). The prompts that chose it "
             "make its score too high: measure it on others with rocm-ext eval"
         )
-    log.info(
-        "%s against the initial model: %d of %d held-out prompts gained, %d lost; by chance with p = %.2g (McNemar)%s",
-        chosen, gained, len(after), lost, p, best_of,
-    )  # fmt: skip
-    if gained <= lost:
-        log.warning("%s scores no higher on the held-out prompts than the initial model", chosen)
+    log.info("%s; by chance with p = %.2g (McNemar)%s", changed, p, best_of)
 
 
 def greedy(results: Mapping[SampleKey, Result]) -> dict[str, bool]:

@@ -348,7 +348,7 @@ def _describe(stats: Mapping[str, float], counts: Counter[str]) -> str:
     if "occupancy" in stats:
         parts.append(f"slots {stats['occupancy']:.0%} full")
     if "gb_per_second" in stats:
-        parts.append(f"{stats['gb_per_second']:,.1f} GB/s")
+        parts.append(f"memory read at {stats['gb_per_second']:,.1f} GB/s")
     if judged:
-        parts.append(f"{judged} judged so far, {counts[Verdict.CORRECT.value] / judged:.0%} of them right")
+        parts.append(f"{counts[Verdict.CORRECT.value]:,} of {judged:,} judged answers right")
     return "  ".join(parts)

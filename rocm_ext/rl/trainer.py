@@ -96,11 +96,6 @@ class PolicyTrainer(Training):
         self._progress = Progress(self.cfg.steps, self.step, self.ranks.is_main)
 
     @property
-    def adapter_step(self) -> int:
-        """The last step that could change the adapter."""
-        return self.step
-
-    @property
     def updates_of_step(self) -> int:
         """Updates of a step in the schedule, even if few of its groups teach."""
         return updates_of_step(self.cfg)
@@ -127,8 +122,8 @@ class PolicyTrainer(Training):
         self.evaluated = state["evaluated"]
         if "asked" not in state:
             raise UserError(
-                "the checkpoint was written by a version of this library whose checkpoints lack the pass rates of "
-                "prompts; finish the run with that version, or begin anew with overwrite_output_dir=True"
+                "the checkpoint is an earlier version's and lacks the pass rates that choose prompts; resume it with "
+                "that version, or begin anew with overwrite_output_dir=True"
             )
         for prompt, steps in state["asked"].items():
             if finished := [entry for entry in steps if entry[0] <= self.step]:

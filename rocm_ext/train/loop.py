@@ -87,12 +87,14 @@ class Training:
         step: steps done. Metrics and checkpoints count them.
         total_steps: optimiser updates of the schedule.
         best: the best adapter so far, see :class:`rocm_ext.train.checkpoint.Best`; None before the first.
+        unit: what messages call a step.
         free_keys: keys of the config that may differ when a run resumes.
         rules: keys of the config that let a run end early by the lines of ``metrics.jsonl``.
     """
 
     free_keys: frozenset[str] = FREE_KEYS
     rules: tuple[str, ...] = ()
+    unit = "step"
 
     def __init__(
         self,
@@ -176,6 +178,11 @@ class Training:
     @property
     def updates(self) -> int:
         """Updates of the finished steps in the schedule."""
+        return self.step
+
+    @property
+    def adapter_step(self) -> int:
+        """The last step that could change the adapter."""
         return self.step
 
     @property
@@ -537,6 +544,12 @@ class Training:
         """Whether ``adapter/`` gets the best adapter, not the last."""
         return self.best is not None
 
+    def which_adapter(self) -> str:
+        """Return which adapter ``adapter/`` has, in words."""
+        if self.best is not None and self.takes_best:
+            return f"the best, of {self.unit} {self.best['step']}"
+        return f"the last, of {self.unit} {self.adapter_step}"
+
     def write_outputs(self) -> None:
         """Write ``adapter/``, ``summary.json`` and, if the config asks for it, ``merged/``."""
         cfg, out = self.cfg, self.folder.path
@@ -545,7 +558,7 @@ class Training:
         if self.ranks.is_main:
             with replace_folder(out / "adapter") as folder:
                 self.learner.write_adapter(folder)
-            log.info("adapter: %s", out / "adapter")
+            log.info("adapter: %s (%s)", out / "adapter", self.which_adapter())
             if not cfg.save_adapter_weights_only:
                 merge(cfg.checkpointer, out / "adapter", out / "merged", self.learner.decoder)
             replace_text(out / "summary.json", json.dumps(self.summary(), indent=2) + "\n")

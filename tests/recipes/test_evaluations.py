@@ -153,7 +153,8 @@ def test_the_best_adapter_is_kept(make, folder, tmp_path):
     assert (summary["steps"], max(scores)) == (best + 2, best + 2)
     assert f"stopped early at step {best + 2}: 2 evaluations without a better held-out score" in messages
     assert f"step {best} against the initial model: " in messages
-    assert f"as the best of {best + 2} evaluations (Bonferroni)" in messages
+    gained = f"as the best of {best + 2} evaluations (Bonferroni)" in messages
+    assert gained == (scores[best] > scores[0])
     kept = out / "checkpoints" / f"step_{best:08d}" / "adapter_model.safetensors"
     assert (out / WEIGHTS).read_bytes() == kept.read_bytes()
 

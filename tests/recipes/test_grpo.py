@@ -94,6 +94,8 @@ def test_lost_lines_of_finished_steps(make, reference, tmp_path):
     messages = succeed(path, RESUME)
     assert "verdicts.jsonl lacks lines of step 2 and the evaluation at 2" in messages
     assert (out / WEIGHTS).read_bytes() == (reference / WEIGHTS).read_bytes(), "the same prompts were asked"
+    best = json.loads((out / "summary.json").read_text())["best_step"]
+    assert f"{out / 'adapter'} (the best, of step {best})" in messages
 
 
 @pytest.mark.wide

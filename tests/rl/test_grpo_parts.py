@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torch import nn
 
+from rocm_ext.base.log import log
 from rocm_ext.data.batches import Layout
 from rocm_ext.data.rows import Rows
+from rocm_ext.rl import evaluation
 from rocm_ext.rl.evaluation import advice, flat_reason, mismatch_warning, policy_stop_reason, rate_warning
 from rocm_ext.rl.prompts import choose_by_curriculum as choose
 from rocm_ext.rl.prompts import pass_rate
@@ -526,3 +528,18 @@ def test_a_mean_over_answers_counts_those_that_are_not_trained_on(counts, answer
     trainer = Trainer(prompts_per_step=16, groups_per_update=4)
     assert trainer.train(8, **counts)["informative_answers"] == 8
     assert trainer.answers == [answers, answers]
+
+
+@pytest.mark.parametrize(("before", "after", "said", "unsaid"), [
+    ("0011", "1111", ("2 of 4 held-out prompts gained, 0 lost; by chance with p = 0.5", "1 as the best of 3"), "not"),
+    ("0011", "1001", ("1 of 4 held-out prompts gained, 1 lost, so the training has not raised",), "McNemar"),
+    ("1111", "1001", ("0 of 4 held-out prompts gained, 2 lost, so the training has not raised",), "too high"),
+    ("", "1001", ("step 8 is not compared with the initial model: verdicts.jsonl has lost",), "gained"),
+])  # fmt: skip
+def test_the_gain_at_the_end_in_words(messages, before, after, said, unsaid):
+    log.setLevel("INFO")  # as a run does
+    right = [{str(i): mark == "1" for i, mark in enumerate(marks)} for marks in (before, after)]
+    evaluation.report_gain(*right, "step 8", 3)
+    (line,) = messages
+    assert all(part in line for part in said)
+    assert unsaid not in line
