@@ -24,7 +24,17 @@ from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.bench.sweep import PROBES, Measurement, Spec, Sweep, Winner
-from rocm_ext.cli._common import add_force, add_json, add_overrides, check_new_file, console, number, print_json, table
+from rocm_ext.cli._common import (
+    add_force,
+    add_json,
+    add_overrides,
+    check_new_file,
+    console,
+    number,
+    print_json,
+    refuse_first,
+    table,
+)
 from rocm_ext.config.checks import check_values
 from rocm_ext.machine.bench_file import bench_path, machine_key
 from rocm_ext.machine.budget import gib, memory_budget
@@ -54,6 +64,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Measure, print the measurements and the fastest settings, and write the file."""
     output = _output(args)
+    probes = [override for override in args.overrides if override in PROBES]
+    refuse_first((args.only and probes, f"{' '.join(probes)} is no key=value; for more probes: --only A --only B"))
     machine = detect()
     profile = load_profile(choose_profile(machine)[0])
     name = args.config or profile.bench_config

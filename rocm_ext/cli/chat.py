@@ -37,6 +37,7 @@ Ctrl-C stops an answer. """ begins a question of several lines, and """ ends it.
 def add(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the run's or the config's)")
+    option("--base", action="store_true", help="ask the model without its adapter, too")
     option("-p", "--prompt", metavar="TEXT", help="answer this question and end")
     option("--system", default="", metavar="TEXT", help="system message")
     tool = "Python function that the model may call, such as my_tools.search; it runs as you; may be repeated"
@@ -71,15 +72,18 @@ def run(args: argparse.Namespace) -> int:
     tools = Tools([import_component(path) for path in args.tool]) if args.tool else None
     sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "max_new_tokens")}
     cfg = target.load([*args.overrides, "output_dir=chat"])
+    alone = not cfg.checkpointer.get("adapter_checkpoint")
+    why = "--base compares answers with those without the adapter; name a run's folder, or --adapter"
+    refuse_first((args.base and alone, why), code=1)
     with open_chat(cfg, args.seed, args.system, tools, **sampling) as chat:
         chat.tell = note
         if question is not None:
-            return _show(chat, chat.ask(question.strip()))
-        _talk(chat)
+            return _ask(chat, question.strip(), args.base)
+        _talk(chat, args.base)
     return 0
 
 
-def _talk(chat: "Chat") -> None:
+def _talk(chat: "Chat", with_base: bool) -> None:
     with suppress(ImportError):
         import readline  # noqa: F401 - input() then edits lines and keeps a history
     note(f"\n{_sampling(chat)}. /help lists commands.")
@@ -98,23 +102,21 @@ def _talk(chat: "Chat") -> None:
         if line.strip() == "/quit":
             return
         try:
-            _act(chat, line)
+            _act(chat, line, with_base)
         except UserError as error:
             note(f"error: {error}")
         except KeyboardInterrupt:  # a second Ctrl-C, which does not wait for the next token
             note("\nstopped")
 
 
-def _act(chat: "Chat", line: str) -> None:
+def _act(chat: "Chat", line: str, with_base: bool) -> None:
     """Carry out a line: a command or a question."""
     command, _, text = line.partition(" ")
     text = text.strip()
-    if command == "/base":
-        if text:
-            note("with the adapter:")
-            _show(chat, chat.ask(text))
-        note("without the adapter:")
-        _show(chat, chat.base())
+    if command == "/base" and text:
+        _ask(chat, text, with_base=True)
+    elif command == "/base":
+        _ask_base(chat)
     elif command == "/reset":
         chat.reset()
         note("the conversation is forgotten")
@@ -127,7 +129,20 @@ def _act(chat: "Chat", line: str) -> None:
     elif command.startswith("/") and command[1:].isalpha():
         raise UserError(f"unknown command {command}; /help lists them")
     elif line.strip():
-        _show(chat, chat.ask(line))
+        _ask(chat, line, with_base)
+
+
+def _ask(chat: "Chat", question: str, with_base: bool) -> int:
+    """Ask a question, and show the answer, and that without the adapter; returns an exit code."""
+    if not with_base:
+        return _show(chat, chat.ask(question))
+    note("with the adapter:")
+    return _show(chat, chat.ask(question)) or _ask_base(chat)
+
+
+def _ask_base(chat: "Chat") -> int:
+    note("without the adapter:")
+    return _show(chat, chat.base())
 
 
 def _show(chat: "Chat", pieces: Iterator[tuple[str, bool]]) -> int:

@@ -18,7 +18,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     source = "output_dir of a run of any recipe, an adapter's folder, or the folder of a model without adapter"
     option("source", type=Path, metavar="RUN", help=source)
-    option("--base", type=Path, metavar="DIR", help="the base model's folder (default: the one in the run's config)")
+    base = "the base model's folder (default: the one in the run's config)"
+    option("--base-model", type=Path, metavar="DIR", help=base)
     add_trust(parser)
     option("--merged", type=Path, metavar="DIR", help="write the merged model in Hugging Face's format")
     option("--gguf", type=Path, metavar="FILE", help="write the merged model as one file for llama.cpp and Ollama")
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     from rocm_ext.export.source import write_merged
 
     setup_logging()
-    source = replace(open_source(args.source, args.base, args.trust_config), base_name=args.base_name)
+    source = replace(open_source(args.source, args.base_model, args.trust_config), base_name=args.base_name)
     lacks = source.adapter is None and (args.card or args.push)
     refuse_first((lacks, f"{args.source} has no adapter; --card and --push are for trained adapters"), code=1)
     files: list[Path] = []

@@ -26,8 +26,8 @@ from rocm_ext.runs.pairs import Answer, choose_pairs, choose_single, read_answer
 
 def add(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
-    option("run_dir", type=Path, metavar="OUTPUT_DIR", help="output_dir of the run")
-    where = "the file to write (default: pairs.jsonl or single.jsonl in OUTPUT_DIR)"
+    option("run_dir", type=Path, metavar="RUN", help="output_dir of the run")
+    where = "the file to write (default: pairs.jsonl or single.jsonl in RUN)"
     option("--output", "-o", type=Path, metavar="FILE", help=where)
     add_force(parser)
     option("--single", action="store_true", help="write single answers with a label instead of pairs")

@@ -11,8 +11,8 @@ from rocm_ext.report import write
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dirs", type=Path, nargs="+", metavar="OUTPUT_DIR", help="output_dir of a run")
-    output = "the file to write (default: report.html in OUTPUT_DIR, or in the current folder for several runs)"
+    parser.add_argument("dirs", type=Path, nargs="+", metavar="RUN", help="output_dir of a run")
+    output = "the file to write (default: report.html in RUN, or in the current folder for several runs)"
     parser.add_argument("--output", "-o", type=Path, metavar="FILE", help=f"{output}; an earlier .html is replaced")
     add_force(parser)
 

@@ -29,7 +29,7 @@ from rocm_ext.model.families import CONFIG
 from rocm_ext.model.weights.gguf_files import SUFFIX, refuse_merging
 from rocm_ext.runs.folder import RunFolder
 
-UNMERGED = "write --gguf-adapter, which llama.cpp adds as it computes, or name the model in 16 bits by --base"
+UNMERGED = "write --gguf-adapter, which llama.cpp adds as it computes, or name the model in 16 bits by --base-model"
 _RUN_CONFIG, _TOKENIZER = "config.yaml", "${checkpointer.checkpoint_dir}/" + TOKENIZER
 _HERE = Ranks(torch.device("cpu"))
 OF_ADAPTER = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, TEMPLATE)  # the published files of an adapter
@@ -134,7 +134,7 @@ def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: b
             content["model"]["checkpoint_dir"] = str(base)
     cfg = OmegaConf.create(content)
     if not cfg.checkpointer.checkpoint_dir:
-        raise UserError(f"{adapter} does not name its base model; set --base")
+        raise UserError(f"{adapter} does not name its base model; set --base-model")
     if peft.base_model.endswith(SUFFIX) and not Path(cfg.checkpointer.checkpoint_dir).exists():
         cfg.checkpointer.checkpoint_dir = cfg.model.checkpoint_dir = peft.base_model  # its folder has left the cache
     use_downloaded(cfg, _HERE)
@@ -142,7 +142,7 @@ def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: b
     if not (folder / CONFIG).is_file():
         raise UserError(
             f"no base model in {folder} ({CONFIG} is missing); start this command in the folder where the run started, "
-            "or set --base"
+            "or set --base-model"
         )
     files_of(folder, BESIDE_WEIGHTS)
     use_weights(folder, _HERE)

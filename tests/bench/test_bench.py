@@ -398,6 +398,7 @@ def test_a_plan_takes_as_long_as_the_measured_step(tmp_path, capsys):
         (["--only", "gemm", "--output", "/proc/b.json"], "cannot write /proc/b.json"),
         (["--output", "{tmp}/old.json"], "old.json exists; name another file, or add --force"),
         (["nonsense=1", "--only", "gemm"], "unknown key nonsense"),
+        (["--only", "gemm", "bandwidth"], "for more probes: --only A --only B"),
         (["model.lora_rank=0", "--only", "gemm", "--output", "{tmp}/b.json"], "model.lora_rank is 0; expected"),
     ],
 )

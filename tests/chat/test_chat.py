@@ -107,6 +107,8 @@ def test_history_adapter_and_base_are_those_of_peft(pocket_dir, adapter, monkeyp
     assert out == "".join(text + "\n" for text in expected)
     assert expected[0] != expected[1]
     assert code == 0
+    out, _, code = chat(monkeypatch, capfd, *arguments, "--base", "-p", QUESTIONS[0])
+    assert (out, code) == ("".join(text + "\n" for text in expected[:2]), 0)
 
 
 def test_a_runs_folder_stands_for_its_adapter_from_anywhere(pocket_dir, adapter, tmp_path, monkeypatch, capfd):
@@ -250,6 +252,7 @@ CANNOT = {  # case -> arguments, fragment of the error
     "config": (["cpu_pocket"], "the model's folder demo/pocket does not exist; first run rocm-ext pocket"),
     "elsewhere": (["HERE"], "start this command in the folder where the model is"),
     "adapter": (["ADAPTER"], "name its model, too: MODEL --adapter ADAPTER"),
+    "no adapter": (["MODEL", "-p", "1+1?", "--base"], "name a run's folder, or --adapter"),
     "file": (["MODEL", "-p", "1+1?", "--adapter", "ADAPTER/adapter_model.safetensors"], "is a file; name its folder"),
     "empty": (["HERE"], "holds neither a model (config.json) nor a run (config.yaml)"),
     "missing": (["cpu_poket"], "there is no such folder"), "unfinished": (["HERE"], "has no adapter yet"),

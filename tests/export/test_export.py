@@ -111,7 +111,7 @@ def test_the_merged_model_is_pefts(trained, bases, tmp_path, capsys):
     assert (tmp_path / "merged" / TEMPLATE).read_text() == CHATML
     # an adapter's folder and its base model are enough; a checkpoint's adapter belongs to its run
     adapter = shutil.copytree(trained / "adapter", tmp_path / "adapter")
-    assert export(adapter, "--base", bases("llama"), "--merged", tmp_path / "other") == 0
+    assert export(adapter, "--base-model", bases("llama"), "--merged", tmp_path / "other") == 0
     both = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("other", "merged")]
     assert both[0] == both[1]
 
@@ -153,7 +153,7 @@ def test_what_cannot_be_exported(trained, bases, tmp_path, capsys, monkeypatch):
     assert "has no adapter to merge" in fails(bases("llama"), "--merged", tmp_path / "x")
     lone = shutil.copytree(trained, tmp_path / "lone", ignore=shutil.ignore_patterns("adapter"))
     assert "has no adapter yet" in fails(lone, "--merged", tmp_path / "x")
-    assert "no base model in nowhere" in fails(trained, "--base", "nowhere", "--merged", tmp_path / "x")
+    assert "no base model in nowhere" in fails(trained, "--base-model", "nowhere", "--merged", tmp_path / "x")
     assert not (tmp_path / "x").exists()
     (mine := tmp_path / "full" / "mine.Modelfile").write_text("FROM me\n")
     for option, name in (("--card", "mine"), ("--gguf", "mine.gguf"), ("--gguf-adapter", "mine.gguf")):
@@ -213,7 +213,7 @@ def test_a_damaged_adapter_is_refused_by_name(trained, bases, tmp_path, capsys, 
     for option in ("--merged", "--gguf", "--gguf-adapter"):
         if "merged" in named and option == "--gguf-adapter":
             continue  # it is finite, and stays as it is
-        assert export(adapter, "--base", bases("llama"), option, tmp_path / "out") == 1
+        assert export(adapter, "--base-model", bases("llama"), option, tmp_path / "out") == 1
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert named in error
@@ -234,14 +234,14 @@ def test_a_base_model_of_another_config_is_refused_by_name(trained, bases, tmp_p
     base = shutil.copytree(bases("llama"), tmp_path / "base")
     (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | changes))
     for option in ("--merged", "--gguf", "--gguf-adapter"):
-        assert export(trained / "adapter", "--base", base, option, tmp_path / "out") == 1
+        assert export(trained / "adapter", "--base-model", base, option, tmp_path / "out") == 1
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert named in error
         assert [path.name for path in tmp_path.iterdir()] == ["base"]
     shutil.copytree(bases("llama"), base, dirs_exist_ok=True)
     (base / "tokenizer.json").write_text("{")
-    assert export(trained / "adapter", "--base", base, "--merged", tmp_path / "out") == 1
+    assert export(trained / "adapter", "--base-model", base, "--merged", tmp_path / "out") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -253,7 +253,7 @@ def test_the_card_tells_base_model_data_settings_and_results(trained, bases, tmp
     base = shutil.copytree(bases("llama"), tmp_path / "base")
     (base / "README.md").write_text("---\nlicense: llama3.1\nlanguage: en\n---\n# Base\n")
     (base / "original_repo_id.json").write_text('{"repo_id": "someone/Base-1B"}')
-    assert export(trained, "--base", base, "--card", tmp_path / "card.md", "--merged", tmp_path / "merged") == 0
+    assert export(trained, "--base-model", base, "--card", tmp_path / "card.md", "--merged", tmp_path / "merged") == 0
     card = (tmp_path / "merged" / "README.md").read_text()
     assert card == (tmp_path / "card.md").read_text()
     assert head_of(card) == {
@@ -271,7 +271,7 @@ def test_the_card_tells_base_model_data_settings_and_results(trained, bases, tmp
         other = shutil.copytree(trained, tmp_path / source.replace("/", "_"))
         settings = (other / "config.yaml").read_text()
         (other / "config.yaml").write_text(settings.replace(str(trained.parent / "rows.jsonl"), source))
-        assert export(other, "--base", base, "--card", other / "card.md") == 0
+        assert export(other, "--base-model", base, "--card", other / "card.md") == 0
         card = (other / "card.md").read_text()
         assert head_of(card).get("datasets") == named
         assert f"| 1 | {source if named else 'rows.jsonl'} |" in card
@@ -391,7 +391,7 @@ def test_a_merged_model_takes_along_what_belongs_to_a_model(trained, bases, tmp_
     for name in (".env", "notes.txt", "LICENSE", "modeling.py"):
         (base / name).write_text("mine")
     merged = tmp_path / "merged"
-    hub, code = pushed(trained, "--base", base, "--merged", merged, "--push", "me/merged")
+    hub, code = pushed(trained, "--base-model", base, "--merged", merged, "--push", "me/merged")
     assert code == 0
     names = {path.name for path in merged.iterdir()}
     assert {"config.json", "tokenizer.json", "model.safetensors", "LICENSE"} < names
@@ -399,7 +399,7 @@ def test_a_merged_model_takes_along_what_belongs_to_a_model(trained, bases, tmp_
     assert hub.files.keys() == names
     # a link that belongs to a model, out of the folder
     (base / "NOTICE").symlink_to("../id_rsa")
-    assert export(trained, "--base", base, "--merged", tmp_path / "other") == 1
+    assert export(trained, "--base-model", base, "--merged", tmp_path / "other") == 1
     assert f"NOTICE is a link to {tmp_path / 'id_rsa'}, outside of its folder" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
     # in the hub's cache all files are links
@@ -409,16 +409,16 @@ def test_a_merged_model_takes_along_what_belongs_to_a_model(trained, bases, tmp_
     for path in bases("llama").iterdir():
         shutil.copy(path, cached.parents[1] / "blobs" / path.name)
         (cached / path.name).symlink_to(f"../../blobs/{path.name}")
-    assert export(trained, "--base", cached, "--merged", tmp_path / "third") == 0
+    assert export(trained, "--base-model", cached, "--merged", tmp_path / "third") == 0
     (cached / "NOTICE").symlink_to("../../../id_rsa")
-    assert export(trained, "--base", cached, "--merged", tmp_path / "fourth") == 1
+    assert export(trained, "--base-model", cached, "--merged", tmp_path / "fourth") == 1
 
 
 def test_the_card_shows_markup_of_others_as_text(trained, bases, tmp_path):
     base = shutil.copytree(bases("llama"), tmp_path / "a [b](c) <b>*d*")
     terms = "'[x](https://example.org) <img src=x>\n\n# y'"
     (base / "README.md").write_text(f"---\nlicense: other\nlicense_name: {terms}\n---\n")
-    assert export(trained, "--base", base, "--card", tmp_path / "card.md") == 0
+    assert export(trained, "--base-model", base, "--card", tmp_path / "card.md") == 0
     body = (tmp_path / "card.md").read_text().split("---\n", 2)[2]
     assert r"# a \[b\](c) \<b\>\*d\*, LoRA adapter" in body
     assert r"Its licence, \[x\](https://example.org) \<img src=x\> # y, applies." in body

@@ -89,7 +89,7 @@ def test_the_merged_file_and_the_adapters_answer_as_the_trained_model(bases, tra
     base = bases("llama")
     f32 = ("--type", "f32")
     rows = with_rows(trained, tmp_path)
-    assert export(rows, "--base", base, "--gguf", tmp_path / "rows.gguf", *f32) == 0
+    assert export(rows, "--base-model", base, "--gguf", tmp_path / "rows.gguf", *f32) == 0
     with llama_cpp(tmp_path / "rows.gguf") as server:
         check_answers(server, base, rows)
     assert export(trained, "--gguf", tmp_path / "merged.gguf", "--gguf-adapter", tmp_path / "adapter.gguf", *f32) == 0
@@ -175,10 +175,10 @@ def test_what_llama_cpp_does_not_compute_is_refused(bases, trained, tmp_path, ca
     for name in [name for name in state if "lora_B" in name]:
         state[name.replace("lora_B.weight", "lora_magnitude_vector")] = torch.ones(len(state[name]))
     save_file(state, adapter / "adapter_model.safetensors")
-    said = fails(adapter, "--base", bases("llama"), "--gguf-adapter", out)
+    said = fails(adapter, "--base-model", bases("llama"), "--gguf-adapter", out)
     assert "is DoRA, which llama.cpp does not compute" in said
     assert "set --gguf, which merges it" in fails(
-        with_rows(trained, tmp_path), "--base", bases("llama"), "--gguf-adapter", out
+        with_rows(trained, tmp_path), "--base-model", bases("llama"), "--gguf-adapter", out
     )
     assert "qwen2 has no adapter" in fails(bases("qwen2"), "--gguf-adapter", out)
     (tmp_path / "there.gguf").write_text("mine")

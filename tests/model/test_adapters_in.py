@@ -166,7 +166,7 @@ def test_rows_of_tokens(tmp_path, tied, tokens):
     if tied:  # old files have the layer twice
         state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
         save_file(state, base / "model.safetensors", metadata={"format": "pt"})
-    assert cli.main(["export", str(theirs), "--base", str(base), "--merged", str(tmp_path / "merged")]) == 0
+    assert cli.main(["export", str(theirs), "--base-model", str(base), "--merged", str(tmp_path / "merged")]) == 0
     torch.testing.assert_close(their_logits(tmp_path / "merged"), expected, rtol=0, atol=1e-4)
     with pytest.raises(UserError, match=r"Set 'model.trainable_tokens=\{.embed_tokens.: \[5, "):
         peft_files.read_adapter(theirs, our_model(base, lora_rank=4, lora_alpha=8), "HF")
@@ -175,7 +175,7 @@ def test_rows_of_tokens(tmp_path, tied, tokens):
     name = next(name for name in state if name.endswith(peft_files.ROWS))
     for rows in ([], state[name][1:]):
         save_file({**{k: v for k, v in state.items() if k != name}, **({name: rows} if len(rows) else {})}, weights)
-        assert cli.main(["export", str(theirs), "--base", str(base), "--merged", str(tmp_path / "never")]) == 1
+        assert cli.main(["export", str(theirs), "--base-model", str(base), "--merged", str(tmp_path / "never")]) == 1
 
 
 @pytest.fixture

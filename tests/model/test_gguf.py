@@ -315,7 +315,7 @@ def test_llama_cpp_adds_the_adapter_to_the_same_file(files, rows, tmp_path, caps
     assert far[0] < within < 0.2 < far[1]
     for way in ("--merged", "--gguf"):
         assert export(run, way, tmp_path / "x.gguf") == 1
-        assert one_line_has(capsys.readouterr().err, str(path.resolve()), "--gguf-adapter", "--base")
+        assert one_line_has(capsys.readouterr().err, str(path.resolve()), "--gguf-adapter", "--base-model")
 
 
 # ---- bad input

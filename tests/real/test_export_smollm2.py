@@ -111,8 +111,8 @@ def test_the_adapter_over_the_base_answers_as_the_merged_model(base, tmp_path):
     adapted.save_pretrained(tmp_path / "adapter")
     adapted.eval()
     export(base, "--gguf", tmp_path / "base.gguf")
-    export(tmp_path / "adapter", "--base", base, "--gguf", tmp_path / "merged.gguf")
-    export(tmp_path / "adapter", "--base", base, "--gguf-adapter", tmp_path / "adapter.gguf")
+    export(tmp_path / "adapter", "--base-model", base, "--gguf", tmp_path / "merged.gguf")
+    export(tmp_path / "adapter", "--base-model", base, "--gguf-adapter", tmp_path / "adapter.gguf")
     assert answers(adapted, base) != answers(load(base), base)
     with llama_cpp(tmp_path / "merged.gguf") as server:
         check(server, base, adapted)
