@@ -51,12 +51,14 @@ class Chart:
         title, unit: title, and unit of the values.
         words: a description for screen readers.
         figure: plotly's ``data`` and ``layout``.
+        all_zero: whether no value is drawn but 0; the page then names the chart instead of drawing it.
     """
 
     title: str
     unit: str
     words: str
     figure: Json
+    all_zero: bool = False
 
     @property
     def json(self) -> Markup:
@@ -128,7 +130,9 @@ def line_chart(
         for x, text in marks
     ]
     words = [_ends(line, x_title) for line in lines if not line.faint and np.isfinite(line.y).any()]
-    return Chart(title, unit.lstrip(", "), "; ".join(words) or "no values", {"data": data, "layout": layout})
+    figure = {"data": data, "layout": layout}
+    all_zero = all(line.ends is None and (line.y == 0).all() for line in lines)
+    return Chart(title, unit.lstrip(", "), "; ".join(words) or "no values", figure, all_zero)
 
 
 def _traces(line: Line) -> list[Json]:

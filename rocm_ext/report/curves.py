@@ -24,7 +24,6 @@ class Curve:
         zero: begin the y axis at 0.
         lost: mark values that are not finite.
         noisy: smooth the lines of many points.
-        varies: leave out a chart in which all is 0.
     """
 
     title: str
@@ -34,7 +33,6 @@ class Curve:
     zero: bool = True
     lost: bool = False
     noisy: bool = True
-    varies: bool = False
 
 
 def _share(title: str, unit: str, **columns: str) -> Curve:
@@ -51,7 +49,7 @@ TRAINING = (
     Curve("Learning rate", "", {"lr": "learning rate"}, noisy=False),
     Curve("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}, lost=True),
     Curve("Speed", "tokens per second", {"tokens_per_second": "speed"}),
-    Curve("Padding", "% of computed tokens", {"padding": "padding"}, scale=100, noisy=False, varies=True),
+    Curve("Padding", "% of computed tokens", {"padding": "padding"}, scale=100, noisy=False),
     Curve("Peak memory", "bytes", {"peak_memory": "peak memory"}, noisy=False),
 )
 PREFERENCES = (
@@ -94,7 +92,7 @@ POLICY = (
     _share("Improbable tokens of wrong answers", "% of the gradients' energy", improbable_share="share"),
     Curve("Sum of learning rates", "of all updates", {"lr_sum": "sum"}, noisy=False),
     Curve("Probability ratio", "trainer / sampler", {"ratio_mean": "mean", "ratio_max": "largest"}),
-    Curve("Age of the policy", "steps, of the one that sampled", {"policy_lag": "age"}, varies=True),
+    Curve("Age of the policy", "steps, of the one that sampled", {"policy_lag": "age"}),
     Curve("Sampling speed", "tokens per second", {"sampled_tokens / sample_seconds": "speed"}),
 )
 
@@ -121,7 +119,7 @@ def _chart(
         for i, (column, label) in enumerate(columns.items()):
             x, y = _values(run, column)
             y = y * curve.scale
-            if not len(y) or not (np.isfinite(y).any() or curve.lost) or (curve.varies and not np.nanmax(y) > 0):
+            if not len(y) or not (np.isfinite(y).any() or curve.lost):
                 continue
             name = label if not several else run.name if len(columns) == 1 else f"{run.name}, {label}"
             line = Line(name, x, y, colour if several else i, i if several else 0, lost=curve.lost)

@@ -54,6 +54,19 @@ def test_the_page_of_a_run(run):
     assert 4 not in figure(html, "Loss")["data"][0]["x"]
 
 
+def test_charts_of_zeros_are_named(run):
+    drawn = figures(report(run))
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if "mismatch_max" in line:
+            line |= {"mismatch_mean": 0.0, "mismatch_max": 0.0}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    html = report(run)
+    assert figures(html) == [title for title in drawn if title not in ("Mismatch", "Largest mismatch")]
+    assert "0 throughout: Mismatch, Largest mismatch, " in words(html)
+
+
 def test_groups_to_read(run, tmp_path):
     kinds = ["unequal rewards", "all wrong", "all right", "with an ERROR"]
     html = report(run)
