@@ -48,6 +48,8 @@ def register() -> None:
             if problem := _FIRST.get(" ".join(sys.argv[1:2]), lambda *_: None)(sys.argv[2:], table):
                 sys.exit(f"error: {problem}")
             if not named:
+                if not {"-h", "--help"}.isdisjoint(sys.argv):
+                    leave_out_warnings()
                 return
         elif script.endswith((*_RECIPES, *_COMMANDS)):
             if problem := pins.wrong_pins():

@@ -118,8 +118,8 @@ def test_logits_are_those_of_transformers(files, name, kinds):
 ROPES = [
     ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192, "rope_theta": 5e5}}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}),
-    ("qwen2", {}),
-    ("qwen2 tied", {}),
+    ("qwen2", {"head_dim": 16}),
+    ("qwen2 tied", {"head_dim": 16}),
     ("qwen3", {"rope_parameters": YARN}),
     ("qwen3", {"rope_parameters": YARN | {"attention_factor": 1.5}}),
 ]
@@ -157,6 +157,12 @@ def test_bounds_of_yarn_that_llama_cpp_ignores_are_refused(tmp_path):
     other = write_family(tmp_path / "other", "qwen3", head_dim=24, rope_parameters=YARN | {"beta_fast": 16.0})
     with pytest.raises(UserError, match=rf"config\.json: YaRN's {said}"):
         write_gguf(other, tmp_path / "y.gguf")
+
+
+def test_heads_that_llama_cpp_does_not_open_are_refused(tmp_path):
+    base = write_family(tmp_path / "base", "qwen2", head_dim=24)
+    with pytest.raises(UserError, match=r"head_dim is 24; llama\.cpp's Qwen2 has heads of 16 dimensions here"):
+        write_gguf(base, tmp_path / "x.gguf")
 
 
 @torch.no_grad()

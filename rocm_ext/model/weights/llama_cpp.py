@@ -228,9 +228,11 @@ _NATIVE = {  # llama.cpp's Mistral is its Llama
 
 def _of_native(folder: Path, a: Architecture) -> Layout:
     arch = _NATIVE[a.name]
+    other_heads = arch == "QWEN2" and a.head_dim * a.heads != a.width
     problems = {
         "truncate is False; llama.cpp rounds YaRN's bounds": a.rope.yarn and not a.rope.yarn.rounded,
         "attention_bias is True; llama.cpp computes Qwen3 only without biases": arch == "QWEN3" and a.out_bias,
+        f"head_dim is {a.head_dim}; llama.cpp's Qwen2 has heads of {a.width // a.heads} dimensions here": other_heads,
     }
     refuse(f"{folder / CONFIG}: {problem}" for problem, holds in problems.items() if holds)
     _check_rope(folder, arch, a.rope.kind)
