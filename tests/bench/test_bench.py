@@ -402,7 +402,8 @@ def test_a_plan_takes_as_long_as_the_measured_step(tmp_path, capsys):
         (["model.lora_rank=0", "--only", "gemm", "--output", "{tmp}/b.json"], "model.lora_rank is 0; expected"),
     ],
 )
-def test_bad_input_is_one_line(arguments, found, capsys, tmp_path):
+def test_bad_input_is_one_line(arguments, found, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("ROCM_EXT_BENCH", str(tmp_path / "bench.json"))
     (tmp_path / "old.json").write_text("precious")
     assert main(["bench", "--quick", *[argument.format(tmp=tmp_path) for argument in arguments]]) != 0
     captured = capsys.readouterr()

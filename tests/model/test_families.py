@@ -349,7 +349,7 @@ def test_what_a_config_may_leave_out(folders, tmp_path):
     moved = config.load("lora_finetune_rocm", str(path), overrides)
     assert moved.checkpointer.checkpoint_dir == "/elsewhere"
     assert moved.tokenizer == tokenizer | {"path": "/elsewhere/tokenizer.json", "max_seq_len": 64}
-    with pytest.raises(UserError, match=r"unknown key tokenizer.max_seq_length.*did you mean max_seq_len"):
+    with pytest.raises(UserError, match=r"unknown key tokenizer.max_seq_length.*did you mean tokenizer.max_seq_len"):
         load({**cfg, "tokenizer": {"max_seq_length": 64}})
     with pytest.raises(UserError, match="checkpointer, tokenizer must be set"):
         load({**cfg, "model": run_config(folders["qwen2"], path, tmp_path)["model"]})

@@ -229,7 +229,7 @@ def places(reference, tmp_path_factory) -> dict[str, Path]:
     ("teacher={adapter}", "is an adapter; set teacher_adapter"),
     ("teacher_adapter=nowhere", "nowhere"),
     ("teacher=base teacher_adapter=nowhere", "nowhere"),
-    ("teacher=base teacher_adapter={adapter} model.apply_lora_to_mlp=False", "adapter does not fit model"),
+    ("teacher=base teacher_adapter={adapter} model.apply_lora_to_mlp=False", "adapts down_proj"),
     ("teacher_quantize_base=nf4", "teacher: quantize_base"),  # rows of 96 weights make no blocks of 4 bits
     ("teacher={other}", "/other has another tokenizer: token"),
     ("teacher={short} eval_prompts=null max_new_tokens=30", "32 that the teacher takes"),

@@ -146,7 +146,8 @@ def test_a_config_of_another_recipe_is_refused(folder, tiny, wanted, asked):
         config.load(registry.find(asked, folder), str(run))
 
 
-def test_a_recipe_that_extends_none_of_ours(folder, capsys):
+def test_a_recipe_that_extends_none_of_ours(folder, monkeypatch, capsys):
+    monkeypatch.setenv("ROCM_EXT_BENCH", str(folder / "bench.json"))
     (folder / "layer_decay.yaml").write_text("recipe: layer_decay\nlayer_lr_decay: 0.9\n")
     own = write_yaml(folder / "own.yaml", {"recipe": "layer_decay"})
     with pytest.raises(UserError, match=r"layer_decay.yaml: the defaults lack the key hardware"):
