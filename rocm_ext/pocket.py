@@ -106,6 +106,21 @@ class PocketCard(TypedDict):
     accuracy: float
 
 
+@dataclass(frozen=True)
+class Material:
+    """What a pocket model is made from.
+
+    Attributes:
+        pool: what it is trained on.
+        measured: rows that say when training stops.
+        files: texts of the files beside it, by name.
+    """
+
+    pool: Sequence["Problem | Item"]
+    measured: list[Row]
+    files: dict[str, str]
+
+
 def make(
     folder: Path, seed: int = 0, target: float = 0.33, force: bool = False, tools: bool = False
 ) -> tuple[PocketCard, bool]:
@@ -145,13 +160,13 @@ def make(
         one, other = (", ".join(f"{name} {value}" for name, value in of.items()) for of in (has, asked))
         raise UserError(f"{folder} already has a pocket model with {one} instead of {other}. --force replaces it")
     phrasing = random.Random(f"phrasing {seed}")
-    pool, measured, files = _shop(seed, phrasing) if tools else _sums(seed, phrasing)
+    material = _shop(seed, phrasing) if tools else _sums(seed, phrasing)
     with replace_folder(folder) as aside:
-        for name, text in files.items():
+        for name, text in material.files.items():
             (aside / name).write_text(text)
-        write_tokenizer(aside, [each.row(phrasing) for each in pool])
+        write_tokenizer(aside, [each.row(phrasing) for each in material.pool])
         tokenizer = load_tokenizer(aside)
-        model, steps, score = _train(tokenizer, pool, measured, seed, target, tools)
+        model, steps, score = _train(tokenizer, material, seed, target, tools)
         card: PocketCard = {
             "seed": seed,
             "target": target,
@@ -167,14 +182,14 @@ def make(
     return card, True
 
 
-def _sums(seed: int, phrasing: random.Random) -> "Material":
+def _sums(seed: int, phrasing: random.Random) -> Material:
     held_out, train, pool = split_problems(seed)
     rows = [problem.row(phrasing) for problem in train]
     measured = [problem.row(phrasing) for problem in held_out]
-    return pool, measured, {"train.jsonl": _json_lines(rows), "heldout.jsonl": _json_lines(measured)}
+    return Material(pool, measured, {"train.jsonl": _json_lines(rows), "heldout.jsonl": _json_lines(measured)})
 
 
-def _shop(seed: int, phrasing: random.Random) -> "Material":
+def _shop(seed: int, phrasing: random.Random) -> Material:
     held_out, train, pool = split_items(seed)
     measured = [item.row(phrasing, habit) for item in held_out for habit in (0.0, 1.0)]
     stock = {f"{item.name}{item.shelf}": item.pieces for item in pool}
@@ -184,7 +199,7 @@ def _shop(seed: int, phrasing: random.Random) -> "Material":
         "stock.json": json.dumps(stock),
         "agent.py": AGENT.read_text(),
     }
-    return pool, measured, files
+    return Material(pool, measured, files)
 
 
 def _json_lines(rows: Sequence[Row]) -> str:
@@ -258,10 +273,6 @@ class Item:
         return {"messages": [LIST, question, *messages], "answer": pieces}
 
 
-# What a model is trained on, the rows that measure it, and the files beside it
-Material = tuple[Sequence[Problem | Item], list[Row], dict[str, str]]
-
-
 def questions_about(items: Sequence[Item]) -> list[Row]:
     """Return the questions about items in all wordings, with their answers."""
     rows: list[Row] = []
@@ -295,7 +306,7 @@ def split_problems(seed: int) -> tuple[list[Problem], list[Problem], list[Proble
 
 
 def _train(
-    tokenizer: Any, pool: Sequence[Problem | Item], held_out: Sequence[Row], seed: int, target: float, tools: bool
+    tokenizer: Any, material: Material, seed: int, target: float, tools: bool
 ) -> tuple[TransformerDecoder, int, Score]:
     """Train a model until it reaches the target; return it with its steps and score.
 
@@ -304,8 +315,8 @@ def _train(
     """
     model = new_model(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
-    batches = batches_of(tokenizer, pool, random.Random(f"batches {seed}"))
-    score = Score(0, len(held_out))
+    batches = batches_of(tokenizer, material.pool, random.Random(f"batches {seed}"))
+    score = Score(0, len(material.measured))
     with tqdm(desc="training", unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
         for step in range(1, MAX_STEPS + 1):
             # Slow down towards the target: at the full learning rate accuracy jumps by ten points in five steps.
@@ -316,7 +327,7 @@ def _train(
             if step % (5 if score.accuracy > target / 4 else 20):
                 continue
             # The model has no dropout, so training mode equals evaluation mode.
-            score = accuracy(model, tokenizer, held_out)
+            score = accuracy(model, tokenizer, material.measured)
             bar.set_postfix_str(f"loss {loss.item():.3f}, held-out {score.accuracy:.1%}")
             if bar.disable and step % 100 == 0:
                 log.info("step %d  loss %.3f  held-out %s", step, loss.item(), score)

@@ -115,7 +115,8 @@ def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
             if isinstance(part, DictConfig) and part == defaults.get(str(key)):
                 continue
             if isinstance(part, DictConfig) and COMPONENT in part:
-                yield from _argument_faults(str(key), part, (COMPONENT, WEIGHT) if mixed else (COMPONENT,))
+                others = (COMPONENT, WEIGHT) if mixed else (COMPONENT,)
+                yield from _argument_faults(str(key), part, others, cfg)
             elif key in _COMPONENTS and part is not None and not (key in names and isinstance(part, str)):
                 yield f"{key} is {part!r}; expected a _component_ and its arguments"
 
@@ -156,8 +157,8 @@ def leaves(block: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         yield path, block
 
 
-def _argument_faults(key: str, block: DictConfig, others: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each fault in the arguments of a component: all keys of ``block`` except ``others``."""
+def _argument_faults(key: str, block: DictConfig, others: Sequence[str], cfg: DictConfig) -> Iterator[str]:
+    """Yield a message for each fault in the arguments of a component of ``cfg``: its keys except ``others``."""
     parameters = _parameters(block, key)
     if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
@@ -167,7 +168,7 @@ def _argument_faults(key: str, block: DictConfig, others: Sequence[str]) -> Iter
         if name not in parameters:
             if key in _LISTS and name == WEIGHT:
                 hint = "; it is for a list of data sets to train on"
-            elif names := our_names(name):
+            elif names := our_names(name, cfg):
                 hint = f"; did you mean {' or '.join(names)}?"
             else:
                 hint = nearest(name, parameters)

@@ -352,7 +352,7 @@ def _check_known(run: Config, on_command_line: Mapping[str, str], known: Config,
     for key in dict.fromkeys([*run, *(key.lstrip("~").split(".")[0] for key in on_command_line)]):
         if key in known or str(key) in variables:
             continue
-        named = [name for name in our_names(str(key)) if name.split(".")[0] in known]
+        named = our_names(str(key), known)
         named += sorted(name for name in flatten({**known, **run}) if name.endswith(f".{key}"))
         if others := [other for other in registry.TITLES if key in defaults(other)]:
             hint = f": it is a key of {' and '.join(others)}, not of {recipe.name}"

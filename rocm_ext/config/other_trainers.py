@@ -1,10 +1,12 @@
 """What other trainers call our keys, for hints at keys that we do not know."""
 
+from collections.abc import Container
+
 # Our key: its names in transformers, PEFT, bitsandbytes, TRL, Unsloth, axolotl and LLaMA-Factory
 _NAMES = {
     "batch_size": "micro_batch_size per_device_train_batch_size",
     "clip_grad_norm": "max_grad_norm",
-    "dtype": "bf16 bnb_4bit_compute_dtype compute_type fp16 torch_dtype",
+    "dtype": "bf16 bnb_4bit_compute_dtype fp16 torch_dtype",
     "enable_activation_checkpointing": "gradient_checkpointing use_gradient_checkpointing",
     "epochs": "num_epochs num_train_epochs",
     "kl_coef": "beta",
@@ -13,7 +15,7 @@ _NAMES = {
     "lr_scheduler.num_warmup_steps": "warmup_steps",
     "max_new_tokens": "max_completion_length",
     "model.alpha_pattern": "alpha_pattern",
-    "model.checkpoint_dir": "base_model model_id model_name model_name_or_path pretrained_model_name_or_path",
+    "model.checkpoint_dir": "base_model model_name model_name_or_path pretrained_model_name_or_path",
     "model.lora_alpha": "lora_alpha",
     "model.lora_dropout": "lora_dropout",
     "model.lora_rank": "lora_r lora_rank r",
@@ -33,6 +35,7 @@ _NAMES = {
 }
 
 
-def our_names(key: str) -> list[str]:
-    """Return our keys for a key of another trainer; none if it is unknown, too."""
-    return [ours for ours, theirs in _NAMES.items() if key in theirs.split()]
+def our_names(key: str, known: Container[str]) -> list[str]:
+    """Return our keys for a key of another trainer: those whose first part is ``known``. Empty if there are none."""
+    ours = [name for name, theirs in _NAMES.items() if key in theirs.split()]
+    return [name for name in ours if name.partition(".")[0] in known]

@@ -19,7 +19,7 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
-from rocm_ext.base.errors import UserError, one_line, refuse
+from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.importing import import_component
 from rocm_ext.base.log import warn
 from rocm_ext.base.types import Json
@@ -105,11 +105,10 @@ class PromptSet:
                 turns = to_turns([*first.messages, *begun])
                 tools = [*first.tools, *self.tools] or None
             length = len(render_history(tokenizer, turns, tools))
-        except Exception as problem:  # a program's messages and tools may be anything
-            raise UserError(
-                f"the environment's first messages for the prompt of {first.origin} cannot be rendered: "
-                f"{one_line(problem)}"
-            ) from problem
+        except Exception:  # a program's messages and tools may be anything
+            if not isinstance(begun, Ask):
+                raise
+            return  # a run refuses the request, and the program may make another
         added = length - len(self.tokens[first.id])
         if added > self._cfg.max_environment_tokens:
             raise UserError(
@@ -189,12 +188,11 @@ class PromptSet:
             self.tools = tuple(environments.tools)
             first = next(iter(self))
             begun = environments.begin((first.id, 0), first.row).result()
-            if self._cfg.max_error_share == 1:
-                return component
-            if not isinstance(begun, Result):
-                self._begun = begun
-            elif begun.reward is None:
-                raise UserError(f"environment {component[config.COMPONENT]} fails to begin: {begun.detail}")
+            if self._cfg.max_error_share < 1:
+                if not isinstance(begun, Result):
+                    self._begun = begun
+                elif begun.reward is None:
+                    raise UserError(f"environment {component[config.COMPONENT]} fails to begin: {begun.detail}")
         return component
 
     def check_model(self, decoder: "TransformerDecoder", name: str = "model") -> None:

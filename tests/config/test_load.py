@@ -102,6 +102,7 @@ def test_layers(run, monkeypatch):
     ("wandb: 4", [], r"unknown key wandb; all keys: \S+lora_finetune_rocm.yaml$"),
     ("", ["lora_attn_modules=[]"], r"did you mean model.lora_attn_modules\?$"),
     ("", ["num_train_epochs=4"], r"did you mean epochs\?$"),
+    ("", ["loss.beta=1"], r"unknown key loss.beta for .*CrossEntropy; known: "),
     ("", ["load_in_4bit=True"], r"did you mean model.quantize_base\?$"),
     ("", ["model.load_in_4bit=True"], r"model.load_in_4bit for .*; did you mean model.quantize_base\?$"),
     ("", ["output_dir=a", "path=b"], r"did you mean tokenizer.path\?$"), ("", ["=4"], "unknown key"),

@@ -5,7 +5,7 @@ import os
 import time
 from typing import Any
 
-from rocm_ext.environments import Environment
+from rocm_ext.environments import Ask, Environment
 from rocm_ext.verifiers import Result, Verdict
 
 
@@ -44,6 +44,13 @@ class Echo(Environment):
 
     def judge(self, answer: str) -> float:
         return 0.25
+
+
+class Malformed(Echo):
+    """Begins with a request that no chat template can render."""
+
+    def begin(self) -> Any:
+        return Ask([{"role": "nobody", "content": "Hello"}], [])
 
 
 class Hostile(Echo):

@@ -191,6 +191,11 @@ def test_mistakes_are_one_line(write, changes, said):
     assert "\n" not in str(caught.value)
 
 
+def test_a_malformed_first_request_is_for_the_run_to_refuse(write):
+    environment = {"_component_": "tests.kit.games.Malformed"}
+    loaded(GRPO, write(environment=environment, max_error_share=0.5)).check()
+
+
 @pytest.mark.wide
 def test_ctrl_c_does_not_wait_for_tools(write):
     path = write(steps=1, echo={"pause": 900}, verify_timeout=1000)

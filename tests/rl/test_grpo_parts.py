@@ -536,8 +536,8 @@ def test_a_mean_over_answers_counts_those_that_are_not_trained_on(counts, answer
     ("1111", "1001", ("0 of 4 held-out prompts gained, 2 lost, so the training has not raised",), "too high"),
     ("", "1001", ("step 8 is not compared with the initial model: verdicts.jsonl has lost",), "gained"),
 ])  # fmt: skip
-def test_the_gain_at_the_end_in_words(messages, before, after, said, unsaid):
-    log.setLevel("INFO")  # as a run does
+def test_the_gain_at_the_end_in_words(messages, caplog, before, after, said, unsaid):
+    caplog.set_level("INFO", log.name)  # as in a run
     right = [{str(i): mark == "1" for i, mark in enumerate(marks)} for marks in (before, after)]
     evaluation.report_gain(*right, "step 8", 3)
     (line,) = messages
