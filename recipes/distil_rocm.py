@@ -83,8 +83,8 @@ class Distil(Loop):
         objective: Any = self.learner.objective
         objective.teacher = self.teacher
 
-    def inputs(self) -> dict[str, str]:
-        """Return hashes that a resumed run shares with the one before."""
+    def inputs(self) -> dict[str, str | int]:
+        """Return values that a resumed run shares with the one before."""
         return super().inputs() | {"teacher": self.teacher.fingerprint}
 
     # ---- a step

@@ -33,7 +33,7 @@ from rocm_ext.runs.progress import progress
 _Run = Mapping[str, Any]  # the progress of a run, see rocm_ext.runs.progress
 _Show = Callable[[Reading, _Run | None], None]
 _VALUES = {  # format of a value in a run's progress
-    "cycle": "cycle {}",
+    "cycle": "cycle {:.0f}",
     "phase": "{}",
     "step": "step {:.0f}",
     "epoch": "epoch {:.0f}",
@@ -48,7 +48,7 @@ _VALUES = {  # format of a value in a run's progress
     "held_out": "held-out {:.1%}",
     "flat": "{:.0%} of groups flat",
     "entropy": "entropy {:.2f}",
-    "seconds": "{:.3g} s a step",
+    "seconds": "{:.3g} s a {unit}",
 }
 
 
@@ -165,8 +165,10 @@ def run_text(run: _Run) -> str:
     """Put the result of :func:`rocm_ext.runs.progress.progress` into words."""
     if "problem" in run:
         return run["problem"]
-    step = "step {:.0f}" + (f" of {run['steps']:.0f}" if "steps" in run else "")
-    said = [text.format(run[key]).replace("%", " %") for key, text in (_VALUES | {"step": step}).items() if key in run]
+    unit = "cycle" if "cycle" in run else "step"
+    of = f" of {run[f'{unit}s']:.0f}" if f"{unit}s" in run else ""
+    words = _VALUES | {unit: _VALUES[unit] + of}
+    said = [text.format(run[key], unit=unit).replace("%", " %") for key, text in words.items() if key in run]
     if "seconds_left" in run:
         said.append(f"{duration(run['seconds_left'])} left")
     if not said:

@@ -52,11 +52,11 @@ class Evaluation:
 def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[Evaluation]:
     """Score a model on a config's ``eval_prompts``.
 
-    ``output_dir`` gets the records of an evaluation before a RAFT run's first cycle. The second evaluation has the
-    folder ``base`` in it.
+    ``output_dir`` gets the records of an evaluation before a run's first step. The second evaluation has the folder
+    ``base`` in it.
 
     Args:
-        cfg: config of ``raft_rocm`` or ``grpo_rocm``, with an ``output_dir`` for this evaluation.
+        cfg: config with the keys of ``defaults/sampling.yaml``, and an ``output_dir`` for this evaluation.
         adapter: PEFT folder; None evaluates the model that the config starts from.
         base: whether to evaluate the model that the config starts from, in addition.
 
@@ -116,7 +116,6 @@ def _evaluate(recipe: RLRecipe, cfg: DictConfig, output: OutputDir, name: str) -
     if ranks.is_main:
         output.create()
         output.take(OmegaConf.to_yaml(cfg), None, lambda line: False)
-        (out / "cycle_0").mkdir(exist_ok=True)  # it tells the readers of runs that this is cycle 0
     ranks.barrier()
     first, requests = cfg.checkpointer.get("adapter_checkpoint"), recipe.prompts.evaluation_requests(recipe.sampling)
     adapter = Path(first) if first else None
@@ -128,7 +127,7 @@ def _evaluate(recipe: RLRecipe, cfg: DictConfig, output: OutputDir, name: str) -
     judged = recipe.rollout(job, lambda: recipe.engines.session("eval", adapter, check)).finish()
     scores, answers = evaluation.score(judged, recipe.cfg.eval_samples), _answers(recipe, judged)
     if ranks.is_main:
-        append_line(out / "metrics.jsonl", {"cycle": 0, "phase": "eval", "eval": scores, **judged.stats})
+        append_line(out / "metrics.jsonl", {"step": 0, "eval": scores, **judged.stats})
         replace_text(out / ANSWERS, "".join(json.dumps(answer) + "\n" for answer in answers))
     ranks.barrier()
     return Evaluation(scores, answers, evaluation.greedy(judged.results))

@@ -106,7 +106,7 @@ def _results(run: RunFolder) -> dict[str, str]:
     rows: dict[str, str] = {}
     scores = {f"pass@1, {scored.after}": scored.scores for scored in held_out(run)}
     if run.family not in SAMPLED:
-        for name, column in (("validation", run.validations["val_loss"]), ("training", run.steps["loss"])):
+        for name, column in (("validation", run.validations["val_loss"]), ("training", run.updates["loss"])):
             values = column[~np.isnan(column)]
             if len(values):
                 rows[f"{name} loss, first and last"] = f"{values[0]:.4f}, {values[-1]:.4f}"

@@ -147,14 +147,16 @@ def _sections(runs: Sequence[RunFolder]) -> list[_Section]:
         made = [(run, rollouts.evaluation_table(run)) for run in runs if run.family in families]
         return [(run, table) for run, table in made if table]
 
-    cycles = [*rollouts.score_charts(runs, RAFT), *bars(RAFT), *rollouts.cycle_charts(runs)]
-    rewards = [*rollouts.score_charts(runs, *BY_STEP), *curves.charts(curves.POLICY, runs, *BY_STEP), *bars(*BY_STEP)]
+    def sampled(*families: str) -> list[Chart]:
+        policy = curves.charts(curves.POLICY, runs, *families)
+        return [*rollouts.score_charts(runs, *families), *policy, *bars(*families)]
+
     training = [*rollouts.score_charts(runs, SFT, DPO), *curves.charts(curves.TRAINING, runs)]
     return [
-        _Section("Cycles", cycles, [run for run in runs if run.cycles], tables(RAFT)),
-        _Section("Rewards", rewards, [run for run in runs if run.family in BY_STEP], tables(*BY_STEP)),
+        _Section("Cycles", sampled(RAFT), [run for run in runs if run.family == RAFT], tables(RAFT)),
+        _Section("Rewards", sampled(*BY_STEP), [run for run in runs if run.family in BY_STEP], tables(*BY_STEP)),
         _Section("Preferences", curves.charts(curves.PREFERENCES, runs, DPO), [r for r in runs if r.family == DPO]),
-        _Section("Training", training, [run for run in runs if len(run.steps)], tables(SFT, DPO)),
+        _Section("Training", training, [run for run in runs if len(run.updates)], tables(SFT, DPO)),
         _Section("Hardware", hardware.charts([(r.name, r.hardware) for r in runs]), [r for r in runs if r.hardware]),
     ]
 

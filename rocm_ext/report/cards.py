@@ -9,7 +9,7 @@ import numpy as np
 
 from rocm_ext.base.hub import hub_name
 from rocm_ext.base.log import duration
-from rocm_ext.base.registry import BY_STEP, DPO, RAFT, SFT, TITLES
+from rocm_ext.base.registry import DPO, RAFT, SAMPLED, SFT, TITLES
 from rocm_ext.report.charts import memory_unit, short_number
 from rocm_ext.runs.folder import RunFolder, held_out, running_time
 from rocm_ext.runs.records import number
@@ -17,7 +17,7 @@ from rocm_ext.runs.records import number
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
     """Names and values of the known facts."""
-    special = {RAFT: _raft, **dict.fromkeys(BY_STEP, _by_step), DPO: _dpo}.get(run.family, _sft)
+    special = {**dict.fromkeys(SAMPLED, _sampled), DPO: _dpo}.get(run.family, _sft)
     known = [*_setup(run), *_progress(run), *special(run)]
     path = run.path / "adapter"
     if path.exists():
@@ -43,20 +43,19 @@ def _setup(run: RunFolder) -> Iterator[tuple[str, str]]:
 
 def _progress(run: RunFolder) -> Iterator[tuple[str, str]]:
     yield "State", "finished" if run.finished else f"not finished{_last_sign(run)}"
-    steps, epochs = run.steps["step"], run.steps["epoch"]
-    if len(steps):
-        epoch = f", epoch {epochs[-1]:.0f}" if run.family in (SFT, DPO) and math.isfinite(epochs[-1]) else ""
-        planned = number(run.setting("steps")) if run.family in BY_STEP else math.nan
-        of = f" of {planned:,.0f}" if planned != len(steps) and math.isfinite(planned) else ""
-        yield "Steps", f"{len(steps):,}{of}{epoch}"
-    tokens = float(np.nansum(run.steps["tokens"]))
+    if run.family == RAFT:
+        yield "Cycles", _steps(run, "cycles")
+        yield "Steps", f"{len(run.updates):,}" if len(run.updates) else ""
+    else:
+        yield "Steps", _steps(run, "steps")
+    tokens = float(np.nansum(run.updates["tokens"]))
     yield "Tokens trained", short_number(tokens) if tokens else ""
-    speeds = run.steps["tokens_per_second"]
+    speeds = run.updates["tokens_per_second"]
     if np.isfinite(speeds).any():
         yield "Training speed", f"{np.nanmedian(speeds):,.0f} tokens/s, median"
-    if np.isfinite(padding := run.steps["padding"]).any():
+    if np.isfinite(padding := run.updates["padding"]).any():
         yield "Padding", f"{100 * np.nanmean(padding):.1f} % of computed tokens" if np.nanmax(padding) > 0 else "none"
-    memory = np.array([*run.steps["peak_memory"], number(run.summary.get("peak_memory"))])
+    memory = np.array([*run.updates["peak_memory"], *run.steps["peak_memory"], number(run.summary.get("peak_memory"))])
     if np.isfinite(memory).any():
         size, unit = memory_unit([memory])
         yield "Peak memory", f"{np.nanmax(memory) / size:,.1f} {unit}"
@@ -64,8 +63,25 @@ def _progress(run: RunFolder) -> Iterator[tuple[str, str]]:
         clock, pauses = running_time(run.hardware)
         times = f", resumed {len(pauses)} time{'s' if len(pauses) > 1 else ''}" if len(pauses) else ""
         yield "Running time", _time(float(clock[-1])) + times
-    elif len(steps):
+    elif len(run.steps):
         yield "Training time", _time(float(np.nansum(run.steps["seconds"])))
+
+
+def _steps(run: RunFolder, planned: str) -> str:
+    """How many steps are done, of how many, in which epoch; empty before the first."""
+    done = len(run.steps)
+    if not done:
+        return ""
+    planned_steps = number(run.setting(planned))
+    words = f"{done:,}"
+    if planned_steps != done and math.isfinite(planned_steps) and run.family in SAMPLED:
+        words += f" of {planned_steps:,.0f}"
+    epoch = run.steps["epoch"][-1]
+    if run.family in (SFT, DPO) and math.isfinite(epoch):
+        words += f", epoch {epoch:.0f}"
+    if run.family == RAFT and (skipped := int(np.sum(run.steps["updates"] == 0))):
+        words += f", {skipped} skipped"
+    return words
 
 
 def _time(seconds: float) -> str:
@@ -114,24 +130,14 @@ def _ends(values: np.ndarray) -> str:
     return f"{first} → {last}, means of {n:,} steps"
 
 
-def _raft(run: RunFolder) -> Iterator[tuple[str, str]]:
-    trained = [cycle for cycle in run.cycles if cycle.number]
-    if trained:
-        last, skipped = trained[-1], sum(cycle.state == "skipped" for cycle in trained)
-        state = f", {skipped} skipped" if skipped else ""
-        state += f", {last.state} in cycle {last.number}" if last.state not in ("complete", "skipped") else ""
-        yield "Cycles", f"{sum(cycle.state == 'complete' for cycle in trained)}{state}"
-    yield "Held-out pass@1", _passes(run)
-
-
-def _by_step(run: RunFolder) -> Iterator[tuple[str, str]]:
+def _sampled(run: RunFolder) -> Iterator[tuple[str, str]]:
     steps = run.steps
-    yield "Reward", _ends(steps["reward"])
+    yield "Reward", _ends(steps["reward"]) if np.isfinite(steps["reward"]).any() else ""
     yield "Held-out pass@1", _passes(run)
     shares = {step: scores.passed[0] for step, scores in run.evaluations.items() if step}
     best = max(shares, key=shares.__getitem__, default=None)  # the first of equals
     if best is not None and best != max(shares):
-        yield "Best held-out pass@1", f"{100 * shares[best]:.1f} % after step {best:,}"
+        yield "Best held-out pass@1", f"{100 * shares[best]:.1f} % after {run.unit} {best:,}"
     answers = float(np.nansum(steps["answers"]))
     yield "Answers sampled", short_number(answers) if answers else ""
     kinds = [name for name in ("flat", "all_right", "all_wrong") if np.isfinite(steps[name]).any()]

@@ -106,18 +106,19 @@ def charts(curves: Sequence[Curve], runs: Sequence[RunFolder], *families: str) -
         families: recipes whose runs are drawn; none: all.
     """
     shown = [(colour, run) for colour, run in enumerate(runs) if not families or run.family in families]
-    marks = _cycle_marks(runs[0]) if len(runs) == 1 else []
-    drawn = [_chart(curve, shown, len(runs) > 1, marks) for curve in curves]
+    x_title = "cycle" if RAFT in families else "step"
+    marks = _cycle_marks(runs[0]) if len(runs) == 1 and not families else []
+    drawn = [_chart(curve, shown, len(runs) > 1, x_title, marks) for curve in curves]
     return [chart for chart in drawn if chart is not None]
 
 
 def _chart(
-    curve: Curve, runs: Sequence[tuple[int, RunFolder]], several: bool, marks: Sequence[tuple[float, str]]
+    curve: Curve, runs: Sequence[tuple[int, RunFolder]], several: bool, x_title: str, marks: Sequence[tuple[float, str]]
 ) -> Chart | None:
     lines, width, columns = [], 1, _columns(curve, runs)
     for colour, run in runs:
         for i, (column, label) in enumerate(columns.items()):
-            x, y = _values(run, column)
+            x, y = _values(run, column, x_title)
             y = y * curve.scale
             if not len(y) or not (np.isfinite(y).any() or curve.lost):
                 continue
@@ -136,7 +137,7 @@ def _chart(
     unit = "" if curve.title.endswith("oss") and any(run.family in (*BY_STEP, DPO) for _, run in runs) else curve.unit
     unit += ", smoothed" if width > 1 else ""
     legend = len(columns) > 1 or columns != curve.columns
-    return line_chart(curve.title, unit, lines, zero=curve.zero, marks=marks, legend=legend)
+    return line_chart(curve.title, unit, lines, x_title=x_title, zero=curve.zero, marks=marks, legend=legend)
 
 
 def _columns(curve: Curve, runs: Sequence[tuple[int, RunFolder]]) -> dict[str, str]:
@@ -151,9 +152,11 @@ def _columns(curve: Curve, runs: Sequence[tuple[int, RunFolder]]) -> dict[str, s
     return named
 
 
-def _values(run: RunFolder, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a column, at the steps that have it: a step of GRPO without an update has no loss."""
-    lines = run.validations if column.startswith("val_") else run.steps
+def _values(run: RunFolder, column: str, x_title: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps or cycles and values of a column, where they have it: a step of GRPO without an update has no loss."""
+    lines = run.steps if x_title == "cycle" else run.updates
+    if column.startswith("val_"):
+        lines = run.validations
     name, _, divisor = column.partition(" / ")
     has = lines.has(name)
     y = lines[name] / lines[divisor] if divisor else lines[name]
@@ -161,9 +164,9 @@ def _values(run: RunFolder, column: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cycle_marks(run: RunFolder) -> list[tuple[float, str]]:
-    """The first steps of a RAFT run's cycles, with their names; only some of many."""
-    if run.family != RAFT or not len(run.steps):
+    """The first updates of a RAFT run's cycles, with the cycles' names; only some of many."""
+    if run.family != RAFT or not len(run.updates):
         return []
-    cycles = run.steps["cycle"]
+    cycles = run.updates["cycle"]
     starts = np.flatnonzero(np.diff(cycles, prepend=-1))
-    return [(float(run.steps["step"][i]), f"{cycles[i]:.0f}") for i in starts[:: len(starts) // 12 + 1]]
+    return [(float(run.updates["step"][i]), f"{cycles[i]:.0f}") for i in starts[:: len(starts) // 12 + 1]]

@@ -145,7 +145,7 @@ def _patience(run: RunFolder) -> float:
     gaps = np.diff(run.hardware.times[-20:])
     if len(gaps) and time.time() - run.hardware.times[-1] < _RECORDED:
         return max(_LEAST, 6 * float(np.median(gaps)))
-    seconds = run.steps["seconds"][-20:]
+    seconds = run.updates["seconds"][-20:]
     return max(_QUIET, 10 * float(np.nanmedian(seconds))) if np.isfinite(seconds).any() else _QUIET
 
 

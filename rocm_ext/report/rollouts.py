@@ -1,20 +1,18 @@
 """Charts of runs that learn from sampled answers, and of evaluations, with tables: RAFT by cycle, others by step."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from rocm_ext.base.registry import BY_STEP, RAFT
 from rocm_ext.report.charts import Chart, Line, bar_chart, line_chart, time_unit
-from rocm_ext.runs.folder import CycleFolder, HeldOut, RunFolder, held_out
-from rocm_ext.runs.records import number
+from rocm_ext.runs.folder import HeldOut, RunFolder, held_out
+from rocm_ext.runs.records import MOST, number
+from rocm_ext.runs.tails import Record
 
 VERDICTS = {"CORRECT": "v0", "WRONG": "v1", "UNPARSED": "v2", "TIMEOUT": "v3", "ERROR": "v4"}  # and their colours
-_REWARDS = {"1": "r4", "0.5 to 1": "r3", "0 to 0.5": "r2", "0": "r1", "none": "v4"}
 _RULES = {"kept": "v0", "over cap": "r3", "not among best": "r2", "duplicate": "r1", "truncated": "v2", "empty": "v2"}
 _RULES |= {"not correct": "v3", "below threshold": "v1", "without reward": "v4", "not kept": "v2"}
-_PHASES = {"sample": "c0", "train": "c1", "eval": "c2"}
 _TIMES = {"sampling": "sample_seconds", "waiting": "wait_seconds", "training": "train_seconds"}
 _TIME_COLOURS = {"sampling": "c0", "waiting": "r2", "training": "c1", "other": "v2"}
 _EVALUATIONS, _ROWS = 60, 40  # most evaluations of a chart, most rows of a table
@@ -76,68 +74,33 @@ def _few(evaluations: Sequence[HeldOut], most: int) -> list[HeldOut]:
     return [evaluations[i] for i in sorted(kept)]
 
 
-# ---- cycles and steps
-
-
-def cycle_charts(runs: Sequence[RunFolder]) -> list[Chart]:
-    """Lengths, entropy and sampling speed of answers, for the RAFT runs among ``runs``."""
-    lengths, entropies, speeds = [], [], []
-    for colour, run in enumerate(runs):
-        if sampled := [cycle for cycle in run.cycles if cycle.lengths[0].any()]:
-            x = np.array([float(cycle.number) for cycle in sampled])
-            low, median, high = np.array([np.quantile(c.lengths[0], [0.05, 0.5, 0.95]) for c in sampled]).T
-            lengths.append(Line(run.name, x, median, colour, ends=np.stack([low, high])))
-            entropy = np.array([math.nan if (e := cycle.lengths[1]) is None else e for cycle in sampled])
-            entropies += [Line(run.name, x, entropy, colour)] if np.isfinite(entropy).any() else []
-        at = np.array([float(cycle.number) for cycle in run.cycles])
-        speed = np.array([number(c.phases.get("sample", {}).get("tokens_per_second")) for c in run.cycles])
-        speeds += [Line(run.name, at, speed, colour)] if np.isfinite(speed).any() else []
-    return [
-        line_chart(title, unit, lines, x_title="cycle", zero=True)
-        for title, unit, lines in (
-            ("Answer length", "tokens, median, with 5 and 95 %", lengths),
-            ("Entropy", "nats per token", entropies),
-            ("Sampling speed", "tokens per second", speeds),
-        )
-        if lines
-    ]
+# ---- bars of steps and cycles
 
 
 def bar_charts(run: RunFolder, suffix: str) -> list[Chart]:
-    """Verdicts and times of a run, of RAFT also rewards and kept answers; ``suffix`` ends the titles."""
+    """Verdicts and times of a run, of RAFT also kept answers; ``suffix`` ends the titles."""
     asked, counts = run.answers.verdicts.counts()
-    charts = [bar_chart("Verdicts" + suffix, "% of answers", asked, counts, VERDICTS, run.unit)]
-    if run.family in BY_STEP:
-        seconds = {name: np.clip(np.nan_to_num(run.steps[key], posinf=0.0), 0, None) for name, key in _TIMES.items()}
-        in_all = np.nan_to_num(run.steps["seconds"], posinf=0.0)
-        seconds["other"] = np.clip(in_all - sum(seconds.values()), 0, None)
-        steps = run.steps["step"]
-        charts.append(bar_chart("Time of a step" + suffix, "seconds", steps, seconds, _TIME_COLOURS, run.unit))
-    else:
-        cycles = np.array([float(cycle.number) for cycle in run.cycles])
-        size, unit = time_unit(max((sum(cycle.seconds.values()) for cycle in run.cycles), default=0.0))
-        times = [{phase: seconds / size for phase, seconds in cycle.seconds.items()} for cycle in run.cycles]
-        for title, of, rows, colours in (
-            ("Rewards", "% of answers", [_rewards(cycle) for cycle in run.cycles], _REWARDS),
-            ("Answers kept", "answers", [_fates(cycle) for cycle in run.cycles], _RULES),
-            ("Time", unit, times, _PHASES),
-        ):
-            parts = {name: np.array([float(row.get(name, 0)) for row in rows]) for name in colours}
-            charts.append(bar_chart(title + suffix, of, cycles, parts, colours, run.unit))
+    seconds = {name: np.clip(np.nan_to_num(run.steps[key], posinf=0.0), 0, None) for name, key in _TIMES.items()}
+    in_all = np.nan_to_num(run.steps["seconds"], posinf=0.0)
+    seconds["other"] = np.clip(in_all - sum(seconds.values()), 0, None)
+    size, unit = time_unit(float(np.max(in_all, initial=0.0)))
+    times = {name: of_part / size for name, of_part in seconds.items()}
+    steps = run.steps["step"]
+    charts = [
+        bar_chart("Verdicts" + suffix, "% of answers", asked, counts, VERDICTS, run.unit),
+        bar_chart(f"Time of a {run.unit}{suffix}", unit, steps, times, _TIME_COLOURS, run.unit),
+    ]
+    if run.family == RAFT:
+        fates = [_fates(line) for line in run.steps.lines]
+        kept = {name: np.array([fate.get(name, 0.0) for fate in fates]) for name in _RULES}
+        charts.append(bar_chart("Answers kept" + suffix, "answers", steps, kept, _RULES, run.unit))
     return [chart for chart in charts if chart is not None]
 
 
-def _rewards(cycle: CycleFolder) -> Mapping[str, float]:
-    """Numbers of a cycle's answers by range of their reward."""
-    values = cycle.rewards
-    ranges = (values >= 1, (values >= 0.5) & (values < 1), (values > 0) & (values < 0.5), values <= 0, np.isnan(values))
-    return {name: float(inside.sum()) for name, inside in zip(_REWARDS, ranges, strict=True)}
-
-
-def _fates(cycle: CycleFolder) -> Mapping[str, float]:
+def _fates(cycle: Record) -> Mapping[str, float]:
     """Numbers of a cycle's answers that were kept, and that the filter dropped, by rule."""
-    counts = cycle.row.get("filter")
-    if isinstance(counts, dict):
-        named = {str(rule).replace("_", " "): number(count) for rule, count in counts.items()}
-        return {rule: count for rule, count in named.items() if 0 < count < 1e12}
-    return {} if cycle.kept is None else {"kept": cycle.kept, "not kept": max(0, len(cycle.rewards) - cycle.kept)}
+    counts = cycle.get("filter")
+    if not isinstance(counts, dict):
+        return {}
+    named = {str(rule).replace("_", " "): number(count) for rule, count in counts.items()}
+    return {rule: count for rule, count in named.items() if 0 < count < MOST}

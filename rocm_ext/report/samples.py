@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rocm_ext.base.registry import RAFT, SAMPLED
+from rocm_ext.base.registry import SAMPLED
 from rocm_ext.report.conversations import Function, Turn, tools_of, turns_of
 from rocm_ext.runs.answers import Verdicts
 from rocm_ext.runs.folder import RunFolder
@@ -71,10 +71,7 @@ def groups(run: RunFolder) -> tuple[str, list[Group]]:
 
     Both are empty without answers.
     """
-    if run.family == RAFT:
-        last = max((cycle.number for cycle in run.cycles if cycle.kept is not None), default=0)
-    else:
-        last = max(run.steps["step"], default=0)
+    last = max(run.steps["step"], default=0)
     unit, held_out = run.unit, run.family not in SAMPLED
     kept = run.answers.steps(held_out)
     done = [step for step in kept if step <= last] or kept

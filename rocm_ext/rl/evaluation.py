@@ -19,7 +19,7 @@ from rocm_ext.verifiers import Result, Verdict
 
 Lines = Sequence[Json]  # lines of ``metrics.jsonl`` in order, for steps and evaluations
 
-ENTROPY_STEPS, LENGTH_STEPS = 3, 10  # newest steps whose mean counts: one step alone is noisy
+LENGTH_STEPS = 10  # newest steps whose mean counts: one step alone is noisy
 _MISMATCH_FACTOR = 5.0  # of the median of all earlier steps
 _MISMATCH_LEAST = 0.02  # nats per token; 16-bit servers and answers of the step before give 1e-4 to 1e-2
 _MISMATCH_STEPS = 3  # earlier steps that a median needs
@@ -31,6 +31,16 @@ _GROUPS = {  # of groups that teach nothing
     "all_wrong": "have no right answer: choose easier prompts, partial rewards, or more samples_per_prompt",
 }
 _FAR = 20 * 8e-5  # sum of learning rates: 20 updates of Tinker's recipe for GSM8K with LoRA (tinker-cookbook, math_rl)
+
+
+def steps_of(lines: Lines) -> list[Json]:
+    """Return the lines of steps."""
+    return [line for line in lines if "eval" not in line]
+
+
+def evaluations_of(lines: Lines) -> list[Json]:
+    """Return the lines of evaluations."""
+    return [line for line in lines if "eval" in line]
 
 
 # ---- held-out scores
@@ -108,49 +118,37 @@ def greedy(results: Mapping[SampleKey, Result]) -> dict[str, bool]:
 # ---- reasons to stop: pure functions
 
 
-def stop_reason(
-    entropies: Sequence[float], without_gain: int, unit: str, *, min_entropy: float | None, stop_after: int | None
-) -> str | None:
-    """Decide whether a run stops early because its answers became similar, or its scores stopped rising.
+def stop_reason(lines: Lines, cfg: DictConfig, entropy_steps: int) -> str | None:
+    """Decide whether a run stops early. Steps without a measured value are skipped.
 
     Args:
-        entropies: entropies of the newest steps, in nats per token; their mean counts. Empty: unknown.
-        without_gain: units since the best held-out score.
-        unit: unit of ``without_gain``, such as ``evaluation``.
-        min_entropy: stop below this entropy; None: never.
-        stop_after: ``stop_after_no_gain``: units without a better held-out score to stop after; None: never.
+        lines: the lines of ``metrics.jsonl``.
+        cfg: config with ``min_entropy``, in nats per token: stop below it, because the answers became similar;
+            ``stop_after_no_gain``: evaluations without a better held-out score to stop after; and, if it has the key,
+            ``max_length_share`` of the last 10 steps: the share of the rewards' variance inside groups that the length
+            of answers explains, either way.
+        entropy_steps: newest steps whose mean entropy counts.
 
     Returns:
         The reason to stop and what to do, in one line; None to continue.
     """
-    if min_entropy is not None and entropies and (entropy := fmean(entropies)) < min_entropy:
+    entropies = _newest(lines, "entropy", entropy_steps)
+    if cfg.min_entropy is not None and entropies and fmean(entropies) < cfg.min_entropy:
         return (
-            f"the entropy of the newest answers is {entropy:.3g} nats per token, below min_entropy {min_entropy:g}: "
-            "nearly equal answers teach little. Lower lr, or raise temperature, clip_high or the loss's entropy_coef"
+            f"the entropy of the newest answers is {fmean(entropies):.3g} nats per token, below min_entropy "
+            f"{cfg.min_entropy:g}: nearly equal answers teach little. Lower lr, or raise temperature, clip_high or the "
+            "loss's entropy_coef"
         )
-    if stop_after is not None and without_gain >= stop_after:
-        return (
-            f"no better held-out score in {without_gain} {unit}{'s' * (without_gain > 1)} (stop_after_no_gain "
-            f"{stop_after}): the best adapter is kept. To go on, raise stop_after_no_gain and resume"
-        )
-    return None
-
-
-def policy_stop_reason(lines: Lines, cfg: DictConfig) -> str | None:
-    """Decide whether a run of GRPO stops early; see :func:`stop_reason`. Steps without a measured value are skipped.
-
-    Args:
-        lines: the lines of ``metrics.jsonl``.
-        cfg: config with ``min_entropy`` of the last 3 steps; ``stop_after_no_gain``, in evaluations; and
-            ``max_length_share`` of the last 10 steps: the share of the rewards' variance inside groups that the length
-            of answers explains, either way.
-    """
-    scores = [line["eval"]["correct"] for line in lines if "eval" in line]
+    scores = [line["eval"]["correct"] for line in evaluations_of(lines)]
     without_gain = len(scores) - 1 - scores.index(max(scores)) if scores else 0  # the first of equals is the best
-    limits = {"min_entropy": cfg.min_entropy, "stop_after": cfg.stop_after_no_gain}
-    if reason := stop_reason(_newest(lines, "entropy", ENTROPY_STEPS), without_gain, "evaluation", **limits):
-        return reason
-    shares, most = _newest(lines, "length_share", LENGTH_STEPS), cfg.get("max_length_share")
+    if cfg.stop_after_no_gain is not None and without_gain >= cfg.stop_after_no_gain:
+        plural = "s" if without_gain > 1 else ""
+        return (
+            f"no better held-out score in {without_gain} evaluation{plural} (stop_after_no_gain "
+            f"{cfg.stop_after_no_gain}): the best adapter is kept. To go on, raise stop_after_no_gain and resume"
+        )
+    shares = _newest(lines, "length_share", LENGTH_STEPS)
+    most = cfg.get("max_length_share")
     if most is not None and shares and abs(share := fmean(shares)) > most:
         return (
             f"the length of answers explains {abs(share):.0%} of the differences between rewards over the last "
@@ -163,7 +161,7 @@ def policy_stop_reason(lines: Lines, cfg: DictConfig) -> str | None:
 
 def flat_reason(lines: Lines, *, max_flat_steps: int) -> str | None:
     """Return why a run stops after ``max_flat_steps`` steps in a row without an update; None to continue."""
-    flat = list(takewhile(lambda line: not line["updates"], reversed(_steps(lines))))
+    flat = list(takewhile(lambda line: not line["updates"], reversed(steps_of(lines))))
     if len(flat) < max_flat_steps:
         return None
     many = f"the last {len(flat)} steps" if len(flat) > 1 else "the last step"
@@ -176,7 +174,7 @@ def flat_reason(lines: Lines, *, max_flat_steps: int) -> str | None:
 
 def untrained_warning(lines: Lines) -> str | None:
     """Return a warning about a finished run without any update, in one line; None if a step had one."""
-    steps = _steps(lines)
+    steps = steps_of(lines)
     if not steps or any(line["updates"] for line in steps):
         return None
     rewards, cure = _how_flat(steps)
@@ -226,7 +224,7 @@ def advice(lines: Lines) -> list[str]:
 
     Every ten steps this compares the newest ten with the first ten. It omits what the ten steps before showed already.
     """
-    steps, rate = _steps(lines), rate_warning(lines)
+    steps, rate = steps_of(lines), rate_warning(lines)
     findings = {} if len(steps) % _WINDOW else _findings(steps)
     earlier = _findings(steps[:-_WINDOW]) if findings else {}
     return ([rate] if rate else []) + [text for what, text in findings.items() if what not in earlier]
@@ -276,7 +274,7 @@ def rate_warning(lines: Lines) -> str | None:
 
     It has moved if the means of the first and the last ten steps differ by more than two standard errors.
     """
-    if len(steps := _steps(lines)) != _EARLY_STEPS or (walked := lr_sum(lines)) >= _FAR:
+    if len(steps := steps_of(lines)) != _EARLY_STEPS or (walked := lr_sum(lines)) >= _FAR:
         return None
     if len(rewards := [line["reward"] for line in steps if line["reward"] is not None]) < _EARLY_STEPS:
         return None
@@ -290,13 +288,9 @@ def rate_warning(lines: Lines) -> str | None:
     )
 
 
-def _steps(lines: Lines) -> list[Json]:
-    return [line for line in lines if "eval" not in line]
-
-
 def _newest(lines: Lines, name: str, count: int) -> list[float]:
     """Return the newest ``count`` measured values; none if there are fewer."""
-    values = [line[name] for line in _steps(lines) if line.get(name) is not None][-count:]
+    values = [line[name] for line in steps_of(lines) if line.get(name) is not None][-count:]
     return values if len(values) == count else []
 
 

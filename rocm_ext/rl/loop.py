@@ -47,7 +47,7 @@ class RLRecipe:
     """A recipe whose model answers prompts. This class only evaluates; subclasses train on the answers.
 
     Args:
-        cfg: config of ``raft_rocm``, ``grpo_rocm`` or a recipe that extends one of them.
+        cfg: config with the keys of ``defaults/sampling.yaml``.
         learner: class that builds the model.
 
     Attributes:
@@ -62,7 +62,7 @@ class RLRecipe:
     samples_new_adapters = False
     judges = True
 
-    unit = "step"  # what messages and ``metrics.jsonl`` call a step
+    unit = "step"  # what messages call a step
     records: Records
 
     def __init__(self, cfg: DictConfig, learner: Callable[[DictConfig, Runtime, Any], Learner] = Learner) -> None:
@@ -218,21 +218,25 @@ class Loop(RLRecipe, ABC):
         prompts_of_step: prompts that a step asks at first, at most.
         evaluate_every: steps from one evaluation to the next.
         max_staleness: steps by which an answer's adapter may be older than the adapter that it trains.
+        entropy_steps: newest steps whose mean entropy ``min_entropy`` limits.
     """
 
     steps: int
     prompts_of_step: int
     evaluate_every: int
     max_staleness: int = 0
+    entropy_steps: int = 3  # one step alone is noisy
 
     def __init__(
         self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[PolicyTrainer] = PolicyTrainer
     ) -> None:
         super().__init__(cfg, learner)
         check_values(self.training_config())
-        self.trainer_cls, unit = trainer, self.unit
-        self.steps, self.evaluate_every = cfg[f"{unit}s"], cfg[f"eval_every_n_{unit}s"]
-        self.prompts_of_step = cfg[f"prompts_per_{unit}"] or sys.maxsize  # null: all that qualify
+        self.trainer_cls = trainer
+        self.unit = trainer.unit
+        self.steps = cfg[f"{self.unit}s"]
+        self.evaluate_every = cfg[f"eval_every_n_{self.unit}s"]
+        self.prompts_of_step = cfg[f"prompts_per_{self.unit}"] or sys.maxsize  # null: all that qualify
         self._sampled = False  # whether this process has begun a step
 
     # ---- the choices of a preset
@@ -295,7 +299,7 @@ class Loop(RLRecipe, ABC):
         Raises:
             UserError: the run cannot learn anything.
         """
-        return evaluation.policy_stop_reason(self.trainer.lines, self.cfg)
+        return evaluation.stop_reason(self.trainer.lines, self.cfg, self.entropy_steps)
 
     # ---- set-up
 
@@ -339,8 +343,8 @@ class Loop(RLRecipe, ABC):
         self.ahead: Ahead | None = None  # answers of coming steps
         log_config(self.metric_logger, self.cfg)
 
-    def inputs(self) -> dict[str, str]:
-        """Return hashes that a resumed run shares with the one before."""
+    def inputs(self) -> dict[str, str | int]:
+        """Return values that a resumed run shares with the one before."""
         return {
             "prompts": self.prompts.fingerprint(self.prompts.training),
             "eval prompts": self.prompts.fingerprint(self.prompts.held_out),
@@ -508,5 +512,5 @@ class Loop(RLRecipe, ABC):
     def report_gain(self) -> None:
         """Log the best adapter's gain on the held-out prompts over the initial model."""
         if (best := self.trainer.best) is not None:
-            looks = sum("eval" in line and line[self.unit] > 0 for line in self.trainer.lines)
+            looks = sum("eval" in line and line["step"] > 0 for line in self.trainer.lines)
             self.report_gain_at(best["step"], looks)

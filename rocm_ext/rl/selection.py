@@ -14,6 +14,7 @@ from statistics import fmean, pstdev
 import numpy as np
 from omegaconf import DictConfig
 
+from rocm_ext.base.types import Json
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows
 from rocm_ext.rl.records import Sample, measure
@@ -151,7 +152,7 @@ class Selected:
         answers: denominator of a loss's mean over answers: all answers with a reward; with ``refill``, which replaces
             flat groups, only of trained groups. 0: the number of trained answers.
         reference: log-probs of the answers' tokens under the reference, if their rewards have a KL divergence.
-        dropped: dropped answers by rule of :func:`filter_samples`, and ``kept``.
+        more: further values for the step's line of ``metrics.jsonl``.
     """
 
     samples: Mapping[SampleKey, Sample]
@@ -163,7 +164,7 @@ class Selected:
     length_share: float | None = None
     answers: int = 0
     reference: Mapping[SampleKey, np.ndarray] = field(default_factory=dict)
-    dropped: Mapping[str, int] = field(default_factory=dict)
+    more: Json = field(default_factory=dict)
 
     @property
     def groups(self) -> int:
@@ -175,11 +176,11 @@ class Selected:
         """The answers to train on."""
         return [self.samples[key] for key in self.advantages]
 
-    def policy_lag(self, step: int) -> float:
-        """Return the mean number of steps between the answers' adapters and the adapter that ``step`` trains."""
-        return step - 1 - self.stats["policy"] / len(self.samples)
+    def policy_lag(self, adapter_step: int) -> float:
+        """Return the mean number of steps between the answers' adapters and the adapter of ``adapter_step``."""
+        return adapter_step - self.stats["policy"] / len(self.samples)
 
-    def measurements(self) -> dict[str, float | None]:
+    def measurements(self) -> Json:
         """Compute the step's entry in ``metrics.jsonl``, without the measurements of training."""
         rewards = [result.reward for result in self.results.values() if result.reward is not None]
         verdicts = Counter(result.verdict for result in self.results.values())
@@ -201,6 +202,7 @@ class Selected:
             "length_share": self.length_share,
             **measure(self.samples, self.results),
             **self._of_conversations(),
+            **self.more,
         }
 
     def _of_conversations(self) -> dict[str, float]:

@@ -25,29 +25,41 @@ from rocm_ext.sampling import sample_seed
 from rocm_ext.train.checkpoint import FREE_KEYS, State
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt
-from rocm_ext.train.loop import StepStats, Training
+from rocm_ext.train.loop import Training
 from rocm_ext.train.output_dir import OutputDir
 
-# Keys that a resumed GRPO run may change, in addition to FREE_KEYS
-GRPO_FREE_KEYS = FREE_KEYS | frozenset(
+# Keys that a resumed run may change, in addition to FREE_KEYS
+POLICY_FREE_KEYS = FREE_KEYS | frozenset(
     """
-    steps prompts eval_prompts verify_workers verify_timeout max_error_share max_flat_steps stop_after_no_gain
-    min_entropy max_length_share eval_every_n_steps keep_samples max_staleness
+    steps cycles prompts eval_prompts verify_workers verify_timeout max_error_share max_flat_steps max_empty_cycles
+    stop_after_no_gain min_entropy max_length_share eval_every_n_steps eval_every_n_cycles keep_samples
+    keep_last_n_adapters max_staleness retry_unsolved_after
     engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.patience engine.api_key_env
     teacher teacher_adapter
     """.split()  # noqa: SIM905
 )
 NO_UPDATES = {"updates": 0, "train_seconds": 0.0}
+# Values of an update's line that `summarize_updates` treats in other ways than the objective's measurements
+_OF_EVERY_UPDATE = frozenset(
+    """
+    step epoch loss lr grad_norm tokens tokens_per_second padding seconds peak_memory labels sequences token_gradient
+    """.split()  # noqa: SIM905
+)
 
 
 class PolicyTrainer(Training):
     """Updates the adapter on the rows of a step; optimiser and schedule live as long as the run.
 
+    A subclass in which they live for a step sets :attr:`updates_of_step` to 0 and builds them in :meth:`begin_step`.
+
     Args:
         learner, cfg, folder, metric_logger, interrupt: see :class:`Training`.
-        inputs: hashes that a run shares with the one it resumes, such as of its prompts.
+        inputs: values that a run shares with the one it resumes, such as hashes of its prompts.
 
     Attributes:
+        done: updates of the unfinished step.
+        update_lines: their measurements from :meth:`rocm_ext.train.loop.StepStats.line`, with ``labels`` and
+            ``sequences``.
         first: the adapter that the run began with.
         lines: the lines of ``metrics.jsonl``, the same on all ranks.
         asked: see :class:`rocm_ext.rl.records.Records`; a checkpoint has it, because it decides the next prompts.
@@ -57,7 +69,7 @@ class PolicyTrainer(Training):
         fresh: whether the run began here, without a checkpoint.
     """
 
-    free_keys = GRPO_FREE_KEYS
+    free_keys = POLICY_FREE_KEYS
     rules = ("min_entropy", "stop_after_no_gain", "max_length_share")
     adapter_folder: Callable[[int], Path] | None = None  # of the adapter of a step, where the run keeps one
 
@@ -67,14 +79,18 @@ class PolicyTrainer(Training):
         cfg: DictConfig,
         folder: OutputDir,
         *,
-        inputs: Mapping[str, str],
+        inputs: Mapping[str, str | int],
         metric_logger: Any = None,
         interrupt: Interrupt | None = None,
     ) -> None:
         super().__init__(learner, cfg, folder, metric_logger=metric_logger, interrupt=interrupt)
-        self._inputs, self.first = inputs, learner.adapter_state()
+        self._inputs = inputs
+        self.first = learner.adapter_state()
+        self.done = 0
+        self.update_lines: list[dict[str, float]] = []
         self.stopped: str | None = None
-        self.evaluated, self.fresh = -1, folder.resumed is None
+        self.evaluated = -1
+        self.fresh = folder.resumed is None
         self.lines: list[Json] = []
         self.asked: Asked = {}
         self.saved = (-1, -1)
@@ -92,18 +108,31 @@ class PolicyTrainer(Training):
 
     def begin_run(self) -> None:
         """Begin the run, see :meth:`begin`, and its progress."""
-        self.begin(self.cfg.steps * self.updates_of_step)
-        self._progress = Progress(self.cfg.steps, self.step, self.ranks.is_main)
+        total = self.steps * self.updates_of_step
+        if not total and self.folder.resumed is not None:
+            total = self.folder.resumed[1]["total_steps"]
+        self.begin(total)
+        self._progress = Progress(self.steps, self.step, self.ranks.is_main)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run."""
+        return self.cfg[f"{self.unit}s"]
 
     @property
     def updates_of_step(self) -> int:
-        """Updates of a step in the schedule, even if few of its groups teach."""
+        """Updates of a step in the run's schedule, even if few of its groups teach; 0: a step has its own schedule."""
         return updates_of_step(self.cfg)
 
     @property
     def updates(self) -> int:
-        """Optimiser updates that the steps done take in the schedule."""
-        return self.step * self.updates_of_step
+        """Optimiser updates that are done in the schedule."""
+        return self.step * self.updates_of_step + self.done
+
+    @property
+    def where(self) -> str:
+        """Where the next update is in the run, for messages."""
+        return f"{self.unit} {self.step + 1}, update {self.done + 1}"
 
     def keeps_line(self, line: Json) -> bool:
         """Return whether a resumed run keeps a line; it repeats the other steps, and evaluations from their records."""
@@ -119,77 +148,58 @@ class PolicyTrainer(Training):
 
     def load_extra_state(self, state: State) -> None:
         """Take over the values of :meth:`extra_state` from a checkpoint's ``state``, for the finished steps."""
-        self.evaluated = state["evaluated"]
-        if "asked" not in state:
+        if missing := self.extra_state().keys() - state.keys():
             raise UserError(
-                "the checkpoint is an earlier version's and lacks the pass rates that choose prompts; resume it with "
-                "that version, or begin anew with overwrite_output_dir=True"
+                f"the checkpoint is an earlier version's and lacks {', '.join(sorted(missing))}; resume it with that "
+                "version, or begin anew with overwrite_output_dir=True"
             )
+        self.evaluated = state["evaluated"]
         for prompt, steps in state["asked"].items():
             if finished := [entry for entry in steps if entry[0] <= self.step]:
                 self.asked[prompt] = finished
 
     # ---- a step
 
-    def train_on(self, rows: Rows, groups: Sequence[str]) -> dict[str, float]:
-        """Do the updates of a step.
+    def train_on(self, rows: Rows, groups: Sequence[str]) -> Json:
+        """Do the updates of a step that are left.
 
         Args:
             rows: rows to train on. With the counts ``trained`` and ``answers``, a loss's mean over answers divides by
                 ``answers``; without them, by the number of sequences.
-            groups: the groups of the rows. An update never splits a group.
+            groups: the groups of the rows; see :meth:`deal`.
 
         Returns:
-            Means over the updates, for ``metrics.jsonl``; maxima of measurements that end in ``_max``. An update has
-            ``informative_answers``, and ``effective_tokens``, the sum of their labels' ``token_gradient``. ``lr_sum``
-            adds up the learning rates of the run's updates.
+            Measurements of all updates for ``metrics.jsonl``, from :func:`summarize_updates`. ``lr_sum`` adds up the
+            learning rates of the run's updates.
         """
-        done: list[StepStats] = []
-        labels, answers = [], []  # by update
+        updates = self.deal(rows, groups)
+        self.begin_step(len(updates))
         self.learner.model.train()
-        began = time.perf_counter()
-        updates = self._rows_of_updates(rows, groups)
-        layout, cfg = self.learner.layout, self.cfg
         # the memory plan cannot know which answers will share a prompt, so it counts a prompt per answer
-        loader = StepLoader(rows, updates, layout, pin_memory=cfg.pin_memory, count_shared=True)
+        loader = StepLoader(rows, updates, self.learner.layout, pin_memory=self.cfg.pin_memory, count_shared=True)
         share = rows.counts.get("trained", 1) / rows.counts.get("answers", 1)
-        for update in loader.range(0, len(updates)):
-            done.append(self.train_step(replace(update, sequences=update.sequences / share)))
-            labels.append(update.labels)
-            answers.append(update.sequences)
-        seconds = time.perf_counter() - began
-        self.skip_updates(self.updates_of_step - len(done))
-        if not done:
+        began = time.perf_counter()
+        for update in loader.range(self.done, len(updates)):
+            stats = self.train_step(replace(update, sequences=update.sequences / share))
+            self.done += 1
+            line = stats.line(time.perf_counter() - began) | self.memory()
+            self.update_lines.append({**line, "labels": update.labels, "sequences": update.sequences})
+            self.finish_update(stats.interrupted)
+            began = time.perf_counter()
+        self.skip_updates(self.updates_of_step - self.done)
+        if not self.done:
             return NO_UPDATES
-        tokens, computed = sum(s.tokens for s in done), sum(s.tokens / (1 - s.padding) for s in done)
-        measured: dict[str, list[float]] = {}
-        for stats in done:
-            for name, value in stats.measurements.items():
-                measured.setdefault(name, []).append(value)
-        if "token_gradient" in measured:  # of our policy gradients, not of any objective
-            sizes = zip(measured.pop("token_gradient"), labels, strict=True)
-            measured["effective_tokens"] = [mean * count for mean, count in sizes]
-        return {
-            "loss": fmean(s.loss for s in done),
-            "lr": done[-1].lr,
-            "lr_sum": evaluation.lr_sum(self.lines) + sum(s.lr for s in done),
-            "informative_answers": fmean(answers),
-            "grad_norm": fmean(s.grad_norm for s in done),
-            "tokens": tokens,
-            "tokens_per_second": tokens / seconds,
-            "train_seconds": seconds,
-            "padding": 1 - tokens / computed,
-            "updates": len(done),
-            **{name: (max if name.endswith("_max") else fmean)(values) for name, values in measured.items()},
-        }
+        rates = sum(line["lr"] for line in self.update_lines)
+        lr_sum = evaluation.lr_sum(self.lines) + rates
+        return {**summarize_updates(self.update_lines), "lr_sum": lr_sum, "updates": self.done}
 
-    def train_on_nothing(self) -> dict[str, float]:
-        """Advance the schedule by a step without rows, and return what :meth:`train_on` returns."""
-        self.skip_updates(self.updates_of_step)
-        return NO_UPDATES
+    def deal(self, rows: Rows, groups: Sequence[str]) -> Sequence[Sequence[int]]:
+        """Return the rows of a step's updates: a pass deals the groups out evenly, in a new order.
 
-    def _rows_of_updates(self, rows: Rows, groups: Sequence[str]) -> list[list[int]]:
-        """Return the rows of the updates: a pass deals the groups out evenly, in a new order."""
+        Args:
+            rows: the rows of the step.
+            groups: by row the name of its group, which an update never splits.
+        """
         updates = []
         labels = [count for count, _ in label_counts(rows)]
         for number in range(self.cfg.updates_per_step):
@@ -202,11 +212,24 @@ class PolicyTrainer(Training):
                     updates.append(indices)
         return updates
 
+    def begin_step(self, updates: int) -> None:
+        """Run before the updates of a step, or the rest of them after a resume; ``updates`` counts all of them."""
+
+    def finish_update(self, interrupted: bool) -> None:
+        """Run after an update of a step; ``interrupted``: the user has asked to stop."""
+
+    def train_on_nothing(self) -> Json:
+        """Advance the schedule by a step without rows, and return what :meth:`train_on` returns."""
+        self.skip_updates(self.updates_of_step)
+        return NO_UPDATES
+
     def finish_step(self, selected: Selected, updates: Json, seconds: float) -> None:
         """Count a step and log it, with the ``updates`` from :meth:`train_on`."""
+        lag = selected.policy_lag(self.adapter_step)
         self.step += 1
-        lag = {"policy_lag": selected.policy_lag(self.step)}
-        values = selected.measurements() | dict(updates) | lag | {"seconds": seconds} | self.memory()
+        self.done = 0
+        self.update_lines = []
+        values = {**selected.measurements(), **updates, "policy_lag": lag, "seconds": seconds, **self.memory()}
         self.log(self.step % self.cfg.log_every_n_steps == 0, **values)
         for line in evaluation.advice(self.lines) if self.ranks.is_main else ():
             log.warning("%s", line)
@@ -222,7 +245,7 @@ class PolicyTrainer(Training):
         self.evaluated = step
         if step and (self.best is None or scores["correct"] > self.best["score"]):
             self.best = {"score": scores["correct"], "step": step, "adapter": self.learner.adapter_state()}
-        self.log(False, eval=scores, seconds=stats["seconds"])
+        self.log(False, step=step, eval=scores, seconds=stats["seconds"])
         self.log_numbers({"eval_correct": scores["pass_at_1"]})
 
     def log(self, to_logger: bool, **values: Any) -> None:
@@ -242,7 +265,7 @@ class PolicyTrainer(Training):
     def save_if_due(self) -> None:
         """Write a checkpoint every ``save_every_n_steps`` steps and after the last."""
         every = self.cfg.save_every_n_steps
-        if (every and self.step % every == 0) or self.step == self.cfg.steps:
+        if (every and self.step % every == 0) or self.step == self.steps:
             self.save_checkpoint()
 
     def save_if_new(self) -> None:
@@ -252,9 +275,8 @@ class PolicyTrainer(Training):
 
     def summary(self) -> Json:
         """Return the content of ``summary.json``."""
-        steps = [line for line in self.lines if "eval" not in line]
+        steps, evaluations = evaluation.steps_of(self.lines), evaluation.evaluations_of(self.lines)
         keys = ("correct", "prompts", "pass_at_1", "interval")
-        evaluations = [line for line in self.lines if "eval" in line]
         return {
             "steps": self.step,
             "first_reward": steps[0]["reward"] if steps else None,
@@ -268,3 +290,40 @@ class PolicyTrainer(Training):
             "stopped": self.stopped,
             **super().summary(),
         }
+
+
+def summarize_updates(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Summarise the updates of a step.
+
+    Args:
+        lines: measurements by update, as in :attr:`PolicyTrainer.update_lines`.
+
+    Returns:
+        Means over the updates; maxima of measurements that end in ``_max``; the last ``lr``; sums of ``tokens`` and,
+        as ``train_seconds``, of seconds. An update has ``informative_answers``, and ``effective_tokens``, the sum of
+        its labels' ``token_gradient``. Empty without updates.
+    """
+    if not lines:
+        return {}
+    tokens = sum(line["tokens"] for line in lines)
+    computed = sum(line["tokens"] / (1 - line["padding"]) for line in lines)
+    seconds = sum(line["seconds"] for line in lines)
+    summary = {
+        "loss": fmean(line["loss"] for line in lines),
+        "lr": lines[-1]["lr"],
+        "informative_answers": fmean(line["sequences"] for line in lines),
+        "grad_norm": fmean(line["grad_norm"] for line in lines),
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "train_seconds": seconds,
+        "padding": 1 - tokens / computed,
+    }
+    measured: dict[str, list[float]] = {}
+    for line in lines:
+        for name in line.keys() - _OF_EVERY_UPDATE:
+            measured.setdefault(name, []).append(line[name])
+    for name, values in sorted(measured.items()):
+        summary[name] = max(values) if name.endswith("_max") else fmean(values)
+    if "token_gradient" in lines[0]:  # our policy gradients measure it, not every objective
+        summary["effective_tokens"] = fmean(line["token_gradient"] * line["labels"] for line in lines)
+    return summary

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rocm_ext.base.files import json_object
-from rocm_ext.runs.records import GREEDY, MOST_STEPS, Judged, SampleKey, finite, number
+from rocm_ext.runs.records import GREEDY, MOST_STEPS, Judged, SampleKey, number
 from rocm_ext.runs.tails import JsonLines, Record, Tails
 
 _BEGINNING = re.compile(rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", ')  # as the recipe begins a line
@@ -38,20 +38,6 @@ class _Positions(JsonLines, dict[_Scope, "array[int]"]):
     def take(self, record: Record, position: int) -> None:
         """Take a line."""
         self.setdefault(_scope(record), array("q")).append(position)
-
-
-class _Lengths(JsonLines, defaultdict[int, dict[SampleKey, tuple[int, float, int]]]):
-    """Sampled answers by step and key: number of tokens, sum and number of their log-probs."""
-
-    def __init__(self) -> None:
-        super().__init__(dict)
-
-    def take(self, record: Record, position: int) -> None:
-        """Take a line."""
-        (step, phase), key, tokens = _scope(record), _key(record), record.get("tokens")
-        if phase == "sample" and key is not None and isinstance(tokens, list):
-            logprobs = finite(record.get("logprobs"))
-            self[step][key] = len(tokens), float(logprobs.sum()), len(logprobs)
 
 
 class _VerdictLines(JsonLines):
@@ -107,10 +93,6 @@ class AnswerLog:
         """The steps with recorded answers, of their sampling or of the evaluation after them."""
         return sorted(step for step, phase in self._positions if phase == ("eval" if held_out else "sample"))
 
-    def has(self, step: int, held_out: bool = False) -> bool:
-        """Whether there are answers of a step's sampling, or of the evaluation after it."""
-        return (step, "eval" if held_out else "sample") in self._positions
-
     def answers(self, step: int, held_out: bool = False) -> Iterator[tuple[SampleKey, int, Record]]:
         """The answers of a step's sampling, or of the evaluation after it: key, position and record."""
         positions = self._positions.get((step, "eval" if held_out else "sample"), ())
@@ -121,17 +103,6 @@ class AnswerLog:
     def records(self, positions: Iterable[int]) -> dict[SampleKey, Record]:
         """The answers at these positions, by key."""
         return {key: line for _, line in _read(self._samples, positions) if (key := _key(line)) is not None}
-
-    def lengths(self, step: int) -> tuple[np.ndarray, float | None]:
-        """Lengths in tokens of a step's sampled answers, [n], and their entropy in nats per token.
-
-        See :func:`rocm_ext.rl.records.entropy`; None without log-probs.
-        """
-        of_key: dict[SampleKey, tuple[int, float, int]] = {}
-        for path in self._samples:
-            of_key |= self._tails.lines(path, _Lengths, self._problems).get(step, {})
-        lengths, sums, counts = zip(*of_key.values(), strict=True) if of_key else ((), (), ())
-        return np.array(lengths, dtype=np.float64), -sum(sums) / sum(counts) if sum(counts) else None
 
     def judged(self, rows: Sequence[int]) -> dict[int, Judged]:
         """Verdicts with their details, by row of :attr:`verdicts`."""

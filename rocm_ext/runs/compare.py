@@ -16,7 +16,7 @@ import numpy as np
 
 from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.hub import hub_name
-from rocm_ext.base.registry import BY_STEP, DPO, RAFT, SAMPLED
+from rocm_ext.base.registry import BY_STEP, DPO, SAMPLED
 from rocm_ext.runs.folder import RunFolder, held_out, running_time
 from rocm_ext.runs.intervals import BATCHES, Interval, mcnemar, paired_gain, ratio_of_medians, relative_difference
 from rocm_ext.runs.records import Columns, number
@@ -127,7 +127,7 @@ def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float
     settings = a.differing_settings(b)
     speed, measured = _speed(a, b)
     memory = _peak_memory(a), _peak_memory(b)
-    lost = [int((~np.isfinite(run.steps["loss"]) & run.steps.has("loss")).sum()) for run in (a, b)]
+    lost = [int((~np.isfinite(run.updates["loss"]) & run.updates.has("loss")).sum()) for run in (a, b)]
     measured |= {
         "peak memory, MiB": (memory[0] / 2**20, memory[1] / 2**20),
         "losses not finite": (lost[0], lost[1]),
@@ -159,7 +159,7 @@ def _mismatches(a: RunFolder, b: RunFolder) -> Iterator[str]:
     """
     if a.path.resolve() == b.path.resolve():
         yield f"{a.path} and {b.path} are the same folder; name two runs"
-    if a.family != b.family:
+    if a.family != b.family and not (a.is_evaluation and b.is_evaluation):
         yield f"{a.path} is a run of {a.recipe}, {b.path} of {b.recipe}; compare two runs of one recipe"
     folders = [str(run.setting("checkpointer.checkpoint_dir") or "") for run in (a, b)]
     weights = [run.fact("base_model") for run in (a, b)]
@@ -221,7 +221,7 @@ def _of_finite(of: Callable[[np.ndarray], Any], pair: Sequence[np.ndarray]) -> P
 
 
 def _peak_memory(run: RunFolder) -> float:
-    peaks = [*run.steps["peak_memory"], *(number(summary.get("peak_memory")) for summary in run.summaries)]
+    peaks = [*run.updates["peak_memory"], *run.steps["peak_memory"], number(run.summary.get("peak_memory"))]
     return max(filter(math.isfinite, peaks), default=math.nan)
 
 
@@ -244,16 +244,10 @@ def _speed(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
 
 
 def _rounds(run: RunFolder) -> Columns:
-    """The steps of a run; of RAFT the complete cycles, with the tokens that they sampled and their seconds."""
-    if run.family != RAFT:
+    """The steps of a run; of two evaluations, their lines, with the tokens that they sampled and their seconds."""
+    if not run.is_evaluation:
         return run.steps
-    lines, phases = [], ("eval",) if run.is_evaluation else ("sample", "train")
-    for cycle in run.cycles:
-        if cycle.state == "complete" and (cycle.number or run.is_evaluation):
-            seconds = sum(cycle.seconds.get(phase, math.nan) for phase in phases)
-            tokens = cycle.phases.get(phases[0], {}).get("tokens")
-            lines.append({"step": cycle.number, "sampled_tokens": tokens, "seconds": seconds})
-    return Columns(lines)
+    return Columns([{**line, "step": 0, "sampled_tokens": line.get("tokens")} for line in run.evaluated.lines])
 
 
 # ---- SFT and DPO: losses

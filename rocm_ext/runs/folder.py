@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import read_lines
 from rocm_ext.base.nested import flatten
-from rocm_ext.base.registry import BY_STEP, DPO, GRPO, RAFT, SFT, TITLES
+from rocm_ext.base.registry import DPO, GRPO, RAFT, SAMPLED, SFT, TITLES
 from rocm_ext.base.types import Json
 from rocm_ext.machine.counters import HARDWARE_LOG
 from rocm_ext.runs.answers import AnswerLog
@@ -28,11 +27,9 @@ from rocm_ext.runs.records import (
     ROWS,
     Columns,
     MetricLines,
-    PhaseLines,
-    PolicyLines,
     Readings,
+    SampledLines,
     Scores,
-    is_rows,
     number,
     parse_scores,
     read_json,
@@ -57,15 +54,15 @@ class RunFolder:
         family: the recipe, or the one that it extends; it decides the kind of records.
         unit: what it counts: ``cycle`` in RAFT, else ``step``.
         config: content of ``config.yaml``.
-        summary: content of ``summary.json``; empty before the end of SFT and DPO, or of RAFT's first cycle.
-        summaries: it, and the summaries of the training in RAFT's cycles.
+        summary: content of ``summary.json``; empty before the run's end.
         rows: content of ``rows.json``.
-        steps: optimiser steps in order: ``step``, ``loss``, ``lr`` … A RAFT run counts them across its cycles. A step
-            of GRPO may have several updates, or none and no loss.
+        steps: the run's steps in order: ``step``, ``loss``, ``lr`` … A step of GRPO may have several updates, or none
+            and no loss; a step of RAFT is a cycle.
+        updates: of RAFT, the optimiser's steps, which ``step`` counts across the cycles; else the same as ``steps``.
         validations: ``step``, ``val_loss``.
-        cycles: cycles of a RAFT run, in order.
-        evaluations: scores by step, in order; empty for RAFT.
-        answers: answers that the run sampled (SFT and DPO only in evaluations); a step of RAFT is a cycle.
+        evaluations: scores by step, in order.
+        evaluated: the lines of the evaluations.
+        answers: answers that the run sampled (SFT and DPO only in evaluations).
         hardware: lines of ``hardware.jsonl``, by time.
         problems: messages about files that could not be read.
         tails: contents of its files as they were last read.
@@ -84,73 +81,63 @@ class RunFolder:
         self.config = deepcopy(tails.content(path / "config.yaml", read_yaml, self.problems))
         self.summary = read_json(path / "summary.json", self.problems)
         self.rows = tails.content(path / ROWS, read_json, self.problems)
-        begun = begun_cycles(path)
-        shape = self._shape(bool(begun))
+        shape = self._shape()
         self.recipe = str(self.config.get("recipe", shape))
         self.family = self.recipe if self.recipe in TITLES else shape
-        self.cycles: list[CycleFolder] = []
-        self.evaluations: dict[int, Scores] = {}
-        self.validations = Columns()
+        self.unit = "cycle" if self.family == RAFT else "step"
         self.answers = AnswerLog(path, self.problems, tails)
-        if self.family in BY_STEP and shape == RAFT:  # rocm-ext eval with a config of GRPO: it writes a cycle's records
-            self.family = RAFT
-        if self.family == RAFT:
-            self._read_cycles(begun)
-        else:
-            kind = PolicyLines if self.family in BY_STEP else MetricLines
-            lines = tails.lines(path / "metrics.jsonl", kind, self.problems)
-            self.steps, self.validations = lines.steps, lines.validations
-            self.evaluations = dict(sorted(lines.evaluations.items()))
+        kind = SampledLines if self.family in SAMPLED else MetricLines
+        lines = tails.lines(path / "metrics.jsonl", kind, self.problems)
+        self.steps, self.validations, self.evaluated = lines.steps, lines.validations, lines.evaluated
+        self.updates = self._updates() if self.family == RAFT else self.steps
+        self.evaluations = dict(sorted(lines.evaluations.items()))
+        if not self.evaluations and (scores := parse_scores(read_json(path / "cycle_0" / "eval.json", self.problems))):
+            self.evaluations = {0: scores}  # of a rocm-ext eval of an earlier version
         known = {"model", "checkpointer", "output_dir"} <= self.config.keys()
-        if not (known or self.cycles or len(self.steps) or len(self.validations) or self.evaluations):
+        if not (known or len(self.steps) or len(self.updates) or len(self.validations) or self.evaluations):
             *others, last = TITLES
             raise UserError(
                 f"{path} holds no run: neither its config.yaml nor its metrics.jsonl can be read; expected the "
                 f"output_dir of {', '.join(others)} or {last}" + "".join(f" ({p})" for p in self.problems[:1])
             )
-        self.summaries = [self.summary, *(cycle.phases.get("train", {}) for cycle in self.cycles)]
-        self.unit = "cycle" if self.family == RAFT else "step"
         self.hardware = tails.lines(path / HARDWARE_LOG, Readings, self.problems)
 
-    def _shape(self, cycles: bool) -> str:
+    def _shape(self) -> str:
         """The recipe whose records the folder has; for a user's recipe, the one that it extends."""
-        if cycles or "cycles" in self.config:
+        if "cycles" in self.config or begun_cycles(self.path):
             return RAFT
         lines = list(islice(read_lines(self.path / "metrics.jsonl", problems=[]), 2))
-        if PhaseLines(lines):
-            return RAFT
-        if of_policy(self.config, lines, (self.path / "samples.jsonl").exists()):
+        if learns_from_samples(self.config, lines, (self.path / "samples.jsonl").exists()):
             return GRPO
         if any("reward_chosen" in line for line in lines):
             return DPO
         return SFT
 
-    def _read_cycles(self, begun: set[int]) -> None:
-        lines = self.tails.lines(self.path / "metrics.jsonl", PhaseLines, self.problems)
-        listed = self.summary.get("cycles")
-        rows = {r["cycle"]: r for r in listed if type(r.get("cycle")) is int} if is_rows(listed) else {}
-        self.cycles = [CycleFolder(self, k, lines.get(k, {}), rows.get(k, {})) for k in sorted({*begun, *lines})]
-        steps = [{**line, "cycle": cycle.number} for cycle in self.cycles for line in cycle.steps.lines]
-        self.steps = Columns([{**line, "step": number} for number, line in enumerate(steps, start=1)])
+    def _updates(self) -> Columns:
+        """Read the updates of RAFT's cycles, and number them."""
+        updates: list[Record] = []
+        for cycle in begun_cycles(self.path):
+            path = self.path / f"cycle_{cycle}" / "metrics.jsonl"
+            for line in self.tails.lines(path, MetricLines, self.problems).steps.lines:
+                updates.append({**line, "cycle": cycle, "step": len(updates) + 1})
+        return Columns(updates)
 
     @property
     def finished(self) -> bool:
-        """Whether the run has ended by itself, with all its steps or cycles."""
+        """Whether the run has ended by itself."""
         if self.is_evaluation:
-            return self.cycles[0].scores is not None
-        if self.family == RAFT:
-            states = [cycle.state for cycle in self.cycles]
-            last = self.cycles[-1].number if self.cycles else 0
-            complete = all(state in ("complete", "skipped") for state in states)
-            return complete and raft_finished(self.path, self.config, last, states[-1:] == ["skipped"])
-        if self.family in BY_STEP:
-            return steps_finished(self.summary, self.config, self.steps["step"][-1] if len(self.steps) else 0.0)
-        return number(self.summary.get("steps")) == len(self.steps)
+            return bool(self.evaluations)
+        last = self.steps["step"][-1] if len(self.steps) else 0.0
+        if self.family not in SAMPLED:
+            return number(self.summary.get("steps")) == len(self.steps)
+        if "cycles" in self.summary:  # of an earlier version, which wrote it after each cycle
+            return (self.path / "adapter").exists() and max(begun_cycles(self.path), default=0) == last
+        return steps_finished(self.summary, self.config, last)
 
     @property
     def is_evaluation(self) -> bool:
         """Whether ``rocm-ext eval --output`` wrote this folder: the evaluation of one adapter, without training."""
-        return [cycle.number for cycle in self.cycles] == [0] and self.config.get("prompts", "") is None
+        return [*self.evaluations] == [0] and not len(self.steps) and self.config.get("prompts", "") is None
 
     def setting(self, key: str) -> Any:
         """A value of ``config.yaml`` by its dotted name; None if the file has no such key."""
@@ -185,66 +172,8 @@ class RunFolder:
         }
 
     def fact(self, key: str) -> Any:
-        """A value of a summary: ``machine``, ``dtype``, ``ranks`` or ``base_model``."""
-        return next((summary[key] for summary in self.summaries if summary.get(key) is not None), None)
-
-
-class CycleFolder:
-    """A cycle of a RAFT run, and its folder ``cycle_k``.
-
-    Attributes:
-        number: k; cycle 0 is the evaluation before any training.
-        steps: optimiser steps of its training.
-        phases: the lines of its finished phases in the run's ``metrics.jsonl``.
-        seconds: durations of these phases.
-        scores: scores of its evaluation; None before its end.
-        row: the cycle's entry in the run's ``summary.json``; empty for an unfinished cycle.
-    """
-
-    def __init__(self, run: RunFolder, cycle: int, phases: Mapping[str, Record], row: Record) -> None:
-        self.folder, self.number, self.row = run.path / f"cycle_{cycle}", cycle, row
-        self._answers = run.answers
-        self.steps = run.tails.lines(self.folder / "metrics.jsonl", MetricLines, run.problems).steps
-        self.phases = dict(phases)
-        if not cycle and "eval" not in phases and (older := read_json(self.folder / "eval.json", run.problems)):
-            self.phases["eval"] = {"eval": older}  # of a rocm-ext eval that wrote no line
-        seconds = {phase: number(line.get("seconds")) for phase, line in self.phases.items()}
-        self.seconds = {phase: duration for phase, duration in seconds.items() if 0 <= duration < MOST}
-        self.scores = parse_scores(self.phases.get("eval", {}).get("eval"))
-
-    @property
-    def state(self) -> str:
-        """``begun``, ``sampling``, ``training``, ``trained``, ``evaluating``, ``complete`` or ``skipped``."""
-        if self.kept == 0:
-            return "skipped"
-        if "eval" in self.phases or (self.row and self.number):
-            return "complete"
-        if self._answers.has(self.number, held_out=True):
-            return "evaluating"
-        if "train" in self.phases:
-            return "trained"
-        if self.kept is not None:
-            return "training"
-        return "sampling" if self._answers.has(self.number) else "begun"
-
-    @cached_property
-    def rewards(self) -> np.ndarray:
-        """[n] rewards of the cycle's answers; NaN without one."""
-        verdicts = self._answers.verdicts
-        return verdicts.reward[verdicts.rows(self.number)]
-
-    @cached_property
-    def lengths(self) -> tuple[np.ndarray, float | None]:
-        """Lengths in tokens of the cycle's answers, and their entropy; see :meth:`AnswerLog.lengths`."""
-        return self._answers.lengths(self.number)
-
-    @cached_property
-    def kept(self) -> int | None:
-        """How many of its answers the cycle trains on, 0 if it was skipped; None before they are chosen."""
-        try:
-            return (self.folder / "kept.jsonl").read_bytes().count(b"\n")
-        except OSError:
-            return None
+        """A value of the summary: ``machine``, ``dtype``, ``ranks`` or ``base_model``; None before the run's end."""
+        return self.summary.get(key)
 
 
 @dataclass(frozen=True)
@@ -272,54 +201,43 @@ class HeldOut:
 
 def held_out(run: RunFolder) -> list[HeldOut]:
     """The evaluations of a run, in order; SFT and DPO have them with ``eval_prompts``."""
-    scored: list[tuple[int, int, Scores]] = []
-    if run.family != RAFT:
-        counts = np.clip(np.nan_to_num(run.steps["answers"]), 0, MOST)
-        before = np.concatenate([[0.0], np.cumsum(counts)])
-        for step, scores in run.evaluations.items():
-            scored.append((step, int(before[np.searchsorted(run.steps["step"], step, side="right")]), scores))
-    else:
-        answers = 0
-        for cycle in run.cycles:
-            counted = number(cycle.row.get("samples"))
-            answers += int(counted) if 0 <= counted < MOST else len(cycle.rewards)
-            if cycle.scores is not None:
-                scored.append((cycle.number, answers, cycle.scores))
-    return [HeldOut(f"{run.unit} {at}", at, count, scores, run) for at, count, scores in scored]
+    counts = np.clip(np.nan_to_num(run.steps["answers"]), 0, MOST)
+    answers = np.concatenate([[0.0], np.cumsum(counts)])
+    evaluations = []
+    for step, scores in run.evaluations.items():
+        before = int(answers[np.searchsorted(run.steps["step"], step, side="right")])
+        evaluations.append(HeldOut(f"{run.unit} {step}", step, before, scores, run))
+    return evaluations
 
 
-def of_policy(config: Json, lines: Sequence[Record], sampled: bool) -> bool:
-    """Whether GRPO wrote the records, by some ``lines`` of ``metrics.jsonl``. SFT may also have ``sampled``."""
+def learns_from_samples(config: Json, lines: Sequence[Record], sampled: bool) -> bool:
+    """Whether the run's recipe learns from sampled answers, by some ``lines`` of its ``metrics.jsonl``.
+
+    Args:
+        config: content of ``config.yaml``.
+        lines: some lines.
+        sampled: whether the run has samples; SFT and DPO may have them, too, of evaluations.
+    """
     if config.get("dataset") or any("loss" in line and "reward" not in line for line in lines):
         return False
     return sampled or any({"reward", "eval"} & line.keys() for line in lines)
 
 
-def begun_cycles(path: Path) -> set[int]:
-    """The cycles that have a folder: those of RAFT from 1, and cycle 0 of ``rocm-ext eval``."""
+def begun_cycles(path: Path) -> list[int]:
+    """The cycles of a RAFT run that have a folder, in order."""
     names = [folder.name for folder in path.glob("cycle_*") if folder.is_dir()]
-    return {int(name[6:]) for name in names if re.fullmatch(r"cycle_(0|[1-9]\d{0,8})", name)}
-
-
-def raft_finished(path: Path, config: Json, last: int, skipped: bool = False) -> bool:
-    """Whether a RAFT run whose cycle ``last`` is complete has ended.
-
-    ``adapter/`` alone does not show it: a run that continues with more cycles still has the adapter of the shorter
-    run. If the run may have stopped early, because its config allows it or its last cycle was ``skipped``, the adapter
-    decides.
-    """
-    may_stop = skipped or any(config.get(key) for key in ("min_entropy", "stop_after_no_gain", "skip_solved"))
-    return (path / "adapter").exists() and (may_stop or not last < number(config.get("cycles")))
+    return sorted(int(name[6:]) for name in names if re.fullmatch(r"cycle_[1-9]\d{0,8}", name))
 
 
 def steps_finished(summary: Json, config: Json, last: float) -> bool:
-    """Whether a GRPO run whose last recorded step is ``last`` has ended by itself.
+    """Whether a run that learns from sampled answers, and whose last recorded step is ``last``, has ended by itself.
 
     A run that continues with more steps keeps the summary of the shorter run until it ends. So a summary before the
-    config's last step counts only if the run may have stopped early.
+    config's last step counts only if the run stopped early.
     """
-    may_stop = any(config.get(key) for key in ("min_entropy", "stop_after_no_gain", "max_length_share"))
-    return number(summary.get("steps")) == last and (may_stop or not last < number(config.get("steps")))
+    planned = number(config.get("cycles", config.get("steps")))
+    stopped = summary.get("stopped") is not None
+    return number(summary.get("steps")) == last and (stopped or not last < planned)
 
 
 def running_time(readings: Readings) -> tuple[np.ndarray, np.ndarray]:

@@ -9,8 +9,8 @@ from typing import TypeGuard
 
 from rocm_ext.base.files import json_object
 from rocm_ext.base.types import Json
-from rocm_ext.runs.folder import begun_cycles, of_policy, raft_finished, steps_finished
-from rocm_ext.runs.records import MOST, PhaseLines, is_rows, number, parse_scores, read_json, read_yaml
+from rocm_ext.runs.folder import begun_cycles, learns_from_samples, steps_finished
+from rocm_ext.runs.records import MOST, number, parse_scores, read_json, read_yaml
 from rocm_ext.runs.tails import Record
 
 _TAIL = 1 << 16  # bytes read from the end of a metrics.jsonl: some hundred lines
@@ -24,45 +24,38 @@ def progress(out: Path) -> LatestValues:
     """The newest values that the run in ``out`` wrote, without those that are missing or half written.
 
     Returns:
-        ``cycle`` and ``phase`` of a RAFT run; ``step``, ``epoch``, ``loss``, ``tokens_per_second`` and ``val_loss`` of
-        the current or last training, of DPO also margin and accuracy, and ``held_out``; for GRPO, see
-        :func:`_policy_progress`; ``seconds_ago``, since the last write; ``finished``; or ``problem``, why there is no
-        run to show.
+        ``step``, ``epoch``, ``loss``, ``tokens_per_second`` and ``val_loss`` of the training, of DPO also margin and
+        accuracy, and ``held_out``; for runs that learn from sampled answers, see :func:`_sampled_progress`;
+        ``seconds_ago``, since the last write; ``finished``; or ``problem``, why there is no run to show.
     """
     if not out.is_dir():
         return {"problem": f"{out} {'is a file' if out.exists() else 'does not exist'}"}
     metrics, samples, verdicts = (out / f"{name}.jsonl" for name in ("metrics", "samples", "verdicts"))
     summary = read_json(out / "summary.json", [])  # a file may be unreadable while the run writes it
+    config = read_yaml(out / "config.yaml", [])
     lines = _last_lines(metrics)
-    phases = PhaseLines(lines)
+    cycles = begun_cycles(out)
+    written = max(_stat(path)[0] for path in (metrics, samples, verdicts))
     values: LatestValues
-    if cycles := begun_cycles(out) | phases.keys():
-        cycle = max(cycles)
-        folder = out / f"cycle_{cycle}"
-        newest = max((folder / "metrics.jsonl", samples, verdicts), key=lambda path: _stat(path)[0])
-        written, values = _stat(newest)[0], {"cycle": cycle}
-        if written:
-            evaluating = newest.parent == out and (_last_lines(newest) or [{}])[-1].get("phase") == "eval"
-            values["phase"] = "training" if newest.parent == folder else "evaluating" if evaluating else "sampling"
-        values |= _numbers(_last_lines(folder / "metrics.jsonl"))
-        skipped = (folder / "kept.jsonl").exists() and not _stat(folder / "kept.jsonl")[1]
-        if skipped:
-            values["phase"] = "skipped"
-        listed = summary.get("cycles")
-        ended = cycle and is_rows(listed) and any(entry.get("cycle") == cycle for entry in listed)
-        complete = "eval" in phases.get(cycle, {}) or ended
-        finished = complete and raft_finished(out, read_yaml(out / "config.yaml", []), cycle, skipped)
-    elif of_policy(config := read_yaml(out / "config.yaml", []), lines, samples.exists()):
-        written = max(_stat(metrics), _stat(samples), _stat(verdicts))[0]
-        values = _policy_progress(out, lines, config)
-        finished = steps_finished(summary, config, number(values.get("step", 0)))
+    if cycles or learns_from_samples(config, lines, samples.exists()):
+        steps = [line for line in lines if "reward" in line and _is_number(line.get("step"))]
+        values = _sampled_progress(lines, steps, config)
+        if cycles or "cycles" in config:
+            updates = out / f"cycle_{max(cycles, default=0)}" / "metrics.jsonl"
+            values = _cycle_progress(values, updates, verdicts)
+            written = max(written, _stat(updates)[0])
+        elif phase := _step_phase(out, config):
+            values["phase"] = phase
+        finished = steps_finished(summary, config, number(steps[-1]["step"]) if steps else 0.0)
     else:
-        answered, written = (max(map(_stat, paths))[0] for paths in ((samples, verdicts), (samples, verdicts, metrics)))
+        answered = max(_stat(samples)[0], _stat(verdicts)[0])
         values = {"phase": "evaluating"} if answered > _stat(metrics)[0] else {}
         values |= _numbers(lines) | _held_out(lines)
         finished = number(summary.get("steps")) == values.get("step")
     if written:
         values |= {"seconds_ago": round(max(0.0, time.time() - written), 1), "finished": bool(finished)}
+        if finished:
+            values.pop("phase", None)
     elif not cycles and not (out / "config.yaml").exists():
         values["problem"] = f"no run in {out}"
     return values
@@ -83,25 +76,29 @@ def slowest_step(out: Path) -> float:
     return max(_times(steps), default=0.0)
 
 
-def _policy_progress(out: Path, lines: Sequence[Record], config: Json) -> LatestValues:
-    """The newest values of a GRPO run.
+def _sampled_progress(lines: Sequence[Record], steps: Sequence[Record], config: Json) -> LatestValues:
+    """The newest values of a run that learns from sampled answers.
+
+    Args:
+        lines: lines of its ``metrics.jsonl``.
+        steps: the lines of steps among these.
+        config: content of ``config.yaml``.
 
     Returns:
-        ``phase``: ``sampling``, ``training`` or ``evaluating``; ``step`` and ``steps`` of the run; ``reward``,
-        ``flat`` (share of groups) and ``entropy`` of the last step; ``held_out``, the last score; ``seconds``, the
-        median of the last steps; ``seconds_left``.
+        ``step`` and ``steps`` of the run; ``reward``, ``flat`` (share of groups) and ``entropy`` of the last step;
+        ``held_out``, the last score; ``seconds``, the median of the last steps; ``seconds_left``. :func:`progress` adds
+        ``phase``: ``sampling``, ``training`` or ``evaluating``.
     """
-    steps = [line for line in lines if "reward" in line and _is_number(line.get("step"))]
     evaluations = [line for line in lines if isinstance(line.get("eval"), dict)]
     values: LatestValues = {}
-    if phase := _policy_phase(out, config):
-        values["phase"] = phase
     values |= _numbers(steps[-1:], ("step", "reward", "flat", "entropy"))
-    if 0 < (planned := number(config.get("steps"))) < 1e9:
+    planned = number(config.get("cycles", config.get("steps")))
+    if 0 < planned < 1e9:
         values["steps"] = planned
     values |= _held_out(evaluations)
     if times := _times(steps[-_RECENT:]):
-        step, every = number(values["step"]), number(config.get("eval_every_n_steps"))
+        step = number(values["step"])
+        every = number(config.get("eval_every_n_cycles", config.get("eval_every_n_steps")))
         values["seconds"] = seconds = median(times)
         if planned > step:
             left = (planned - step) * seconds
@@ -112,8 +109,8 @@ def _policy_progress(out: Path, lines: Sequence[Record], config: Json) -> Latest
     return values
 
 
-def _policy_phase(out: Path, config: Json) -> str:
-    """The phase of a GRPO run, by its newest verdicts; empty if they do not show it."""
+def _step_phase(out: Path, config: Json) -> str:
+    """The phase of a run of GRPO or distillation, by its newest verdicts; empty if they do not show it."""
     (written, size), (trained, _) = _stat(out / "verdicts.jsonl"), _stat(out / "metrics.jsonl")
     if written < trained:
         return ""
@@ -128,6 +125,35 @@ def _policy_phase(out: Path, config: Json) -> str:
     if judged >= asked:
         return "training"
     return "sampling" if judged < len(verdicts) or size <= tail else ""
+
+
+def _cycle_progress(values: LatestValues, updates: Path, verdicts: Path) -> LatestValues:
+    """The newest values of a run of RAFT, whose steps are cycles.
+
+    Args:
+        values: result of :func:`_sampled_progress`.
+        updates: file of the updates of the newest cycle that has kept answers.
+        verdicts: the run's verdicts.
+
+    Returns:
+        The values, with ``cycle`` and ``cycles`` instead of the steps; ``step``, ``epoch``, ``loss`` and
+        ``tokens_per_second`` of the newest training; and ``phase``.
+    """
+    of_run = {"step": "cycle", "steps": "cycles"}
+    named: LatestValues = {of_run.get(key, key): value for key, value in values.items()}
+    folder = updates.parent
+    trained = int(folder.name.removeprefix("cycle_"))
+    newest = (_last_lines(verdicts) or [{}])[-1]
+    cycles = (named.get("cycle"), trained, newest.get("step"))
+    named["cycle"] = int(max(cycle for cycle in cycles if _is_number(cycle)))
+    times = {"training": _stat(updates)[0], "": _stat(folder.with_name("metrics.jsonl"))[0]}
+    times["evaluating" if newest.get("phase") == "eval" else "sampling"] = _stat(verdicts)[0]
+    if folder.exists() and named["cycle"] == trained:
+        times["training"] = max(times["training"], _stat(folder / "kept.jsonl")[0])
+    phase = max(times, key=lambda name: times[name])
+    if phase:
+        named["phase"] = phase
+    return named | _numbers(_last_lines(updates))
 
 
 def _numbers(lines: Iterable[Record], keys: Iterable[str] = _SHOWN) -> LatestValues:

@@ -19,7 +19,6 @@ from rocm_ext.runs.tails import JsonLines, Record
 GREEDY = -1  # index of a held-out prompt's greedy answer; drawn answers count from 0
 MOST = 1e12  # seconds or prompts; a file with more is damaged
 MOST_STEPS = 2**31
-PHASES = ("sample", "train", "eval")  # of a RAFT cycle
 ROWS = "rows.json"  # a run's data, see rocm_ext.data.overview
 SampleKey = tuple[str, int]  # prompt id, index of the sample
 
@@ -58,26 +57,17 @@ class Columns:
         self.lines[at : at + again] = [line]
 
 
-class PhaseLines(JsonLines, dict[int, dict[str, Any]]):
-    """The lines of a RAFT run's ``metrics.jsonl`` by cycle and phase; the last line of a phase counts."""
-
-    def __init__(self, lines: Iterable[Record] = ()) -> None:
-        super().__init__()
-        for line in lines:
-            self.take(line, 0)
-
-    def take(self, record: Record, position: int) -> None:
-        """Take a line."""
-        phase = record.get("phase")
-        if 0 <= (cycle := number(record.get("cycle"))) < MOST_STEPS and cycle == int(cycle) and phase in PHASES:
-            self.setdefault(int(cycle), {})[str(phase)] = record
-
-
 class MetricLines(JsonLines):
-    """The training steps, validations and evaluations in a ``metrics.jsonl``; the last line of a step counts."""
+    """The training steps, validations and evaluations in a ``metrics.jsonl``; the last line of a step counts.
+
+    Attributes:
+        steps, validations: lines by step.
+        evaluations: scores by step.
+        evaluated: the lines of these evaluations.
+    """
 
     def __init__(self) -> None:
-        self.steps, self.validations = Columns(), Columns()
+        self.steps, self.validations, self.evaluated = Columns(), Columns(), Columns()
         self.evaluations: dict[int, Scores] = {}
 
     def take(self, record: Record, position: int) -> None:
@@ -92,17 +82,60 @@ class MetricLines(JsonLines):
     def _add_scores(self, step: float, line: Record) -> None:
         if (scores := parse_scores(line.get("eval"))) is not None and 0 <= step < MOST_STEPS:
             self.evaluations[int(step)] = scores
+            self.evaluated.put(step, line)
 
 
-class PolicyLines(MetricLines):
-    """The steps and the evaluations in GRPO's ``metrics.jsonl``."""
+class SampledLines(MetricLines):
+    """The steps and the evaluations of a run that learns from sampled answers; a step of RAFT is a cycle.
+
+    Earlier versions of RAFT wrote a line for each phase of a cycle instead, which this joins.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sampling: dict[float, Record] = {}  # an earlier version's lines about sampling, by cycle
 
     def take(self, record: Record, position: int) -> None:
         """Take a line."""
-        if 0 <= (step := number(record.get("step"))) < MOST_STEPS:
-            self._add_scores(step, record)
-            if "reward" in record:
-                self.steps.put(step, {key: value for key, value in record.items() if value is not None})
+        step = number(record.get("step"))
+        phase = record.get("phase")
+        if phase is not None:
+            step = number(record.get("cycle"))
+        if not 0 <= step < MOST_STEPS or step != int(step):
+            return
+        self._add_scores(step, record)
+        if "reward" in record:
+            self.steps.put(step, {key: value for key, value in record.items() if value is not None})
+        elif phase == "sample":
+            self._sampling[step] = record
+            if self._counts(step).get("kept") == 0:
+                self.steps.put(step, self._joined(step, {}))
+        elif phase == "train":
+            self.steps.put(step, self._joined(step, record))
+
+    def _counts(self, cycle: float) -> Record:
+        counts = self._sampling.get(cycle, {}).get("counts")
+        return counts if isinstance(counts, dict) else {}
+
+    def _joined(self, cycle: float, training: Record) -> Record:
+        """Join an earlier version's lines about a cycle to the line that a step has now."""
+        sampling, counts = self._sampling.get(cycle, {}), self._counts(cycle)
+        verdicts = counts.get("verdicts")
+        right = number(verdicts.get("CORRECT", 0)) if isinstance(verdicts, dict) else math.nan
+        seconds = number(sampling.get("seconds")), number(training.get("seconds", 0))
+        return {
+            **counts,
+            "step": cycle,
+            "answers": counts.get("samples"),
+            "sampled_tokens": sampling.get("tokens"),
+            "sample_seconds": seconds[0],
+            "wait_seconds": sampling.get("waiting"),
+            "right": right / max(1.0, number(counts.get("samples"))),
+            "updates": training.get("steps", 0),
+            "train_seconds": seconds[1],
+            "seconds": sum(seconds),
+            **{key: training[key] for key in ("tokens", "tokens_per_second", "peak_memory") if key in training},
+        }
 
 
 class Readings(JsonLines, list[Record]):
@@ -196,15 +229,6 @@ def number(value: object) -> float:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
-
-
-def finite(values: object) -> np.ndarray:
-    """The finite numbers of a list; empty if it is not a list of numbers."""
-    try:
-        numbers = np.array(values if isinstance(values, list) else [], dtype=np.float64)
-    except (ValueError, TypeError, OverflowError):
-        return np.array([])
-    return numbers[np.isfinite(numbers)]
 
 
 def parse_scores(read: object) -> Scores | None:

@@ -499,7 +499,7 @@ class Training:
     def write_metrics(self, to_logger: bool, **values: Any) -> None:
         """Append a line to ``metrics.jsonl``, and give its numbers to the metric logger if ``to_logger`` is set."""
         if self.ranks.is_main:
-            append_line(self.folder.path / "metrics.jsonl", dict(**self.position(), **values))
+            append_line(self.folder.path / "metrics.jsonl", {**self.position(), **values})
         if to_logger:
             self.log_numbers(values)
 

@@ -381,7 +381,7 @@ def test_a_slow_run_has_more_time(tmp_path):
     raft = tmp_path / "raft"
     raft.mkdir()
     write(raft / "cycle_1" / "metrics.jsonl", [{"step": 1, "loss": 1.0, "seconds": 7.0}])
-    write(raft / "metrics.jsonl", [{"cycle": 1, "phase": "train", "loss": 1.0, "seconds": 9000.0}])
+    write(raft / "metrics.jsonl", [{"step": 1, "loss": 1.0, "seconds": 9000.0}])
     assert slowest_step(raft) == 7
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from rocm_ext import config
+from rocm_ext.base.files import read_lines
 from rocm_ext.rl.records import PhaseRecords
 from tests.kit.tiny import read_records, run_config, write_model, write_rows, write_yaml
 
 SFT_ONLY = ("dataset", "dataset_val", "validation_fraction")
 WEIGHTS = "adapter/adapter_model.safetensors"
+TIMING = ("seconds", "tokens_per_second", "peak_memory")  # ends of the names of what differs between equal runs
 
 
 def write_world(top: Path) -> Path:
@@ -102,8 +104,15 @@ def kill_at_record(name: str, count: int) -> Callable[[], None]:
     return prepare
 
 
-def cycle_row(out: Path, cycle: int) -> dict:
-    return next(row for row in json.loads((out / "summary.json").read_text())["cycles"] if row["cycle"] == cycle)
+def cycle_line(out: Path, cycle: int) -> dict:
+    """Return the line of a cycle in ``metrics.jsonl``."""
+    (line,) = [line for line in read_lines(out / "metrics.jsonl") if line["step"] == cycle and "eval" not in line]
+    return line
+
+
+def held_out(out: Path) -> dict[int, dict]:
+    """Return the scores by cycle."""
+    return {line["step"]: line["eval"] for line in read_lines(out / "metrics.jsonl") if "eval" in line}
 
 
 def records(out: Path, cycle: int, name: str, phase: str = "sample") -> list[dict]:
@@ -114,15 +123,14 @@ def records(out: Path, cycle: int, name: str, phase: str = "sample") -> list[dic
 def outcome(out: Path) -> dict:
     """Return everything that must be equal in all runs: records, adapters, training curves and scores."""
     found: dict = {"adapter": (out / WEIGHTS).read_bytes()}
-    timing = ("seconds", "tokens_per_second", "peak_memory")
-    for path in sorted([out / "samples.jsonl", out / "verdicts.jsonl", *out.glob("cycle_*/*.jsonl")]):
+    names = ("samples.jsonl", "verdicts.jsonl", "metrics.jsonl")
+    for path in sorted([*(out / name for name in names), *out.glob("cycle_*/*.jsonl")]):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        lines = [{k: v for k, v in line.items() if k not in timing} for line in lines]
+        lines = [{k: v for k, v in line.items() if not k.endswith(TIMING)} for line in lines]
         found[str(path.relative_to(out))] = sorted(map(json.dumps, lines))
     for path in out.glob(f"cycle_*/{WEIGHTS}"):
         found[str(path.relative_to(out))] = path.read_bytes()
-    rows = json.loads((out / "summary.json").read_text()).get("cycles", [])  # none of SFT and DPO
-    return found | {f"scores of cycle {row['cycle']}": row.get("held_out") for row in rows}
+    return found
 
 
 def assert_equal(out: Path, reference: Path) -> None:

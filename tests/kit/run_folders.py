@@ -54,9 +54,9 @@ def append_jsonl(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def remove_lines(path: Path, step: int, phase: str) -> None:
-    """Remove the records of a phase, or a cycle's line in ``metrics.jsonl``."""
+    """Remove the records of a phase."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    write_jsonl(path, [line for line in lines if (line.get("step", line.get("cycle")), line["phase"]) != (step, phase)])
+    write_jsonl(path, [line for line in lines if (line["step"], line["phase"]) != (step, phase)])
 
 
 def step_lines(losses: Sequence[float], speed: float = 1000.0, memory: int = 40 << 30) -> list[dict[str, Any]]:
@@ -160,37 +160,71 @@ def raft(
         "max_new_tokens": 512,
     }
     write_yaml(folder / "config.yaml", config)
-    if config.get("prompts", "") is None:  # rocm-ext eval
-        (folder / "cycle_0").mkdir()
     lines: list[dict[str, Any]] = []
-    rows: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
     verdicts: list[dict[str, Any]] = []
-    for number, passed in enumerate(right):
-        row: dict[str, Any] = {"cycle": number}
-        if number:
-            out = sft(folder / f"cycle_{number}", curve(12, number))
-            summary = json.loads((out / "summary.json").read_text())
-            for name in ("config.yaml", "summary.json"):
-                (out / name).unlink()
-            sampled, judged = _sampled(number, answers, texts or {})
-            write_jsonl(out / "kept.jsonl", sampled[: answers // 2 - 1])
+    for cycle, passed in enumerate(right):
+        if cycle:
+            write_jsonl(folder / f"cycle_{cycle}" / "metrics.jsonl", step_lines(curve(12, cycle)))
+            sampled, judged = _sampled(cycle, answers, texts or {})
             samples, verdicts = samples + sampled, verdicts + judged
-            row |= {"filter": {"below_threshold": answers // 2, "duplicate": 1, "kept": answers // 2 - 1}}
-            row |= {"kept": answers // 2 - 1, "entropy": 0.3 / number, "pass_rate": 0.5, "samples": answers}
-            lines.append({"cycle": number, "phase": "sample", "tokens": 5000, "tokens_per_second": 900.0})
-            lines[-1] |= {"seconds": 0.7 * seconds, "waiting": 0.1, "occupancy": 0.9}
-            lines.append({"cycle": number, "phase": "train", **summary, "seconds": 0.2 * seconds})
-        row["held_out"] = _evaluated(number, passed, samples, verdicts, drawn)["eval"]
-        lines.append({"cycle": number, "phase": "eval", "eval": row["held_out"], "seconds": 0.1 * seconds})
-        lines[-1] |= {"tokens": 500, "tokens_per_second": 800.0, "waiting": 0.0}
-        rows.append(row)
+            lines.append(_cycle_line(cycle, answers, seconds))
+        lines.append(_evaluated(cycle, passed, samples, verdicts, drawn) | {"tokens": 500})
     for name, written in (("metrics", lines), ("samples", samples), ("verdicts", verdicts)):
         write_jsonl(folder / f"{name}.jsonl", written)
-    (folder / "summary.json").write_text(json.dumps({"cycles": rows}))
     if finished:
+        summary = {"steps": len(right) - 1, "stopped": None, "machine": MACHINE, "dtype": "bfloat16", "ranks": 1}
+        (folder / "summary.json").write_text(json.dumps(summary))
         (folder / "adapter").mkdir()
     return folder
+
+
+def _cycle_line(cycle: int, answers: int, seconds: float) -> dict[str, Any]:
+    """Return the line of a cycle in ``metrics.jsonl``."""
+    kept = answers // 2 - 1
+    return {
+        "step": cycle,
+        "answers": answers,
+        "sampled_tokens": 5000,
+        "sample_seconds": 0.7 * seconds,
+        "wait_seconds": 0.1,
+        "reward": 0.4,
+        "right": 0.5,
+        "entropy": 0.3 / cycle,
+        "verdicts": {"CORRECT": answers // 2, "WRONG": answers - answers // 2},
+        "pass_rate": 0.5,
+        "filter": {"below_threshold": answers // 2, "duplicate": 1, "kept": kept},
+        "kept": kept,
+        "loss": 1.5,
+        "tokens": 60000,
+        "tokens_per_second": 1000.0,
+        "train_seconds": 0.2 * seconds,
+        "updates": 12,
+        "first_loss": 2.0,
+        "last_loss": 1.5,
+        "seconds": 0.9 * seconds,
+    }
+
+
+def as_earlier_raft(run: Path) -> Path:
+    """Rewrite a folder of :func:`raft` as earlier versions wrote it: a line per phase of a cycle."""
+    lines: list[dict[str, Any]] = []
+    cycles: list[dict[str, Any]] = []
+    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        head = {"cycle": line["step"]}
+        if "eval" in line:
+            lines.append({**head, "phase": "eval", "eval": line["eval"], "seconds": line["seconds"], "tokens": 500})
+            continue
+        counts = {key: line[key] for key in ("verdicts", "pass_rate", "filter", "kept", "entropy")}
+        counts["samples"] = line["answers"]
+        sampling = {"tokens": line["sampled_tokens"], "seconds": line["sample_seconds"], "waiting": 0.1}
+        training = {"steps": line["updates"], "tokens": line["tokens"], "seconds": line["train_seconds"]}
+        lines.append({**head, "phase": "sample", "counts": counts, **sampling})
+        lines.append({**head, "phase": "train", **training})
+        cycles.append({**head, **counts})
+    write_jsonl(run / "metrics.jsonl", lines)
+    (run / "summary.json").write_text(json.dumps({"cycles": cycles}))
+    return run
 
 
 def _sampled(cycle: int, answers: int, texts: Mapping[str, str]) -> tuple[list[dict], list[dict]]:

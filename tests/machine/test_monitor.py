@@ -414,13 +414,15 @@ def test_progress_of_raft(tmp_path, capsys):
         path.write_text(text)
         os.utime(path, (now - age, now - age))
 
-    touch("metrics.jsonl", 1, '{"cycle": 1, "phase": "train", "steps": 4}\n')
+    touch("config.yaml", 950, "cycles: 11\nprompts: x\n")
+    touch("verdicts.jsonl", 600, '{"step": 0, "phase": "eval"}\n')
     touch("samples.jsonl", 600, '{"step": 0, "phase": "eval"}\n')
     assert run_of(capsys, tmp_path)["phase"] == "evaluating"
-    for cycle in (9, 10):
-        (tmp_path / f"cycle_{cycle}").mkdir()
-    touch("samples.jsonl", 300, '{"step": 10, "phase": "sample"}\n')
+    (tmp_path / "cycle_9").mkdir()
+    touch("verdicts.jsonl", 300, '{"step": 10, "phase": "sample"}\n')
     assert (run_of(capsys, tmp_path)["cycle"], run_of(capsys, tmp_path)["phase"]) == (10, "sampling")
+    touch("cycle_10/kept.jsonl", 200)
+    assert (run_of(capsys, tmp_path)["cycle"], run_of(capsys, tmp_path)["phase"]) == (10, "training")
     touch("cycle_10/metrics.jsonl", 100, '{"step": 3, "epoch": 1, "loss": 0.25}\n')
     run = run_of(capsys, tmp_path)
     assert (run["cycle"], run["phase"], run["step"], run["loss"]) == (10, "training", 3, 0.25)
@@ -428,10 +430,11 @@ def test_progress_of_raft(tmp_path, capsys):
     touch("verdicts.jsonl", 50, '{"step": 10, "phase": "eval"}\n')
     assert run_of(capsys, tmp_path)["phase"] == "evaluating"
     assert cli.main(["monitor", "--count", "1", "--run", str(tmp_path)]) == 0
-    assert "run: cycle 10, evaluating, step 3, epoch 1, loss 0.2500, 5" in capsys.readouterr().out
-    touch("metrics.jsonl", 900, '{"cycle": 10, "phase": "eval"}\n')  # file times do not matter: a copy has its own
-    touch("adapter/adapter_config.json", 900)
-    touch("config.yaml", 900, "cycles: 11\n")
+    assert "run: cycle 10 of 11, evaluating, step 3, epoch 1, loss 0.2500, 5" in capsys.readouterr().out
+    touch("metrics.jsonl", 40, '{"step": 10, "reward": 0.5, "updates": 3, "seconds": 60}\n')
+    run = run_of(capsys, tmp_path)
+    assert (run["cycle"], run["seconds_left"], run["finished"], "phase" in run) == (10, 60.0, False, False)
+    touch("summary.json", 30, '{"steps": 10, "stopped": null}')
     assert run_of(capsys, tmp_path)["finished"] is False
     touch("config.yaml", 900, "cycles: 10\n")
     assert run_of(capsys, tmp_path)["finished"] is True

@@ -31,7 +31,7 @@ from tests.kit.families import LLAMA3, MODELS, PATTERNS, folder_config, id_of, w
 from tests.kit.forks import forked, several_ranks
 from tests.kit.parity import CPU, TOKENS, finetune, load, our_model, prepare, their_logits, their_model
 from tests.kit.plans import planned_and_measured
-from tests.kit.raft_runs import cycle_row, write_run
+from tests.kit.raft_runs import held_out, write_run
 from tests.kit.tiny import metrics, run_config, write_rows, write_yaml
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
@@ -331,7 +331,7 @@ def test_raft_and_eval(folders, tmp_path, capsys):
     assert all(tensor.any() for tensor in load_file(adapter / "adapter_model.safetensors").values())
     assert cli.main(["eval", "--json", "--config", str(path), "--adapter", str(adapter)]) == 0
     evaluated = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert evaluated == cycle_row(tmp_path / "run", 1)["held_out"]
+    assert evaluated == held_out(tmp_path / "run")[1]
 
 
 # ---- the config

@@ -12,19 +12,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import OmegaConf
-from rocm_ext.recipes.raft_rocm import main
+from rocm_ext.recipes.raft_rocm import RAFTTrainer, main
 from safetensors.torch import load_file
 
 from rocm_ext import cli
 from rocm_ext.base import log
-from rocm_ext.rl.cycles import CycleTrainer
+from rocm_ext.base.files import read_lines
 from rocm_ext.rl.records import PhaseRecords, Sample
 from rocm_ext.rl.selection import replay
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.progress import progress
 from tests.kit.forks import RESUME, forked, forked_ranks, kill_and_resume, signal_at, succeed
 from tests.kit.lines import one_line_has
-from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_row, outcome, records
+from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_line, held_out, outcome, records
 from tests.kit.tiny import read_records
 
 pytest.importorskip("resource", reason="forks and POSIX signals")
@@ -33,11 +33,6 @@ pytest.importorskip("resource", reason="forks and POSIX signals")
 def ran(make, out: Path, *overrides: str, **changes) -> Path:
     succeed(main, make(out, **changes), *overrides)
     return out
-
-
-def lines(out: Path, cycle: int, phase: str) -> list[dict]:
-    found = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return [line for line in found if (line["cycle"], line["phase"]) == (cycle, phase)]
 
 
 @pytest.fixture(scope="session")
@@ -57,10 +52,14 @@ def test_cycles_that_keep_nothing_are_skipped_and_end_the_run(dry):
     assert one_line_has(messages, "cycle 2 is skipped", "16 WRONG", "16 below threshold", "0 kept")
     assert one_line_has(messages, "stopped", "2 cycles", "max_empty_cycles 2")
     assert (out / WEIGHTS).read_bytes() == (out / "cycle_1" / WEIGHTS).read_bytes()
-    rows = json.loads((out / "summary.json").read_text())["cycles"]
-    assert [(row["cycle"], row.get("skipped")) for row in rows] == [(0, None), (1, None), (2, True), (3, True)]
-    assert (rows[2]["samples"], rows[2]["kept"], rows[2]["verdicts"]) == (16, 0, {"WRONG": 16})
-    assert rows[2]["seconds"]["sample"] > 0
+    cycles = [cycle_line(out, cycle) for cycle in (1, 2, 3)]
+    assert [(line["updates"] > 0, line["flat"]) for line in cycles[1:]] == [(False, 1.0)] * 2
+    assert (cycles[1]["answers"], cycles[1]["kept"], cycles[1]["verdicts"]) == (16, 0, {"WRONG": 16})
+    assert cycles[0]["updates"] > 0
+    assert cycles[1]["sample_seconds"] > 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["steps"], summary["best_step"]) == (3, 1)
+    assert "max_empty_cycles" in summary["stopped"]
     asked = [{r["prompt_id"] for r in records(out, n, "samples")} for n in (1, 2, 3)]
     assert len(set.union(*asked)) == 12  # each cycle asked other prompts
     assert not (out / "cycle_4").exists()
@@ -68,16 +67,15 @@ def test_cycles_that_keep_nothing_are_skipped_and_end_the_run(dry):
 
 def test_tools_understand_skipped_cycles(dry, reference, tmp_path, capsys):
     out, _, messages = dry
-    assert re.search(r"\n +2 +16 +0\.0% +0 +- +- +skipped ", messages)
-    run = RunFolder(out)
-    assert ([cycle.state for cycle in run.cycles], run.finished) == (2 * ["complete"] + 2 * ["skipped"], True)
-    assert progress(out).items() >= {"cycle": 3, "phase": "skipped", "finished": True}.items()
+    assert re.search(r"\n +2 +16 +0\.0% +0 +- +skipped ", messages)
+    assert RunFolder(out).finished
+    assert progress(out).items() >= {"cycle": 3, "cycles": 4, "finished": True}.items()
     assert cli.main(["report", str(out), "--output", str(tmp_path / "page.html")]) == 0
-    assert "1, 2 skipped" in (tmp_path / "page.html").read_text()
+    assert "3 of 4, 2 skipped" in (tmp_path / "page.html").read_text()
     capsys.readouterr()
     cli.main(["compare", str(reference), str(out), "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert found["measured"]["cycles"] == [2, 1]
+    assert found["measured"]["cycles"] == [2, 3]
     assert not [note for note in found["notes"] if "has not finished" in note]
 
 
@@ -98,7 +96,6 @@ def test_a_run_without_right_answers_says_why(make, tmp_path):
         assert one_line_has(messages, "48 below threshold", "0 kept", "overwrite_output_dir=True")
         assert "Traceback" not in messages
     assert not (out / "adapter").exists()
-    assert RunFolder(out).cycles[-1].state == "skipped"
     assert not RunFolder(out).finished
     assert not list(out.rglob("*.rank*"))
 
@@ -130,13 +127,15 @@ def test_replayed_answers_are_the_newest_of_each_prompt():
 
 # the first checkpoint of cycle 2, when it is written; the checkpoint at the end of cycle 1, before it is written
 KILL_IN_TRAINING = signal_at(
-    CycleTrainer, "save_checkpoint", lambda self: self.step == 1 and 0 < self.done < self.total_steps
+    RAFTTrainer, "save_checkpoint", lambda self: self.step == 1 and 0 < self.done < self.total_steps
 )
-KILL_AT_ITS_END = signal_at(CycleTrainer, "save_checkpoint", lambda self: self.step == 1 and not self.done, before=True)
+KILL_AT_ITS_END = signal_at(RAFTTrainer, "save_checkpoint", lambda self: self.step == 1 and not self.done, before=True)
 
 
 def trained_rows(out: Path, cycle: int) -> int:
-    return lines(out, cycle, "train")[0]["rows"]["rows"]
+    (epoch,) = {line["epoch"] for line in read_lines(out / f"cycle_{cycle}" / "metrics.jsonl")}
+    assert epoch == 1
+    return sum(line["sequences"] for line in read_lines(out / f"cycle_{cycle}" / "metrics.jsonl"))
 
 
 FROM_BASE = {"start_from": "base", "max_per_prompt": None, "epochs": 1, "prompts_per_cycle": 6}
@@ -144,7 +143,7 @@ FROM_BASE = {"start_from": "base", "max_per_prompt": None, "epochs": 1, "prompts
 
 def test_base_trains_on_all_cycles(make, tmp_path):
     out = ran(make, tmp_path / "out", lr_decay=1e-6, lr_floor=1e-9, loraplus_lr_ratio=4, **FROM_BASE)
-    kept = [cycle_row(out, cycle)["kept"] for cycle in (1, 2)]
+    kept = [cycle_line(out, cycle)["kept"] for cycle in (1, 2)]
     assert trained_rows(out, 1) == kept[0]
     assert trained_rows(out, 2) == sum(kept)  # of other prompts, so none is a duplicate
     first, second = (load_file(out / f"cycle_{cycle}" / WEIGHTS) for cycle in (1, 2))
@@ -168,8 +167,8 @@ def test_the_optimiser_goes_on_or_begins_anew(reference, make, tmp_path):
     out = ran(make, tmp_path / "out", optimizer_state="cycle")
     assert (out / "cycle_1" / WEIGHTS).read_bytes() == (reference / "cycle_1" / WEIGHTS).read_bytes()
     assert (out / "cycle_2" / WEIGHTS).read_bytes() != (reference / "cycle_2" / WEIGHTS).read_bytes()
-    assert moments(out)["step"] == cycle_row(out, 2)["steps"]
-    assert moments(reference)["step"] == sum(cycle_row(reference, cycle)["steps"] for cycle in (1, 2))
+    assert moments(out)["step"] == cycle_line(out, 2)["updates"]
+    assert moments(reference)["step"] == sum(cycle_line(reference, cycle)["updates"] for cycle in (1, 2))
 
 
 @pytest.mark.wide(always=1)
@@ -178,13 +177,11 @@ def test_killed_in_training(reference, make, tmp_path, prepare):
     out = tmp_path / "out"
     kill_and_resume(main, make(out), prepare)
     assert_equal(out, reference)
-    for cycle in (1, 2):
-        assert [line["steps"] for line in lines(out, cycle, "train")] == [cycle_row(out, cycle)["steps"]]
     assert moments(out)["step"] == moments(reference)["step"]
 
 
-def trainer(**attributes) -> CycleTrainer:
-    made = object.__new__(CycleTrainer)
+def trainer(**attributes) -> RAFTTrainer:
+    made = object.__new__(RAFTTrainer)
     vars(made).update(attributes)
     return made
 
@@ -197,16 +194,16 @@ def test_the_rate_decays_with_each_cycle_that_trained():
     rates, nothing = [], SimpleNamespace(state_dict=lambda: {"state": {}}, adapter_state=dict)
     made = trainer(cfg=cfg, step=4, trained=[1, 3], learner=nothing, optimizer=nothing, scaler=nothing,
                    build=lambda updates: rates.append(cfg.optimizer.lr))  # fmt: skip
-    made._begin_cycle(1)
+    made._begin_schedule(1)
     assert (rates, cfg.optimizer.lr) == ([0.25], 1.0)
 
 
 def test_the_best_adapter_stays_beside_the_last_ones(tmp_path):
-    made = trainer(cfg=OmegaConf.create({"keep_last_n_adapters": 1}), ranks=SimpleNamespace(is_main=True), lines=[],
-                   folder=SimpleNamespace(path=tmp_path), trained=[1, 2, 4], best={"step": 1})  # fmt: skip
+    made = trainer(cfg=OmegaConf.create({"keep_last_n_adapters": 1}), folder=SimpleNamespace(path=tmp_path),
+                   trained=[1, 2, 4], best={"step": 1})  # fmt: skip
     for cycle in made.trained:
         made.adapter_folder(cycle).mkdir(parents=True)
-    made._write_summary()
+    made._remove_adapters()
     assert [cycle for cycle in made.trained if made.adapter_folder(cycle).exists()] == [1, 4]
 
 
@@ -215,12 +212,12 @@ def test_some_cycles_are_evaluated_some_adapters_stay_and_rates_decay(make, tmp_
     changes = {"cycles": 5, "epochs": 1, "eval_every_n_cycles": 2, "keep_last_n_adapters": 1, "prompts_per_cycle": 3,
                "lr_decay": 0.5, "lr_floor": 2e-3}  # fmt: skip
     out = ran(make, tmp_path / "out", **changes)
-    assert [cycle_row(out, cycle)["lr"] for cycle in (1, 2, 3)] == pytest.approx([5e-3, 2.5e-3, 2e-3])
-    rows = json.loads((out / "summary.json").read_text())["cycles"]
-    scores = {row["cycle"]: row["held_out"]["correct"] for row in rows if "held_out" in row}
+    rates = [max(line["lr"] for line in read_lines(out / f"cycle_{cycle}/metrics.jsonl")) for cycle in (1, 2, 3)]
+    assert rates == pytest.approx([5e-3, 2.5e-3, 2e-3])
+    scores = {cycle: of["correct"] for cycle, of in held_out(out).items()}
     assert list(scores) == [0, 2, 4, 5]
     del scores[0]
-    chosen = max(scores, key=lambda cycle: (scores[cycle], cycle))
+    chosen = max(scores, key=lambda cycle: scores[cycle])  # the first of equals
     assert {cycle for cycle in range(6) if (out / f"cycle_{cycle}" / "adapter").exists()} == {chosen, 5}
     assert (out / WEIGHTS).read_bytes() == (out / f"cycle_{chosen}" / WEIGHTS).read_bytes()
     before = outcome(out)
@@ -239,11 +236,9 @@ def test_a_stopped_phase_goes_on_with_its_answers(make, tmp_path, stop):
     assert stop == signal.SIGKILL or one_line_has(messages, "stopped in cycle 1", "all saved", RESUME)
     before = records(out, 1, "samples")
     ran(make, out, RESUME, **changes)
-    (line,) = lines(out, 1, "sample")
     samples = records(out, 1, "samples")
     assert samples[: len(before)] == before
-    assert line["tokens"] == sum(len(r["tokens"]) for r in samples)
-    assert cycle_row(out, 1)["seconds"]["sample"] == line["seconds"]
+    assert cycle_line(out, 1)["sampled_tokens"] == sum(len(r["tokens"]) for r in samples)
 
 
 def test_progress_prints_an_estimate(monkeypatch, messages):
@@ -273,10 +268,10 @@ def test_wrong_answers_are_trained_on_only_where_rewards_decide(make, tmp_path):
               "max_new_tokens": 8, "samples_per_prompt": 2}  # fmt: skip
     out = ran(make, tmp_path / "correct", **graded)
     assert kept_verdicts(out) == {"CORRECT"}
-    row = cycle_row(out, 1)
-    assert row["filter"] == {"not_correct": row["verdicts"]["WRONG"], "kept": row["verdicts"]["CORRECT"]}
-    assert row["pass_rate"] == row["verdicts"]["CORRECT"] / row["samples"]
+    line = cycle_line(out, 1)
+    assert line["filter"] == {"not_correct": line["verdicts"]["WRONG"], "kept": line["verdicts"]["CORRECT"]}
+    assert line["pass_rate"] == line["verdicts"]["CORRECT"] / line["answers"]
     out = ran(make, tmp_path / "rewarded", "keep=rewarded", **graded)
-    assert cycle_row(out, 1)["pass_rate"] == 1
+    assert cycle_line(out, 1)["pass_rate"] == 1
     ran(make, out, RESUME, "cycles=3", "keep=rewarded", **graded)
     assert [kept_verdicts(out, cycle) for cycle in (1, 2, 3)] == [{"CORRECT", "WRONG"}] * 3

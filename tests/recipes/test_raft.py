@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from rocm_ext.recipes.raft_rocm import RAFT, main
+from rocm_ext.recipes.raft_rocm import RAFT, RAFTTrainer, main
 from safetensors.torch import load_file
 
 from rocm_ext import cli, config
@@ -24,14 +24,13 @@ from rocm_ext.data.render import IGNORE, render_prompt
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.evaluate.answers import evaluate
 from rocm_ext.model.sampler import MIN_ROWS
-from rocm_ext.rl.cycles import CycleTrainer
 from rocm_ext.rl.records import PhaseRecords, Records
 from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.sampling.slots import SlotBatch
 from tests.kit import forks
 from tests.kit.forks import RESUME, forked, several_ranks, signal_at, succeed
 from tests.kit.lines import one_line_has
-from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_row, loaded, records, trained
+from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_line, held_out, loaded, records, trained
 from tests.kit.tiny import read_records
 from tests.recipes.test_resume import tree
 
@@ -41,9 +40,10 @@ load = partial(loaded, RAFT)
 
 def test_every_arrow_is_a_file(reference):
     text = (reference / "summary.json").read_text()
-    assert text == json.dumps(json.loads(text), indent=2) + "\n"
-    rows = json.loads(text)["cycles"]
-    assert [row["cycle"] for row in rows] == [0, 1, 2]
+    summary = json.loads(text)
+    assert text == json.dumps(summary, indent=2) + "\n"
+    assert summary["steps"] == 2
+    assert [line["step"] for line in summary["evaluations"]] == [0, 1, 2]
     for cycle in (1, 2):
         folder = reference / f"cycle_{cycle}"
         samples, verdicts = (records(reference, cycle, name) for name in ("samples", "verdicts"))
@@ -54,11 +54,11 @@ def test_every_arrow_is_a_file(reference):
         right = {(r["prompt_id"], r["sample"]) for r in verdicts if r["verdict"] == "CORRECT"}
         assert {(r["prompt_id"], r["sample"]) for r in kept} <= right
         assert (folder / WEIGHTS).exists()
-        row = cycle_row(reference, cycle)
-        assert (row["samples"], row["kept"]) == (48, len(kept))
-        assert row["verdicts"] == {"CORRECT": len(right), "WRONG": 48 - len(right)}
-        assert row["steps"] == 2 * -(-len(kept) // 8)
-        assert row["seconds"]["sample"] > 0
+        line = cycle_line(reference, cycle)
+        assert (line["answers"], line["kept"]) == (48, len(kept))
+        assert line["verdicts"] == {"CORRECT": len(right), "WRONG": 48 - len(right)}
+        assert line["updates"] == 2 * -(-len(kept) // 8)
+        assert line["sample_seconds"] > 0
     for record in samples:
         assert len(record["tokens"]) == len(record["logprobs"]) <= 12
         assert record["finish_reason"] == ("length" if len(record["tokens"]) == 12 else "stop")
@@ -69,10 +69,14 @@ def test_every_arrow_is_a_file(reference):
     lines = [line.partition(" | ") for line in (reference / "log").read_text().splitlines()]
     values = [dict(item.split(":") for item in text.split()) for *_, text in lines]
     scores = [float(line["eval_correct"]) for line in values if "eval_correct" in line]
-    assert scores == [row["held_out"]["correct"] / row["held_out"]["prompts"] for row in rows]
-    assert sum("sample_tokens" in line for line in values) == 2
-    steps = [int(head.split()[1]) for (head, *_), line in zip(lines, values, strict=True) if "loss" in line]
-    assert steps == list(range(1, len(steps) + 1))
+    assert scores == [line["pass_at_1"] for line in summary["evaluations"]]
+    assert sum("sampled_tokens" in line for line in values) == 2
+    updates = [
+        int(head.split()[1])
+        for (head, *_), line in zip(lines, values, strict=True)
+        if "loss" in line and "answers" not in line
+    ]
+    assert updates == list(range(1, len(updates) + 1))
     assert OmegaConf.load(reference / "torchtune_config.yaml").samples_per_prompt == 4
 
 
@@ -96,7 +100,7 @@ def test_what_is_trained_on_is_what_was_sampled(reference, make, tmp_path):
     kept = read_records(reference / "cycle_1" / "kept.jsonl")
     seen = []
 
-    class Watched(CycleTrainer):
+    class Watched(RAFTTrainer):
         def train_on(self, rows, groups):
             seen.append(rows)
             return super().train_on(rows, groups)
@@ -114,7 +118,7 @@ def test_what_is_trained_on_is_what_was_sampled(reference, make, tmp_path):
 def test_an_evaluation_has_the_scores_of_the_run_and_can_be_stopped(reference, make, tmp_path, monkeypatch):
     whole, stopped = (config.load("raft_rocm", str(make(tmp_path / name))) for name in ("whole", "stopped"))
     adapter = reference / "cycle_2" / "adapter"
-    assert evaluate(whole, adapter)[0].scores == cycle_row(reference, 2)["held_out"]
+    assert evaluate(whole, adapter)[0].scores == held_out(reference)[2]
     monkeypatch.setattr(PhaseRecords, "append", PhaseRecords.append)  # it comes back after the test
     signal_at(PhaseRecords, "append", lambda *_: True, signal.SIGTERM)()
     with pytest.raises(SystemExit) as stop:
@@ -135,11 +139,8 @@ def test_a_run_goes_on_from_an_older_checkpoint(reference, make, tmp_path):
     (out / "cycle_2" / "kept.jsonl").unlink()
     messages = succeed(main, make(out), RESUME)
     assert_equal(out, reference)
-    found, expected = (json.loads((each / "summary.json").read_text())["cycles"] for each in (out, reference))
-    assert [row["cycle"] for row in found] == [0, 1, 2]
-    assert [row["held_out"] for row in found] == [row["held_out"] for row in expected]
     right = [{r["prompt_id"] for r in records(out, n, "verdicts", "eval") if r["reward"]} for n in range(3)]
-    chosen = 2 if len(right[2]) >= len(right[1]) else 1
+    chosen = 2 if len(right[2]) > len(right[1]) else 1
     gained, lost = len(right[chosen] - right[0]), len(right[0] - right[chosen])
     p = mcnemar(lost, gained)
     facts = f"{gained} of 6 held-out", f"{lost} lost", f"p = {p:.2g} (McNemar)", f"{min(1, 2 * p):.2g} as the best of 2"
@@ -238,7 +239,7 @@ def test_killed_at_random_moments(make, reference, tmp_path):
 def test_sigterm_while_training(make, reference, tmp_path, step):
     """This includes the last step, after which no step checks for the signal."""
     stop = signal_at(
-        CycleTrainer, "save_checkpoint", lambda self: self.step == 1 if step < 0 else self.done == step, signal.SIGTERM
+        RAFTTrainer, "save_checkpoint", lambda self: self.step == 1 if step < 0 else self.done == step, signal.SIGTERM
     )
     out = tmp_path / "out"
     code, messages = forked(main, make(out), prepare=stop)
@@ -301,7 +302,7 @@ def test_pass_at_k_is_measured_and_each_answer_is_judged_once(make, tmp_path):
     log, out = tmp_path / "log", tmp_path / "out"
     verifier = {"_component_": "tests.kit.judges.Coin", "log": str(log)}
     succeed(main, make(out, "llama", cycles=1, eval_samples=4, verifier=verifier))
-    scores = cycle_row(out, 1)["held_out"]
+    scores = held_out(out)[1]
     assert list(scores["pass_at_k"]) == ["1", "2", "4"]
     verdicts = records(out, 1, "verdicts", "eval")
     right = [r["verdict"] == "CORRECT" for r in verdicts if r["sample"] >= 0]
@@ -309,7 +310,7 @@ def test_pass_at_k_is_measured_and_each_answer_is_judged_once(make, tmp_path):
     assert scores["pass_at_k"]["1"]["pass"] == pytest.approx(sum(right) / 24)
     solved = {r["prompt_id"] for r in verdicts if r["sample"] >= 0 and r["verdict"] == "CORRECT"}
     assert scores["pass_at_k"]["4"]["pass"] == pytest.approx(len(solved) / 6)
-    assert cycle_row(out, 1)["kept"] > 0
+    assert cycle_line(out, 1)["kept"] > 0
     judged, trial = len(log.read_text().splitlines()), 1
     assert judged == len(read_records(out / "verdicts.jsonl")) + trial
 

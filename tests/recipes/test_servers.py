@@ -28,7 +28,7 @@ from tests.kit import grpo_runs, raft_runs
 from tests.kit.forks import RESUME, forked, forked_ranks, several_ranks, signal_at, succeed, succeed_on_ranks
 from tests.kit.grpo_runs import lines
 from tests.kit.lines import one_line_has
-from tests.kit.raft_runs import cycle_row, loaded, records, trained
+from tests.kit.raft_runs import held_out, loaded, records, trained
 from tests.kit.servers import COMPLETIONS, error, is_check, vllm_form
 
 OVERLAP = {"max_staleness": 1}
@@ -121,7 +121,7 @@ def test_each_cycle_samples_with_its_adapter(serve, make_raft, out, messages):
     fake = serve()
     train_raft(make_raft(fake))
     assert [len(records(out, cycle, "samples")) for cycle in (1, 2)] == [12, 12]
-    assert json.loads((out / "summary.json").read_text())["cycles"][-1]["cycle"] == 2
+    assert json.loads((out / "summary.json").read_text())["steps"] == 2
     # the check before sampling, the evaluations, and cycle 2's sampling
     assert loads(fake, out) == {".adapter-check": 1, "cycle_1/adapter": 2, "cycle_2/adapter": 1}
     assert fake.rules.adapters == {}
@@ -509,7 +509,7 @@ def test_evaluations_sample_in_process_if_the_server_takes_no_adapters(serve, ma
     cfg = config.load("raft_rocm", str(path), [f"output_dir={out}/again"])
     cfg.engine = {"_component_": "rocm_ext.sampling.LocalEngine"}
     scores = evaluate(cfg, out / "cycle_1" / "adapter")[0].scores
-    assert scores == cycle_row(out, 1)["held_out"]
+    assert scores == held_out(out)[1]
     assert raft.engines.sample is not raft.engines.eval
 
 

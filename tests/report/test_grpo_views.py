@@ -219,6 +219,7 @@ def test_evaluations_with_configs_of_both_recipes(tmp_path, capsys):
     assert RunFolder(b).finished
     assert main(["compare", str(a), str(b)]) == 0
     assert "held-out pass@1 +15.0 points" in " ".join(capsys.readouterr().out.split())
+    (b / "cycle_0").mkdir()
     (b / "cycle_0" / "eval.json").write_text(json.dumps(json.loads((b / "metrics.jsonl").read_text())["eval"]))
     (b / "metrics.jsonl").write_text("")
     assert RunFolder(b).finished
@@ -264,8 +265,10 @@ def test_progress_of_a_running_run(tmp_path, capsys):
 def test_the_records_tell_the_family_and_the_end(run, recipe):
     config = run / "config.yaml"
     whole = config.read_text().replace("recipe: grpo_rocm\n", f"recipe: {recipe}\n" if recipe else "")
-    for more, finished in (("steps: 20", True), ("steps: 30", False), ("steps: 30\nstop_after_no_gain: 5", True)):
-        config.write_text(whole.replace("\nsteps: 20", f"\n{more}"))
+    summary = json.loads((run / "summary.json").read_text())
+    for planned, stopped, finished in ((20, None, True), (30, None, False), (30, "no better held-out score", True)):
+        config.write_text(whole.replace("\nsteps: 20", f"\nsteps: {planned}"))
+        (run / "summary.json").write_text(json.dumps({**summary, "stopped": stopped}))
         assert (RunFolder(run).family, RunFolder(run).finished) == ("grpo_rocm", finished)
     (run / "samples.jsonl").unlink()
     assert len(RunFolder(run).evaluations) == 3

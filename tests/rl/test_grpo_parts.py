@@ -22,7 +22,7 @@ from rocm_ext.base.log import log
 from rocm_ext.data.batches import Layout
 from rocm_ext.data.rows import Rows
 from rocm_ext.rl import evaluation
-from rocm_ext.rl.evaluation import advice, flat_reason, mismatch_warning, policy_stop_reason, rate_warning
+from rocm_ext.rl.evaluation import advice, flat_reason, mismatch_warning, rate_warning, stop_reason
 from rocm_ext.rl.prompts import choose_by_curriculum as choose
 from rocm_ext.rl.prompts import pass_rate
 from rocm_ext.rl.rollout import Answers
@@ -348,7 +348,7 @@ def evaluated(number, correct):
 
 def reason(rows, **limits):
     unlimited = {"min_entropy": None, "stop_after_no_gain": None, "max_length_share": None}
-    return policy_stop_reason(rows, OmegaConf.create({**unlimited, **limits}))
+    return stop_reason(rows, OmegaConf.create({**unlimited, **limits}), entropy_steps=3)
 
 
 @pytest.mark.parametrize(("entropies", "stops"), [
@@ -472,9 +472,10 @@ class Trainer(PolicyTrainer):
     """Records updates instead of doing them."""
 
     def __init__(self, **changes):
-        cfg = {"seed": 0, "updates_per_step": 1, "groups_per_update": None, "num_workers": 0, "pin_memory": False}
+        cfg = {"seed": 0, "updates_per_step": 1, "groups_per_update": None, "num_workers": 0, "pin_memory": False,
+               "log_peak_memory_stats": False}  # fmt: skip
         self.cfg, self.step, self.seen, self.skipped = OmegaConf.create(cfg | changes), 0, [], 0
-        self.lines, self.answers = [], []
+        self.lines, self.answers, self.done, self.update_lines = [], [], 0, []
         self.processes = set(multiprocessing.active_children())
         self.learner = SimpleNamespace(model=nn.Module(), layout=Layout(0, 1, 64, True, pad_id=0))
 

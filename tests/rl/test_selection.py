@@ -6,9 +6,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
-from rocm_ext.rl.cycles import cycle_stop_reason
 from rocm_ext.rl.prompts import choose_unsolved
 from rocm_ext.rl.records import Sample, measure, pass_at_k, pass_at_ks
 from rocm_ext.rl.selection import KeepRule, filter_samples
@@ -182,38 +180,3 @@ def test_measurements_of_answers_equal_their_definitions(drawn):
 def test_wilson(k, n, low, high):
     # 81/263 is Newcombe's (1998) first example; the others follow from the formula
     assert wilson(k, n) == pytest.approx((low, high), abs=1e-4)
-
-
-def rows(*correct, entropy=1.0):
-    return [{"cycle": i, "entropy": entropy, "held_out": {"correct": c}} for i, c in enumerate(correct)]
-
-
-def reason(entries, min_entropy=None, stop_after=None, max_empty=2):
-    limits = {"min_entropy": min_entropy, "stop_after_no_gain": stop_after, "max_empty_cycles": max_empty}
-    return cycle_stop_reason(entries, OmegaConf.create(limits))
-
-
-def test_skipped_cycles_are_no_missed_gain():
-    skipped = {"cycle": 2, "skipped": True, "entropy": 1.0}
-    evaluated = [*rows(10, 20), skipped]
-    assert reason(evaluated, stop_after=1) is None
-    assert "no answer was kept in 2 cycles in a row" in reason([*evaluated, {**skipped, "cycle": 3}], stop_after=1)
-    later = {"cycle": 3, "entropy": 1.0}
-    assert reason([*evaluated, later], stop_after=1) is None  # not evaluated yet
-    worse = [*evaluated, {**later, "held_out": {"correct": 19}}]
-    assert "no better held-out score in 1 cycle" in reason(worse, stop_after=1)
-
-
-@pytest.mark.parametrize(("correct", "patience", "stops"), [
-    ((10, 20, 30), 1, False), ((10, 20, 20), 1, True), ((10, 20, 15), 2, False), ((10, 20, 15, 20), 2, True),
-    ((30, 20, 25), 2, True), ((10, 5, 11), 2, False),
-])  # fmt: skip
-def test_no_gain_for_so_many_cycles_stops(correct, patience, stops):
-    assert bool(reason(rows(*correct), stop_after=patience)) == stops
-    assert reason(rows(*correct)) is None
-
-
-def test_low_entropy_stops_if_it_is_known():
-    assert "0.1 nats" in reason(rows(1, 2, entropy=0.1), min_entropy=0.2)
-    assert reason(rows(1, 2, entropy=0.3), min_entropy=0.2) is None
-    assert reason(rows(1, 2, entropy=None), min_entropy=0.2) is None

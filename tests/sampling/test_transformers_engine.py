@@ -40,7 +40,7 @@ from tests.kit.multimodal_models import MODELS as MULTIMODAL
 from tests.kit.multimodal_models import write_multimodal
 from tests.kit.parity import our_model
 from tests.kit.plans import planned_and_measured_sampling
-from tests.kit.raft_runs import WEIGHTS, cycle_row, kill_at_record, write_run
+from tests.kit.raft_runs import WEIGHTS, held_out, kill_at_record, write_run
 from tests.kit.replay import Recorded, capture
 from tests.kit.samples import Words, answers_of, train
 from tests.kit.samples import ask as any_ask
@@ -299,8 +299,7 @@ def test_killed_while_sampling_and_resumed_and_evaluated(raft, tmp_path, capsys,
     succeed(raft_main, path, "resume_from_checkpoint=True")
     for file in (WEIGHTS, f"cycle_1/{WEIGHTS}"):
         assert (out / file).read_bytes() == (whole / file).read_bytes(), file
-    for cycle in (0, 1):
-        assert cycle_row(out, cycle)["held_out"] == cycle_row(whole, cycle)["held_out"]
+    assert held_out(out) == held_out(whole)
     for found, expected in zip(*(records(top) for top in (out, whole)), strict=True):
         assert found.pop("logprobs") == pytest.approx(expected.pop("logprobs"), abs=1e-4)
         assert found == expected
@@ -310,7 +309,7 @@ def test_killed_while_sampling_and_resumed_and_evaluated(raft, tmp_path, capsys,
     assert all(changed)
     assert cli.main(["eval", "--json", "--config", str(path), "--adapter", str(adapter.parent)]) == 0
     evaluated = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert evaluated == cycle_row(out, 1)["held_out"]
+    assert evaluated == held_out(out)[1]
 
 
 @several_ranks

@@ -109,7 +109,7 @@ class Synthetic:
             self.records.keep_samples_from(number - cfg.keep_samples + 1)
         evaluation.flat_reason(self._lines, max_flat_steps=cfg.max_flat_steps)
         limits = {"min_entropy": 0.01, "stop_after_no_gain": 10**6, "max_length_share": 1.0}
-        evaluation.policy_stop_reason(self._lines, OmegaConf.create(limits))
+        evaluation.stop_reason(self._lines, OmegaConf.create(limits), entropy_steps=3)
         return time.perf_counter() - began
 
     def _phase(self, number: int, phase: str, asked: Sequence[str], count: int) -> Answers:
