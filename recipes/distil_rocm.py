@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from rocm_ext import config
 from rocm_ext.base.log import log
 from rocm_ext.config.algorithms import updates_of_step
-from rocm_ext.config.checks import check_sampled_values
+from rocm_ext.config.checks.rollouts import check_sampled_values
 from rocm_ext.data.batches import Steps
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows

@@ -20,7 +20,7 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.config.algorithms import describe, filled, updates_of_pass, updates_of_step
-from rocm_ext.config.checks import check_sampled_values
+from rocm_ext.config.checks.rollouts import check_sampled_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import ROUTES, Rows
 from rocm_ext.losses import check_columns

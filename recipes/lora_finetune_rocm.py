@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from rocm_ext import config
 from rocm_ext.base.log import log
-from rocm_ext.config.checks import check_values
+from rocm_ext.config.checks.training import check_values
 from rocm_ext.data import overview
 from rocm_ext.data.mixture import Mixture, lines
 from rocm_ext.data.rows import Rows

@@ -35,7 +35,7 @@ from rocm_ext.base.files import (
 )
 from rocm_ext.base.log import Progress, log
 from rocm_ext.base.types import Json
-from rocm_ext.config.checks import check_sampled_values
+from rocm_ext.config.checks.rollouts import check_sampled_values
 from rocm_ext.data.batches import Steps, rows_per_step
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows

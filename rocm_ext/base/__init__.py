@@ -1,1 +1,1 @@
-"""The foundation of all rooms: errors, files, the log, this process, imports, the hub, the table of recipes."""
+"""The foundation of all rooms: errors, files, log, processes, imports, kinds of values, the hub, the recipes."""

@@ -35,7 +35,7 @@ from rocm_ext.cli._common import (
     refuse_first,
     table,
 )
-from rocm_ext.config.checks import check_values
+from rocm_ext.config.checks.training import check_values
 from rocm_ext.machine.bench_file import bench_path, machine_key
 from rocm_ext.machine.budget import gib, memory_budget
 from rocm_ext.machine.detect import detect

@@ -20,7 +20,7 @@ from rocm_ext.base.log import duration, log
 from rocm_ext.base.types import Json
 from rocm_ext.cli._common import add_json, add_overrides, console, count, print_json, refuse_first, table
 from rocm_ext.config.algorithms import describe, filled
-from rocm_ext.config.checks import check_config
+from rocm_ext.config.checks.recipe import check_config
 from rocm_ext.config.layers import by_key
 from rocm_ext.machine.budget import readable
 from rocm_ext.machine.detect import detect

@@ -13,7 +13,7 @@ import sys
 from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.cli._common import add_overrides, count
-from rocm_ext.config.checks import check_config
+from rocm_ext.config.checks.recipe import check_config
 
 
 def add(parser: argparse.ArgumentParser) -> None:

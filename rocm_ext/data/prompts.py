@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line, require_known
+from rocm_ext.base.kinds import NULL, Kind, check, integer, one_of
 from rocm_ext.base.log import log
 from rocm_ext.base.types import Json, Message, Row
-from rocm_ext.config.checks.kinds import NULL, Kind, check, integer, one_of
 from rocm_ext.data.dialects import conversation, listed
 from rocm_ext.data.formats import FORMATS
 from rocm_ext.data.loading import about_bad_rows, open_source, row_at

@@ -1,7 +1,7 @@
 """Prompts that the package reasoning-gym makes: over a hundred kinds of puzzles, without a download."""
 
+from rocm_ext.base.kinds import check, integer
 from rocm_ext.base.types import Json
-from rocm_ext.config.checks.kinds import check, integer
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.verifiers.reasoning_gym import COLUMN, entries
 

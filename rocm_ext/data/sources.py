@@ -9,8 +9,8 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.kinds import check, one_of
 from rocm_ext.base.types import Json, Row
-from rocm_ext.config.checks.kinds import check, one_of
 from rocm_ext.data.dialects import ALPACA, asked, conversation, listed, refuse_kto, refuse_pair, string
 from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import REASONING_KEYS, Turn, to_tools, to_turns, with_system

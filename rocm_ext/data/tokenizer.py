@@ -9,10 +9,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.kinds import NULL, Kind, check, integer
 from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
-from rocm_ext.config.checks import check_max_seq_len
-from rocm_ext.config.checks.kinds import Kind, check
 from rocm_ext.data.encoder import EOS, TOKENIZER, HFTokenizer, TextEncoder, any_of, ids_in
 from rocm_ext.data.messages import Turn, to_turns
 from rocm_ext.data.render import PlainRenderer, Renderer, TemplateRenderer, alone, render_conversation, render_prompt
@@ -131,6 +130,11 @@ def open_tokenizer(cfg: DictConfig) -> Any:
     tokenizer = ChatTokenizer(base, renderer, ends, encoder.special, custom, args)
     _check_end_of_turn(tokenizer, template, renderer.text)
     return tokenizer
+
+
+def check_max_seq_len(value: Any) -> None:
+    """Refuse a tokenizer's ``max_seq_len`` unless it is a whole number or null."""
+    check({"max_seq_len": value}, {"max_seq_len": integer(1) | NULL}, "tokenizer.")
 
 
 def reserved_tokens(tokenizer: Any) -> frozenset[str]:

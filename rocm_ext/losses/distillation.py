@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor
 
-from rocm_ext.config import COMPONENT
-from rocm_ext.config.checks.kinds import POSITIVE, check, number, one_of
+from rocm_ext.base.importing import COMPONENT
+from rocm_ext.base.kinds import POSITIVE, check, number, one_of
 from rocm_ext.losses.objective import Objective, Terms
 
 HIDDEN, LOGPROBS = "teacher_hidden", "teacher_logprobs"  # columns

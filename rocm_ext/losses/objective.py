@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocm_ext.config.checks.kinds import NULL, POSITIVE, check, integer, one_of
+from rocm_ext.base.kinds import NULL, POSITIVE, check, integer, one_of
 from rocm_ext.distributed.ranks import Ranks
 
 REFERENCE = "reference_logprobs"  # column: log-probs of the model before the first step

@@ -7,10 +7,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.config import COMPONENT
-from rocm_ext.config.algorithms import ALGORITHMS, complete, limits_of, updates_of_step
-from rocm_ext.config.checks.kinds import POSITIVE, check, one_of
-from rocm_ext.config.checks.rollouts import POLICY_GRADIENT
+from rocm_ext.base.importing import COMPONENT
+from rocm_ext.base.kinds import POSITIVE, check, one_of
+from rocm_ext.config.algorithms import ALGORITHMS, POLICY_GRADIENT, complete, limits_of, updates_of_step
 from rocm_ext.losses.objective import REFERENCE, Objective, Tally, Terms, sum_over_sequences
 
 _HIGHEST = 20.0  # nats; beyond, a ratio is a fault of numerics or of a server and has no gradient

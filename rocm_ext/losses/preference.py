@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.config.checks.kinds import NOT_NEGATIVE, NULL, POSITIVE, Kind, check, number, one_of
+from rocm_ext.base.kinds import NOT_NEGATIVE, NULL, POSITIVE, Kind, check, number, one_of
 from rocm_ext.losses.objective import REFERENCE, Objective, Tally, Terms, sum_over_sequences
 
 SIDE = "side"  # column of preferences, as in rocm_ext.data.rows, which no loss imports

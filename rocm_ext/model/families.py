@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rocm_ext.base.errors import UserError, one_line, refuse
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
+from rocm_ext.base.kinds import JSON_SWITCH, NOT_NEGATIVE, Kind, check
 from rocm_ext.base.patterns import matches
-from rocm_ext.config.checks.kinds import JSON_SWITCH, NOT_NEGATIVE, Kind, check
 
 if TYPE_CHECKING:
     from torch import Tensor

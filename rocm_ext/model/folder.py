@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.kinds import check, integer
 from rocm_ext.base.log import log
-from rocm_ext.config.checks.kinds import check, integer
 from rocm_ext.config.checks.training import PATTERNS
 from rocm_ext.model.families import ModelConfig, foreign_config, read_architecture, stored_format
 

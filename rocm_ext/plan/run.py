@@ -18,11 +18,10 @@ from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
-from rocm_ext.config.checks import check_max_seq_len
 from rocm_ext.config.chosen_model import BASE, is_server, teacher_config
 from rocm_ext.data.batches import micro_batch_budget
 from rocm_ext.data.rows import SIDE
-from rocm_ext.environments.program import MEMORY_MB, MOST_AT_ONCE
+from rocm_ext.data.tokenizer import check_max_seq_len
 from rocm_ext.losses import CrossEntropy, objective_of
 from rocm_ext.losses.objective import REFERENCE
 from rocm_ext.machine.detect import Machine
@@ -417,5 +416,7 @@ def _programs(cfg: DictConfig, target: Target) -> int:
     environment = cfg.get("environment")
     if target.profile.memory["of"] != "unified" or not environment or not environment[COMPONENT].endswith(".Program"):
         return 0
+    from rocm_ext.environments.program import MEMORY_MB, MOST_AT_ONCE  # imports the verifiers, which Windows lacks
+
     at_once, memory_mb = environment.get("at_once") or MOST_AT_ONCE, environment.get("memory_mb") or MEMORY_MB
     return int(at_once * memory_mb * 2**20)

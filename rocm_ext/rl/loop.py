@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from rocm_ext import config
 from rocm_ext.base import supervised
 from rocm_ext.base.log import log
-from rocm_ext.config.checks import check_values
+from rocm_ext.config.checks.training import check_values
 from rocm_ext.data import overview
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows

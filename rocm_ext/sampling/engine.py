@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rocm_ext.base.kinds import NULL, POSITIVE, SHARE, Kind, check, integer, number
 from rocm_ext.base.types import Json, Message
-from rocm_ext.config.checks.kinds import NULL, POSITIVE, SHARE, Kind, check, integer, number
 from rocm_ext.distributed.ranks import Ranks
 
 _KINDS = {

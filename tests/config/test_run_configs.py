@@ -12,7 +12,7 @@ from torchtune import config as torchtune_config
 
 from rocm_ext import config, verifiers
 from rocm_ext.base import registry
-from rocm_ext.config.checks import check_sampled_values
+from rocm_ext.config.checks.rollouts import check_sampled_values
 from rocm_ext.losses import Preference, objective_of
 from rocm_ext.machine.profile import check_locked, load_profile
 from rocm_ext.model.download import published, published_models

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
-from rocm_ext.config.checks import check_values
+from rocm_ext.config.checks.training import check_values
 from rocm_ext.machine.detect import detect
 from rocm_ext.train import lifecycle
 from rocm_ext.train.metrics import TrackioLogger

@@ -16,7 +16,7 @@ from rocm_ext.recipes import grpo_rocm
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.config.algorithms import ALGORITHMS, KEYS, describe, filled
-from rocm_ext.config.checks import check_sampled_values
+from rocm_ext.config.checks.rollouts import check_sampled_values
 from rocm_ext.losses.policy_gradient import PolicyGradient, loss_config
 from rocm_ext.plan.workload import old_logprobs
 from tests.config.test_run_configs import CONFIGS

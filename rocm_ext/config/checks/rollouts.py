@@ -7,14 +7,9 @@ from omegaconf import DictConfig
 
 from rocm_ext.base import registry
 from rocm_ext.base.errors import refuse
-from rocm_ext.base.importing import COMPONENT as NAME
-from rocm_ext.base.importing import import_component
-from rocm_ext.base.log import log
-from rocm_ext.config import algorithms
-from rocm_ext.config.algorithms import ALGORITHMS, updates_of_step
-from rocm_ext.config.checks.kinds import (
-    COMPONENT,
-    LIMITS,
+from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.kinds import (
+    ANY_COMPONENT,
     NOT_NEGATIVE,
     NULL,
     POSITIVE,
@@ -27,13 +22,16 @@ from rocm_ext.config.checks.kinds import (
     one_of,
     text,
 )
+from rocm_ext.base.log import log
+from rocm_ext.config import algorithms
+from rocm_ext.config.algorithms import ALGORITHMS, POLICY_GRADIENT, updates_of_step
 from rocm_ext.config.checks.training import ANSWERS, UNJUDGED
 from rocm_ext.config.chosen_model import BASE, is_server
 from rocm_ext.config.layers import defaults
 
 _SHARED: dict[str, Kind] = {
     **ANSWERS,
-    "environment": COMPONENT | NULL,
+    "environment": ANY_COMPONENT | NULL,
     "max_turns": integer(1),
     "max_environment_tokens": integer(0),
     "samples_per_prompt": integer(1),
@@ -55,7 +53,7 @@ _RAFT: dict[str, Kind] = {
     "drop_truncated": SWITCH,
     "replay_cycles": integer(0) | one_of("all") | NULL,
     "objective": one_of("raft", "raft++"),
-    "loss": COMPONENT,
+    "loss": ANY_COMPONENT,
     "start_from": one_of("previous", "base"),
     "optimizer_state": one_of("run", "cycle"),
     "lr_decay": number(lambda x: 0 < x <= 1, "a number above 0, at most 1"),
@@ -63,17 +61,6 @@ _RAFT: dict[str, Kind] = {
     "max_empty_cycles": integer(1),
     "eval_every_n_cycles": integer(1),
     "keep_last_n_adapters": integer(1) | NULL,
-}
-POLICY_GRADIENT: dict[str, Kind] = {  # arguments of rocm_ext.losses.PolicyGradient that GRPO's configs also have
-    "clip_low": POSITIVE | NULL,
-    "clip_high": POSITIVE | NULL,
-    "clip_dual": number(lambda x: x > 1, "a number above 1") | one_of("none") | NULL,
-    "kl_coef": NOT_NEGATIVE,
-    "kl_in": one_of("loss", "reward") | NULL,
-    "entropy_coef": NOT_NEGATIVE,
-    "mismatch": one_of("truncate", "mask", "none"),
-    "mismatch_level": one_of("token", "sequence", "geometric"),
-    "mismatch_limits": LIMITS | NULL,
 }
 _GRPO: dict[str, Kind] = {
     **POLICY_GRADIENT,
@@ -262,7 +249,7 @@ def _sampling_faults(cfg: DictConfig, what: str, cure: str) -> Iterator[str]:
 
 
 def _loss_faults(cfg: DictConfig) -> Iterator[str]:
-    if isinstance(cfg.loss, DictConfig) and NAME in cfg.loss:
+    if isinstance(cfg.loss, DictConfig) and COMPONENT in cfg.loss:
         return
     if cfg.loss not in list(ALGORITHMS):
         yield f"loss is {cfg.loss!r}; expected {', '.join(ALGORITHMS)}, or a _component_"
@@ -277,7 +264,7 @@ def _loss_faults(cfg: DictConfig) -> Iterator[str]:
 
 
 def _staleness_faults(cfg: DictConfig) -> Iterator[str]:
-    engine = import_component(cfg.engine[NAME])
+    engine = import_component(cfg.engine[COMPONENT])
     if inspect.isclass(engine) and not hasattr(engine, "check_adapter"):
         yield (
             f"max_staleness={cfg.max_staleness} samples while earlier steps train, and {engine.__name__} samples with "

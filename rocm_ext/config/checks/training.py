@@ -3,13 +3,12 @@
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 from omegaconf import DictConfig
 
 from rocm_ext.base.errors import refuse
-from rocm_ext.config.checks.kinds import (
-    COMPONENT,
+from rocm_ext.base.kinds import (
+    ANY_COMPONENT,
     NOT_NEGATIVE,
     NULL,
     POSITIVE,
@@ -56,7 +55,7 @@ _KINDS: dict[str, Kind] = {
     "gradient_accumulation_steps": integer(1) | NULL,
     "sequences_per_step": integer(1) | NULL,
     "tokens_per_micro_batch": integer(1) | one_of("auto") | NULL,
-    "loss": COMPONENT,
+    "loss": ANY_COMPONENT,
     "loraplus_lr_ratio": POSITIVE | NULL,
     "clip_grad_norm": POSITIVE | NULL,
     "epochs": integer(1),
@@ -79,8 +78,8 @@ _KINDS: dict[str, Kind] = {
     "profile_steps": integer(0, _MOST_PROFILED) | NULL,
 }
 ANSWERS: dict[str, Kind] = {  # keys of all recipes, in answers.yaml
-    "engine": COMPONENT,
-    "verifier": COMPONENT | NULL,
+    "engine": ANY_COMPONENT,
+    "verifier": ANY_COMPONENT | NULL,
     "max_new_tokens": integer(1),
     "stop_strings": list_of_texts("a list of texts"),
     "verify_workers": integer(1, 1024) | NULL,
@@ -150,8 +149,3 @@ def _faults(cfg: DictConfig) -> Iterator[str]:
     held_out = cfg.dataset_val is not None or cfg.validation_fraction
     if cfg.run_val_every_n_steps and not held_out:
         yield "run_val_every_n_steps is set without rows to validate on: set dataset_val, validation_fraction, or null"
-
-
-def check_max_seq_len(value: Any) -> None:
-    """Refuse a tokenizer's ``max_seq_len`` unless it is a whole number or null."""
-    check({"max_seq_len": value}, {"max_seq_len": integer(1) | NULL}, "tokenizer.")

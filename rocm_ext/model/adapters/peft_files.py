@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.hub import REPO_ID, hub_name
+from rocm_ext.base.kinds import JSON_SWITCH, NULL, Kind, integer, number
 from rocm_ext.base.types import Json
-from rocm_ext.config.checks.kinds import JSON_SWITCH, NULL, Kind, integer, number
 from rocm_ext.config.checks.training import PATTERNS
 from rocm_ext.model.adapters import peft_experts
 from rocm_ext.model.decoder import Decoder

@@ -17,10 +17,10 @@ import torch
 
 from rocm_ext.base import openai_http as http
 from rocm_ext.base.errors import UserError, one_line, require_known
+from rocm_ext.base.kinds import Kind, check, integer, number
 from rocm_ext.base.log import log
 from rocm_ext.base.supervised import RETRY
 from rocm_ext.base.types import Json
-from rocm_ext.config.checks.kinds import Kind, check, integer, number
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.sampling.engine import Request, Sampling
 from rocm_ext.sampling.server.session import LORA_HINT, Adapter, OpenAISession, Terms, load_anew, unload_adapter

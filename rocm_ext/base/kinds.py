@@ -102,7 +102,7 @@ def _around_one(value: Any) -> bool:
 NULL = Kind(lambda value: value is None, ("null",))
 SWITCH = one_of(True, False)
 JSON_SWITCH = Kind(lambda value: isinstance(value, bool), ("true or false",))  # of a JSON file
-COMPONENT = Kind(lambda value: value is not None, ("a _component_", "leave the key out for its default"))
+ANY_COMPONENT = Kind(lambda value: value is not None, ("a _component_", "leave the key out for its default"))
 POSITIVE = number(lambda x: x > 0, "a number above 0")
 NOT_NEGATIVE = number(lambda x: x >= 0, "a number of at least 0")
 SHARE = number(lambda x: 0 < x <= 1, "a share above 0, at most 1")
