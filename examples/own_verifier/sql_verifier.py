@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from rocm_ext.sandbox import interpreter
 from rocm_ext.verifiers import Limits, Result, Sandbox, Verdict, Verifier
-from rocm_ext.verifiers.sandbox import interpreter
 
 _BLOCK = re.compile(r"```(?:sql)?\s*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 # Runs in the sandbox. The query can only read, and calls no function whose value changes from one run to the next.

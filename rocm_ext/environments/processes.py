@@ -27,11 +27,10 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT, Component, import_component
 from rocm_ext.base.types import Json, Message, Row
 from rocm_ext.environments.base import Ask, Environment, Reply, checked_reply, now, tools_of
-from rocm_ext.verifiers.base import Result, error
-from rocm_ext.verifiers.sandbox.children import descendants, kill
-from rocm_ext.verifiers.sandbox.sandbox import FOLDER, folder_of_runs
-from rocm_ext.verifiers.workers import worker
-from rocm_ext.verifiers.workers.pool import done
+from rocm_ext.sandbox import helper
+from rocm_ext.sandbox.children import descendants, kill
+from rocm_ext.sandbox.sandbox import FOLDER, folder_of_runs
+from rocm_ext.verifiers.base import Result, done, error
 
 _START = 60.0  # seconds that the environment's module may take to import
 _CHUNK = 1 << 16
@@ -253,21 +252,21 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     link = socket.socket(fileno=fd)
     start = _read_line(link)
-    worker.serve(start["parent"])
+    helper.serve(start["parent"])
     arguments = {name: value for name, value in start["environment"].items() if name != COMPONENT}
     try:
         made = import_component(start["environment"][COMPONENT])
         if not (inspect.isclass(made) and issubclass(made, Environment)):
             name = getattr(made, "__name__", made)
             raise UserError(f"environment {name} is not derived from rocm_ext.environments.Environment")
-        worker.RUNNING = True  # in the children, too
+        helper.RUNNING = True  # in the children, too
         example = made({}, **arguments)
         example.check()  # children inherit its imports
         tools = tools_of(example).schemas
         if tools:
             import jsonschema  # noqa: F401 - once, for all children
     except BaseException as problem:
-        link.sendall(_line({"error": str(problem) if isinstance(problem, UserError) else worker.blame(problem)}))
+        link.sendall(_line({"error": str(problem) if isinstance(problem, UserError) else helper.blame(problem)}))
         return
     link.sendall(_line({"tools": tools, "at_once": example.at_once}))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
@@ -288,7 +287,7 @@ def main(fd: int) -> None:
 def _converse(ours: socket.socket, made: Any, arguments: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
-    worker.die_with(os.getppid())
+    helper.die_with(os.getppid())
     ours.sendall(_line({"pid": os.getpid()}))
     environment: Any = None
     while said := _read_line(ours):
@@ -305,5 +304,5 @@ def _converse(ours: socket.socket, made: Any, arguments: Mapping[str, Any]) -> N
             else:
                 answer = _line({"ask": vars(reply)} if isinstance(reply, Ask) else {"messages": reply})
         except BaseException as problem:  # SystemExit, too
-            answer = _line({"result": error(worker.blame(problem)).values()})
+            answer = _line({"result": error(helper.blame(problem)).values()})
         ours.sendall(answer)

@@ -18,10 +18,10 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.types import Message, Row
 from rocm_ext.environments.base import Ask, Environment
 from rocm_ext.environments.endpoint import AtLimit, Endpoint, Exchange
+from rocm_ext.sandbox import BOX, Limits, RunningProgram, Sandbox, interpreter
+from rocm_ext.sandbox.children import readable, supervise
 from rocm_ext.verifiers.base import Result, Verdict, error, short
 from rocm_ext.verifiers.build import build
-from rocm_ext.verifiers.sandbox import BOX, Limits, RunningProgram, Sandbox, interpreter
-from rocm_ext.verifiers.sandbox.children import readable, supervise
 
 MOST_AT_ONCE, MEMORY_MB = 64, 1024  # by default
 _START = 60.0  # seconds that the sandbox may take to start
@@ -69,7 +69,7 @@ class Program(Environment):
             ``prompt``.
         memory_mb: memory of the program with all its processes, and address space per process: Node needs 16384.
         at_once: the most simultaneous programs of a rank; None: 4 per CPU thread of it, at most 64.
-        sandbox: ``bubblewrap``, or ``rlimits`` if you trust program and model; see rocm_ext.verifiers.sandbox.
+        sandbox: ``bubblewrap``, or ``rlimits`` if you trust program and model; see rocm_ext.sandbox.
         python: the interpreter, whose installed packages the program can import; None: this one.
     """
 

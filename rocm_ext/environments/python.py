@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Sequence
 
 from rocm_ext.environments.tools import Fault
+from rocm_ext.sandbox import Limits, Sandbox, check_limits, interpreter
+from rocm_ext.sandbox.children import descendants, kill, readable, supervise
 from rocm_ext.verifiers.base import short
 from rocm_ext.verifiers.python.start import compiled, start
-from rocm_ext.verifiers.sandbox import Limits, Sandbox, check_limits, interpreter
-from rocm_ext.verifiers.sandbox.children import descendants, kill, readable, supervise
 
 _START = 60.0  # seconds that the interpreter may take to start
 _CODE = 50_000  # bytes of a call: the socket takes them at once
@@ -32,7 +32,7 @@ class Python:
     Args:
         timeout: seconds of wall time for a call.
         memory_mb: memory limit, at least 128, which numpy needs.
-        sandbox: ``bubblewrap``, or ``rlimits`` for a model that you trust; see rocm_ext.verifiers.sandbox.
+        sandbox: ``bubblewrap``, or ``rlimits`` for a model that you trust; see rocm_ext.sandbox.
         python: the interpreter, whose installed packages the code can import; None: this one.
 
     Raises:

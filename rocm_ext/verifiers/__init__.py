@@ -11,6 +11,7 @@ if sys.platform == "win32":  # the imports below fail there with less to say
 
     raise UserError("verifiers limit processes in ways that Windows does not have; use WSL2")
 
+from rocm_ext.sandbox import Limits, Outcome, Sandbox
 from rocm_ext.verifiers.answers import ExactMatch, JsonSchema, Regex
 from rocm_ext.verifiers.base import Result, Verdict, Verifier
 from rocm_ext.verifiers.build import build
@@ -22,7 +23,6 @@ from rocm_ext.verifiers.maths import MajorityAnswer, MathAnswer
 from rocm_ext.verifiers.python import PythonTests
 from rocm_ext.verifiers.reasoning_gym import ReasoningGym
 from rocm_ext.verifiers.reward_function import RewardFunction, as_reward_function
-from rocm_ext.verifiers.sandbox import Limits, Outcome, Sandbox
 from rocm_ext.verifiers.workers import Pool
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.types import Json, Row
+from rocm_ext.sandbox import helper
 from rocm_ext.verifiers.base import Result, Verifier, check_time, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.extract import answer_text, fenced_code
-from rocm_ext.verifiers.workers import worker
 from rocm_ext.verifiers.workers.forked import Elsewhere, forked
 
 MAX_JSON = 1 << 20  # characters
@@ -107,7 +107,7 @@ class JsonSchema(Verifier):
             _read(_validator, field(row, self.field, (str, Mapping)), f"field {self.field!r}", ValueError)
 
     def __call__(self, completion: str, row: Row) -> Result:
-        if not worker.RUNNING:
+        if not helper.RUNNING:
             return self._elsewhere(completion, row)
         judge = functools.partial(self._judge, completion, row)
         return forked(judge, self.timeout, "the validation") or wrong("the validation ran out of memory")

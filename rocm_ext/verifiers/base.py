@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from enum import Enum
@@ -200,3 +201,10 @@ def timeout(detail: object = "") -> Result:
 def error(detail: object = "") -> Result:
     """ERROR, which has no reward."""
     return Result(Verdict.ERROR, None, str(detail))
+
+
+def done(result: Result) -> Future:
+    """A future that has its result."""
+    future: Future = Future()
+    future.set_result(result)
+    return future

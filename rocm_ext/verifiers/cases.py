@@ -15,9 +15,9 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.types import Row
+from rocm_ext.sandbox import BOX, Limits, Sandbox, interpreter
 from rocm_ext.verifiers.base import Result, correct, error, field, short, timeout, wrong
 from rocm_ext.verifiers.extract import parse_python
-from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, interpreter
 
 CHECKER_MB = 1024  # it reads all that the program printed
 NUMBER = re.compile(r"[+-]?((?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)  # 007 is a text

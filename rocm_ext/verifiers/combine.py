@@ -8,9 +8,9 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.types import Row
+from rocm_ext.sandbox.helper import blame
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, checked, error, group_results, name_of
 from rocm_ext.verifiers.build import build
-from rocm_ext.verifiers.workers.worker import blame
 
 
 class _Several(Verifier):

@@ -17,9 +17,9 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.types import Json, Row
+from rocm_ext.sandbox import helper
+from rocm_ext.sandbox.children import CHUNK, MARK, Child, supervise
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, check_time, error, short
-from rocm_ext.verifiers.sandbox.children import CHUNK, MARK, Child, supervise
-from rocm_ext.verifiers.workers import worker
 
 MAX_LINE = 1 << 20  # bytes of an answer
 TAIL = 4096  # bytes of stderr that are kept
@@ -125,7 +125,7 @@ class _Program:
 
     def __init__(self, command: Sequence[str]) -> None:
         # a worker has one thread, so Python code may run between fork and exec
-        tie = functools.partial(worker.die_with, os.getpid()) if worker.RUNNING else None
+        tie = functools.partial(helper.die_with, os.getpid()) if helper.RUNNING else None
         self._child = _started(command, tie=tie)
         self._process = process = self._child.process
         pipes: Sequence[Any] = (process.stdin, process.stdout, process.stderr)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from rocm_ext.base.errors import UserError, require_known
 from rocm_ext.base.types import Row
+from rocm_ext.sandbox import BOX, Limits, Sandbox
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import OutputRule, cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code
-from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox
 
 MAX_PROGRAM = 64 << 20  # bytes
 MAIN = re.compile(r"\bmain\s{0,9}\(")
@@ -54,7 +54,7 @@ class Compile(Verifier):
         language: c (C17), cpp (C++17), rust (2021) or go.
         timeout: seconds of wall time for the compiler.
         memory_mb: memory for the compiler with all its processes.
-        sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.verifiers.sandbox.
+        sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.sandbox.
     """
 
     def __init__(

@@ -11,10 +11,10 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.types import Row
+from rocm_ext.sandbox import helper
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, unparsed, wrong
 from rocm_ext.verifiers.extract import answer_text
 from rocm_ext.verifiers.mathtext import LETTER, TAIL, WORD, choice, clean, final_answer, number, plain, readable
-from rocm_ext.verifiers.workers import worker
 from rocm_ext.verifiers.workers.forked import Elsewhere, forked
 
 GROUP_SECONDS = 30.0  # time limit for all forks of a group: half of verify_timeout's default
@@ -81,7 +81,7 @@ class MathAnswer(Verifier):
         if (result := self.at_once(completion, row)) is not None:
             return result
         completion, answer = answer_text(completion), str(row[self.field])
-        if not worker.RUNNING:
+        if not helper.RUNNING:
             return self._elsewhere(completion[-TAIL:], {"answer": answer})
         return _child(self.timeout, _judge, completion, answer, self.tolerance)
 
@@ -125,7 +125,7 @@ class MajorityAnswer(MathAnswer):
             needed = self.field and f"; to judge it alone, the row needs the field {self.field!r}"
             return [error(f"one answer alone has no majority{needed}")]
         completions = [*map(answer_text, completions)]
-        if not worker.RUNNING and any(plain(text) is None for text in completions):
+        if not helper.RUNNING and any(plain(text) is None for text in completions):
             return self._elsewhere.judge_group([text[-TAIL:] for text in completions], {})
         results: list[Result] = []
         votes: dict[str, list[int]] = {}  # final answer -> indices of its completions

@@ -10,9 +10,9 @@ from typing import TypedDict
 
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.base.types import Json, Row
+from rocm_ext.sandbox import BOX, Limits, Sandbox, check_limits, interpreter
+from rocm_ext.sandbox.limits import ENVIRONMENT
 from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, timeout, unparsed, wrong
-from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, check_limits, interpreter
-from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT
 
 INSTALL = "`pip install 'torchtune-rocm[reasoning-gym]'`"
 START = 60.0  # seconds that the package may take to import and to make a dataset
@@ -41,7 +41,7 @@ class ReasoningGym(Verifier):
     Args:
         timeout: seconds of wall time to judge one answer.
         memory_mb: memory for the package and the judge.
-        sandbox: ``bubblewrap``, or ``rlimits`` for answers that you trust; see rocm_ext.verifiers.sandbox.
+        sandbox: ``bubblewrap``, or ``rlimits`` for answers that you trust; see rocm_ext.sandbox.
     """
 
     needs = ("prompt", COLUMN)

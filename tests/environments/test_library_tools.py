@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from rocm_ext.base.errors import UserError
 from rocm_ext.environments import Call, Environments, Fault, Python, Search, ToolEnvironment, Tools, calculator
 from rocm_ext.environments.base import Environment, tools_of
+from rocm_ext.sandbox.children import descendants
 from rocm_ext.verifiers import Sandbox, Verdict
-from rocm_ext.verifiers.sandbox.children import descendants
 from tests.kit.processes import wait_for_end
 from tests.kit.run_folders import write_jsonl
 

@@ -15,9 +15,9 @@ from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.records import Records
 from rocm_ext.rl.rollout import Job, Rollout, Workers
 from rocm_ext.sampling import Completion, Request, Sampling
+from rocm_ext.sandbox import helper
 from rocm_ext.train.lifecycle import Interrupt, Interrupted
 from rocm_ext.verifiers import MajorityAnswer, Pool, Verdict, as_reward_function, build, maths
-from rocm_ext.verifiers.workers import worker
 
 pytest.importorskip("resource", reason="forks and POSIX signals")
 HERE = "rocm_ext.verifiers."
@@ -209,7 +209,7 @@ def test_a_slow_answer_spoils_no_other_of_its_group():
 
 def test_a_group_of_numbers_needs_no_other_process(monkeypatch):
     monkeypatch.setattr(maths, "_child", lambda *_: pytest.fail("another process"))
-    monkeypatch.setattr(worker, "RUNNING", True)
+    monkeypatch.setattr(helper, "RUNNING", True)
     assert voted("72", "#### 72.0", "\\boxed{5}", "7,200") == ["CORRECT", "CORRECT", "WRONG", "WRONG"]
 
 

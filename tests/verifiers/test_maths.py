@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rocm_ext.sandbox import helper
 from rocm_ext.verifiers import MathAnswer, Pool, Verdict, maths
 from rocm_ext.verifiers.mathtext import final_answer, number, plain, readable
-from rocm_ext.verifiers.workers import worker
 from rocm_ext.verifiers.workers.pool import at_once
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
@@ -387,7 +387,7 @@ def test_a_plain_number_needs_neither_a_worker_nor_another_process(math_pool: Po
         raise AssertionError("elsewhere")
 
     monkeypatch.setattr(maths, "_child", none)
-    monkeypatch.setattr(worker, "RUNNING", True)
+    monkeypatch.setattr(helper, "RUNNING", True)
     monkeypatch.setattr(Pool, "_enqueue", none)
     for text in ("72", "#### 72", "so 48+24 = 72\n#### 72.", "The answer is $\\boxed{72.0}$.", "\\boxed{72}", " 72\n",
                  "48+24=71\n72"):  # fmt: skip

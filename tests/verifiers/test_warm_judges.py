@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from rocm_ext.sandbox.children import children_of, descendants
 from rocm_ext.verifiers import Pool, PythonTests, Verdict
-from rocm_ext.verifiers.sandbox.children import children_of, descendants
 from tests.kit.processes import wait_for_end
 
 SQUARE = "def f(x): return x * x"

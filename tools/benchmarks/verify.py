@@ -15,8 +15,8 @@ from typing import Any
 
 from rocm_ext.base.process import end_with_parent
 from rocm_ext.data.prompts import prompt_dataset
+from rocm_ext.sandbox import bubblewrap, interpreter
 from rocm_ext.verifiers import Pool, Verdict
-from rocm_ext.verifiers.sandbox import bubblewrap, interpreter
 from tools.benchmarks.protocol import Failed, Ratio, take_turns
 
 MBPP = "google-research-datasets/mbpp"

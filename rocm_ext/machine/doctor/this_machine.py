@@ -111,7 +111,7 @@ def _user(of_devices: list[str]) -> User:
 
 
 def _sandbox() -> SandboxState | None:
-    from rocm_ext.verifiers.sandbox import Sandbox, bubblewrap, seccomp
+    from rocm_ext.sandbox import Sandbox, bubblewrap, seccomp
 
     try:
         _, version = bubblewrap.bwrap()

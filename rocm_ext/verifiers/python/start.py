@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.sandbox import USER, Limits, RunningProgram, Sandbox
+from rocm_ext.sandbox.children import readable
 from rocm_ext.verifiers.base import short
-from rocm_ext.verifiers.sandbox import USER, Limits, RunningProgram, Sandbox
-from rocm_ext.verifiers.sandbox.children import readable
 
 PATIENCE = 60.0  # seconds that a judge may take to start
 GRACE = 1.0  # seconds that a judge may take to end a verdict whose program was killed

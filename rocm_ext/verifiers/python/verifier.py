@@ -17,13 +17,13 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError, require_known
 from rocm_ext.base.types import Row
+from rocm_ext.sandbox import BOX, Limits, Sandbox, check_limits, interpreter
+from rocm_ext.sandbox.children import supervise
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, timeout, unparsed, wrong
 from rocm_ext.verifiers.cases import OutputRule, calls_of, cases_of, run_cases
 from rocm_ext.verifiers.extract import answer_text, extract_code, fenced_code, parse_python
 from rocm_ext.verifiers.python._source import Broken, Tests, names_in
 from rocm_ext.verifiers.python.start import JudgeEnded, Judges, JudgeTask, ProgramTask, WarmJudge, start
-from rocm_ext.verifiers.sandbox import BOX, Limits, Sandbox, check_limits, interpreter
-from rocm_ext.verifiers.sandbox.children import supervise
 
 log = logging.getLogger("rocm_ext")
 JUDGE_MB = 1024  # the tests may need more memory than the code
@@ -71,7 +71,7 @@ class PythonTests(Verifier):
             both share it.
         partial_credit: True: the reward is the share of tests that pass; else it is 1 or 0. Asserts and loops at the
             top level count as tests, and so do test functions and ``check``.
-        sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.verifiers.sandbox.
+        sandbox: ``bubblewrap``, or ``rlimits`` for code that you trust; see rocm_ext.sandbox.
         isolation: ``two_processes``; or ``same_process``, which runs the code and the tests in one interpreter, in the
             sandbox, and judges all of Python. The code can then forge its verdict: use it for benchmarks of code that
             you trust, not for training.

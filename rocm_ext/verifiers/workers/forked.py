@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rocm_ext.base.types import Row
+from rocm_ext.sandbox.children import readable
 from rocm_ext.verifiers.base import Result, timeout
-from rocm_ext.verifiers.sandbox.children import readable
 from rocm_ext.verifiers.workers.pool import Pool
 
 MEMORY = 2 << 30  # bytes of address space that the child may use beyond the worker's memory
@@ -21,7 +21,7 @@ MEMORY = 2 << 30  # bytes of address space that the child may use beyond the wor
 def forked(judge: Callable[[], Result], seconds: float, what: str) -> Result | None:
     """Call ``judge`` in a forked child that has limited time and memory; ``what`` names the work in messages.
 
-    Only for a process with one thread and no GPU: see ``worker.RUNNING``. A timer in the same process would not do:
+    Only for a process with one thread and no GPU: see ``helper.RUNNING``. A timer in the same process would not do:
     Python cannot interrupt a regular expression, or a multiplication of huge numbers. The result is TIMEOUT after
     ``seconds``, and None if the child needed too much memory or ``judge`` raised.
     """

@@ -20,9 +20,9 @@ from typing import Any
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT, Component, import_component
 from rocm_ext.base.types import Row
-from rocm_ext.verifiers.base import Result, Verifier, error
-from rocm_ext.verifiers.sandbox.children import descendants, kill, readable
-from rocm_ext.verifiers.sandbox.sandbox import FOLDER, folder_of_runs
+from rocm_ext.sandbox.children import descendants, kill, readable
+from rocm_ext.sandbox.sandbox import FOLDER, folder_of_runs
+from rocm_ext.verifiers.base import Result, Verifier, done, error
 
 START = 60.0  # seconds that a worker may take to build its verifier
 
@@ -171,13 +171,6 @@ class Pool:
             return str(problem)
         except Exception as problem:
             return "verification was ended" if self._closed else f"{type(problem).__name__}: {problem}"
-
-
-def done(result: Result) -> Future:
-    """A future that has its result."""
-    future: Future = Future()
-    future.set_result(result)
-    return future
 
 
 def at_once(verifier_config: Component) -> Callable[..., Result | None]:

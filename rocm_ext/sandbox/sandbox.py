@@ -1,14 +1,4 @@
-"""Run a model's code, which nobody has read.
-
-``Sandbox("bubblewrap")`` runs programs under bubblewrap; SECURITY.md says what that promises and what not. If you are
-root, a run has a real user id from 2 000 000 000 up that no other run has at the time, so that the kernel can limit its
-number of processes. Otherwise it has a user namespace, in which Linux counts processes separately since 5.14; on older
-kernels we count them from outside, every 50 ms.
-
-``Sandbox("rlimits")`` sets the limits, a temporary working folder and an empty environment, and isolates nothing: the
-code can read and write all your files, use the network, and signal or outlive your processes. Use it for code that you
-trust, on machines without bubblewrap. It is never a fallback.
-"""
+"""A program in the sandbox: how it starts, runs and ends."""
 
 import contextlib
 import fcntl
@@ -27,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rocm_ext.base.errors import UserError, require_known
-from rocm_ext.verifiers.sandbox import bubblewrap
-from rocm_ext.verifiers.sandbox.children import MARK, Child, readable, supervise
-from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT, Limits, tool
+from rocm_ext.sandbox import bubblewrap
+from rocm_ext.sandbox.children import MARK, Child, readable, supervise
+from rocm_ext.sandbox.limits import ENVIRONMENT, Limits, tool
 
 KINDS = ("bubblewrap", "rlimits")
 F_ADD_SEALS, F_SEAL_ALL = 1033, 15  # <linux/fcntl.h>; seal, shrink, grow, write
@@ -93,7 +83,7 @@ class RunningProgram:
 
 
 class Sandbox:
-    """Runs programs under limits; the module's docstring compares the kinds.
+    """Runs programs under limits; the docstring of :mod:`rocm_ext.sandbox` compares the kinds.
 
     Args:
         kind: ``bubblewrap`` or ``rlimits``.

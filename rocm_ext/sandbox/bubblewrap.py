@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.verifiers.sandbox import seccomp
-from rocm_ext.verifiers.sandbox.limits import ENVIRONMENT, Limits, program, tool
+from rocm_ext.sandbox import seccomp
+from rocm_ext.sandbox.limits import ENVIRONMENT, Limits, program, tool
 
 OLDEST = (0, 7)  # the first that limits the size of a tmpfs
 NO_BWRAP = (

