@@ -14,7 +14,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import is_hub_name
 from rocm_ext.base.types import Config, Json
 from rocm_ext.config.components import COMPONENT, check_from_folder
-from rocm_ext.config.layers import by_key, defaults, find, load, read, recipe_of, requested_hardware
+from rocm_ext.config.layers import by_key, defaults, find, load, must_be_set, read, recipe_of, requested_hardware
 from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder, complete, names_layer, seen_from_here
 
 BASE = "base"  # the value of ``teacher`` that stands for the model in training without its adapter
@@ -170,7 +170,7 @@ def _read_adapter(folder: Path) -> Json:
 def sampling_config(cfg: DictConfig) -> DictConfig:
     """Convert a config of any recipe to RAFT's: same model, data keys and machine, RAFT's defaults, no ``prompts``."""
     content: Any = OmegaConf.to_container(cfg)
-    unset = {key: None if default == "???" else default for key, default in defaults(registry.RAFT).items()}
+    unset = {key: None if must_be_set(default) else default for key, default in defaults(registry.RAFT).items()}
     known = {key: content.get(key, default) for key, default in unset.items()}
     return OmegaConf.create(known | {"recipe": registry.RAFT, "prompts": None})
 

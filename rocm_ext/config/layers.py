@@ -78,7 +78,7 @@ def load(
     known = defaults(recipe)
     _check_recipe(name, run, on_command_line, recipe, folder, guess=content is None)
     if content is not None:
-        known = {key: None if default == "???" else default for key, default in known.items()}
+        known = {key: None if must_be_set(default) else default for key, default in known.items()}
     hardware, profile = _resolve_hardware(on_command_line.get("hardware", run.get("hardware", known["hardware"])))
     _check_known(run, on_command_line, known, recipe)
     merged = _merged(known, profile, run, on_command_line)
@@ -111,6 +111,11 @@ def defaults(recipe: str | registry.Recipe) -> Config:
     if "hardware" not in merged:
         raise UserError(f"{recipe.defaults}: the defaults lack the key hardware; add `extends: {registry.SFT}` or it")
     return merged
+
+
+def must_be_set(default: Any) -> bool:
+    """Return whether a run must set a key with this default, or an argument of it."""
+    return default == "???" or (isinstance(default, Mapping) and "???" in default.values())
 
 
 def _with_included(path: Path) -> Config:
@@ -365,9 +370,9 @@ def _check_known(run: Config, on_command_line: Mapping[str, str], known: Config,
 
 def _check_complete(cfg: DictConfig, defaults: Config, name: str) -> None:
     missing = set(OmegaConf.missing_keys(cfg))
-    missing |= {key for key, default in defaults.items() if default == "???" and cfg._get_node(key)._is_none()}  # type: ignore
+    missing |= {key for key, default in defaults.items() if must_be_set(default) and cfg._get_node(key)._is_none()}  # type: ignore
     # a missing key of the recipe explains the missing values that refer to it
-    missing = {key for key in missing if key in defaults} or missing
+    missing = missing & {*defaults, *flatten(defaults)} or missing
     judged = "teacher" not in defaults  # a teacher replaces the verifier
     if judged and defaults.get("prompts") == "???" and cfg.verifier is None and cfg.environment is None:
         missing.add("verifier or environment")  # both default to null

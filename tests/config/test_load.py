@@ -43,7 +43,7 @@ def test_a_component_replaces_the_lower_one_whole(run):
     assert run("", "dataset=[{_component_: rocm_ext.data.sft_dataset, source: a.jsonl}]").dataset == [one]
 
 
-def test_a_component_keeps_arguments_of_a_lower_layer(tmp_path):
+def test_a_component_keeps_arguments_of_a_lower_layer(run, tmp_path):
     """``optimizer`` names fewer arguments than the recipe's default of the same component does (review A6)."""
     lines = {"output_dir": str(tmp_path), "verifier": {"_component_": "rocm_ext.verifiers.ExactMatch"}}
 
@@ -63,14 +63,14 @@ def test_a_component_keeps_arguments_of_a_lower_layer(tmp_path):
     assert load(lr_scheduler=None).lr_scheduler is None
     again = load(**OmegaConf.to_container(load(optimizer=adamw)))
     assert again == load(optimizer=adamw), "a recorded config is the same config"
+    base = COMPONENTS.replace("_component_: torch.optim.AdamW, ", "") + "output_dir: out\n"
+    assert run("", base=base) == run(), "SFT's default has a component, too, and leaves its lr to the run"
 
 
 def test_a_pattern_replaces_the_runs(run):
     """The cure for an adapter of other patterns is such an override."""
     base = "model: {_component_: rocm_ext.model.from_checkpoint, checkpoint_dir: m, rank_pattern: {down_proj: 8}}\n"
-    base += (
-        "dataset: {_component_: rocm_ext.data.sft_dataset, source: a}\noptimizer: {_component_: torch.optim.AdamW}\n"
-    )
+    base += "dataset: {_component_: rocm_ext.data.sft_dataset, source: a}\noptimizer: {lr: 1e-3}\n"
     base += "output_dir: out\nhardware: cpu\n"
     assert run("", 'model.rank_pattern={"q_proj": 4}', base=base).model.rank_pattern == {"q_proj": 4}
     assert run("", "model.rank_pattern.q_proj=4", base=base).model.rank_pattern == {"down_proj": 8, "q_proj": 4}
@@ -143,10 +143,12 @@ def test_a_component_key_without_component(run, value):
 
 def test_missing_keys(run):
     for base, overrides, message in (
-        ("", (), "config run.yaml: checkpointer, dataset, model, optimizer, output_dir, tokenizer must be set"),
+        ("", (), "config run.yaml: checkpointer, dataset, model, optimizer.lr, output_dir, tokenizer must be set"),
         (COMPONENTS, (), "^config run.yaml: output_dir must be set"),  # the checkpointer's key refers to it
         (COMPONENTS + "output_dir: out\n", ("output_dir=null",), "output_dir must be set"),
         (COMPONENTS + "output_dir: out\n", ("model=null",), "model must be set"),
+        (COMPONENTS + "output_dir: out\n", ("optimizer=null",), "optimizer must be set"),
+        (COMPONENTS.replace(", lr: 1e-3", "") + "output_dir: out\n", (), r"optimizer\.lr must be set"),
         (COMPONENTS.replace("lr: 1e-3", "lr: '???'") + "output_dir: out\n", (), r"optimizer\.lr must be set"),
     ):
         with pytest.raises(UserError, match=message):

@@ -265,7 +265,8 @@ VALIDATION = {"_component_": "rocm_ext.data.sft_dataset", "source": "x.jsonl"}
         ({"sequences_per_step": 8, "gradient_accumulation_steps": 2}, "keep one of them"),
         ({"dataset_val": VALIDATION, "validation_fraction": 0.1}, "keep one of them"),
         ({"learning_rate": 1}, "unknown key learning_rate"),
-        ({"optimizer": {"_component_": "torch.optim.AdamW", "rate": 1}}, "unknown key optimizer.rate"),
+        ({"optimizer": {"lr": 1e-3, "rate": 1}}, "unknown key optimizer.rate"),
+        ({"optimizer": {"_component_": "torch.optim.AdamW"}}, "optimizer.lr must be set"),
     ],
 )
 def test_keys_of_a_config(fails, changes, message):
