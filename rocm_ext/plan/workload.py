@@ -30,9 +30,9 @@ class Known:
     """The user's sizes of data that are not on disk; None: not given.
 
     Attributes:
-        rows: number of training rows; in RAFT prompts per cycle, in GRPO prompts per step.
-        row_tokens: mean tokens of a row; in RAFT and GRPO of a prompt.
-        answer_tokens: mean tokens of an answer, in RAFT and GRPO.
+        rows: number of training rows; in RAFT prompts per cycle, in GRPO and distillation prompts per step.
+        row_tokens: mean tokens of a row; of a prompt where the recipe samples answers.
+        answer_tokens: mean tokens of an answer, where the recipe samples them.
     """
 
     rows: int | None = None
@@ -42,7 +42,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Workload:
-    """The training data of an SFT run, of a cycle of RAFT or of a step of GRPO.
+    """The training data of an SFT run, of a cycle of RAFT, or of a step of GRPO or distillation.
 
     Attributes:
         longest: tokens of the longest row.
@@ -73,7 +73,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Questions:
-    """The prompts and answers of a cycle of RAFT or of a step of GRPO.
+    """The prompts and answers of a cycle of RAFT, or of a step of GRPO or distillation.
 
     Attributes:
         prompts: prompts per cycle or step; None: unknown.
@@ -156,7 +156,7 @@ def describe(rows: Rows, count: int, source: str, share: bool = False, mixture: 
 
 
 def questions(cfg: DictConfig, known: Known) -> Questions:
-    """Estimate the prompts and answers of a RAFT or GRPO config; sizes in ``known`` take precedence."""
+    """Estimate the prompts and answers of a config of a recipe that samples; sizes in ``known`` take precedence."""
     count, held_out, lengths, source = None, _count(cfg.eval_prompts), [_PROMPT], "prompts assumed, not on disk"
     if _is_local(cfg.prompts):
         prompts = config.instantiate(cfg.prompts, key="prompts")
@@ -198,7 +198,7 @@ def kept_rows(cfg: DictConfig, asked: Questions) -> Workload:
 
 
 def sampled_rows(cfg: DictConfig, asked: Questions) -> Workload:
-    """Estimate the rows of a GRPO step: every answer to its prompts."""
+    """Estimate the rows of a step of GRPO or distillation: every answer to its prompts."""
     prompts = min(filter(None, (cfg.get("prompts_per_step"), asked.prompts)), default=None)
     rows = _answers(cfg, asked, prompts and prompts * cfg.samples_per_prompt, "every answer trained on")
     if "prompts_per_step" not in cfg:  # an evaluation with a config of RAFT

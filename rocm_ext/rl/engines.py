@@ -390,7 +390,8 @@ def open_engines(
     this, they sample in this process.
 
     Args:
-        cfg: config of ``raft_rocm`` or ``grpo_rocm``.
+        cfg: config of a recipe that samples answers, or of another through
+            :func:`rocm_ext.config.chosen_model.sampling_config`, as in evaluations of SFT and DPO.
         learner: the model to sample from; its weights may be missing.
         stopped: returns whether the user asked to stop.
         sampling: the run's settings of sampling, with the temperature of log-probs.

@@ -52,7 +52,8 @@ class PromptSet:
     """``prompts`` and ``eval_prompts`` of a config.
 
     Args:
-        cfg: config of ``raft_rocm`` or of a recipe that extends it.
+        cfg: config of a recipe that samples answers, or of another through
+            :func:`rocm_ext.config.chosen_model.sampling_config`, as in evaluations of SFT and DPO.
 
     Attributes:
         training: prompts to train on; empty if ``prompts`` is null.
