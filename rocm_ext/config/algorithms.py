@@ -1,4 +1,4 @@
-"""The policy-gradient algorithms: the kinds of their keys, the values of null keys, and the updates in a step."""
+"""The policy-gradient algorithms: the values of null keys, and the updates in a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,21 +8,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.importing import COMPONENT
-from rocm_ext.base.kinds import LIMITS, NOT_NEGATIVE, NULL, POSITIVE, Kind, number, one_of
 from rocm_ext.base.types import Config
 
 KEYS = ("center", "scale", "clip_low", "clip_high", "clip_dual", "kl_in")
-POLICY_GRADIENT: dict[str, Kind] = {  # arguments of rocm_ext.losses.PolicyGradient that GRPO's configs also have
-    "clip_low": POSITIVE | NULL,
-    "clip_high": POSITIVE | NULL,
-    "clip_dual": number(lambda x: x > 1, "a number above 1") | one_of("none") | NULL,
-    "kl_coef": NOT_NEGATIVE,
-    "kl_in": one_of("loss", "reward") | NULL,
-    "entropy_coef": NOT_NEGATIVE,
-    "mismatch": one_of("truncate", "mask", "none"),
-    "mismatch_level": one_of("token", "sequence", "geometric"),
-    "mismatch_limits": LIMITS | NULL,
-}
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,29 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT
 from rocm_ext.base.kinds import POSITIVE, check, one_of
-from rocm_ext.config.algorithms import ALGORITHMS, POLICY_GRADIENT, complete, limits_of, updates_of_step
+from rocm_ext.config.algorithms import ALGORITHMS, complete, limits_of, updates_of_step
+from rocm_ext.config.keys import kinds
 from rocm_ext.losses.objective import REFERENCE, Objective, Tally, Terms, sum_over_sequences
 
 _HIGHEST = 20.0  # nats; beyond, a ratio is a fault of numerics or of a server and has no gradient
 _MOST = 3.0  # maximum of the ratio that weighs the KL divergence
-_KINDS = {"loss": one_of(*ALGORITHMS), "temperature": POSITIVE, **POLICY_GRADIENT}
+_KEYS_OF_GRPO = (  # that are arguments, too
+    "clip_low",
+    "clip_high",
+    "clip_dual",
+    "kl_coef",
+    "kl_in",
+    "entropy_coef",
+    "mismatch",
+    "mismatch_level",
+    "mismatch_limits",
+)
+_KINDS = {"loss": one_of(*ALGORITHMS), "temperature": POSITIVE}
+_KINDS |= {name: kinds(registry.GRPO)[name] for name in _KEYS_OF_GRPO}
 
 
 class PolicyGradient(Objective):

@@ -9,11 +9,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import read_lines
 from rocm_ext.base.log import Progress, log
 from rocm_ext.base.types import Json
 from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
+from rocm_ext.config.keys import free_keys
 from rocm_ext.data.batches import StepLoader, label_counts
 from rocm_ext.data.rows import Rows
 from rocm_ext.model.adapters import peft_files
@@ -22,22 +24,12 @@ from rocm_ext.rl.records import Asked
 from rocm_ext.rl.selection import Selected
 from rocm_ext.runs.records import EvalScores
 from rocm_ext.sampling import sample_seed
-from rocm_ext.train.checkpoint import FREE_KEYS, State
+from rocm_ext.train.checkpoint import State
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt
 from rocm_ext.train.loop import Training
 from rocm_ext.train.output_dir import OutputDir
 
-# Keys that a resumed run may change, in addition to FREE_KEYS
-POLICY_FREE_KEYS = FREE_KEYS | frozenset(
-    """
-    steps cycles prompts eval_prompts verify_workers verify_timeout max_error_share max_flat_steps max_empty_cycles
-    stop_after_no_gain min_entropy max_length_share eval_every_n_steps eval_every_n_cycles keep_samples
-    keep_last_n_adapters max_staleness retry_unsolved_after
-    engine.slots engine.graphs engine.urls engine.concurrency engine.timeout engine.patience engine.api_key_env
-    teacher teacher_adapter
-    """.split()  # noqa: SIM905
-)
 NO_UPDATES = {"updates": 0, "train_seconds": 0.0}
 # Values of an update's line that `summarize_updates` treats in other ways than the objective's measurements
 _OF_EVERY_UPDATE = frozenset(
@@ -69,7 +61,7 @@ class PolicyTrainer(Training):
         fresh: whether the run began here, without a checkpoint.
     """
 
-    free_keys = POLICY_FREE_KEYS
+    free_keys = free_keys(*registry.SAMPLED)
     rules = ("min_entropy", "stop_after_no_gain", "max_length_share")
     adapter_folder: Callable[[int], Path] | None = None  # of the adapter of a step, where the run keeps one
 

@@ -24,25 +24,6 @@ from rocm_ext.distributed.ranks import Ranks
 STATE = "state.pt"
 CHECKSUMS = "SHA256SUMS"  # `sha256sum -c` reads it
 
-# Keys that may change when a run resumes, by the reason.
-_FREE = {
-    "how the machine computes; results differ by rounding": """
-        hardware hardware_overrides device memory_fraction startup_checks node_timeout cpu_threads num_workers
-        pin_memory compile attention enable_activation_checkpointing enable_activation_offloading over_budget
-        cudnn_deterministic_mode loss.chunk_tokens""",
-    "`check_same_run` compares the effect: base model, data, rows and micro-batches of a step, dtype, seed": """
-        checkpointer model.checkpoint_dir tokenizer dataset dataset_val validation_fraction too_long bad_rows batch_size
-        gradient_accumulation_steps sequences_per_step tokens_per_micro_batch dtype seed""",
-    "reports and files of a run": """
-        output_dir resume_from_checkpoint overwrite_output_dir save_every_n_steps keep_last_n_checkpoints
-        save_adapter_weights_only metric_logger log_every_n_steps log_peak_memory_stats hardware_log_seconds
-        profiler profile_steps""",
-    "a validation changes no weight, and the user may decide anew which is better and how long to wait for it": """
-        run_val_every_n_steps early_stopping_patience early_stopping_metric""",
-}
-FREE_KEYS = frozenset(" ".join(_FREE.values()).split())
-
-
 State = dict[str, Any]  # content of ``state.pt``, by name; see :meth:`rocm_ext.train.loop.Training.save_checkpoint`
 
 
@@ -208,7 +189,7 @@ def check_same_run(
     state: State,
     cfg: DictConfig,
     identity: Mapping[str, str | int | None],
-    free: frozenset[str] = FREE_KEYS,
+    free: frozenset[str],
 ) -> None:
     """Check that this run and the one it resumes are the same.
 

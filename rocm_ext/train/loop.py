@@ -13,18 +13,20 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import append_line, read_lines, replace_folder, replace_text
 from rocm_ext.base.log import Progress, log
 from rocm_ext.base.types import Json
 from rocm_ext.config import references
+from rocm_ext.config.keys import free_keys
 from rocm_ext.data.batches import StepLoader, Update
 from rocm_ext.machine import numerics
 from rocm_ext.machine.trace import TRAINING
 from rocm_ext.model.adapters.merge import merge
 from rocm_ext.model.attention import has_dropout
 from rocm_ext.train import builders
-from rocm_ext.train.checkpoint import FREE_KEYS, Best, State, check_same_run, rng_state, set_rng_state
+from rocm_ext.train.checkpoint import Best, State, check_same_run, rng_state, set_rng_state
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, peak_memory
 from rocm_ext.train.metrics import describe_lost
@@ -92,7 +94,7 @@ class Training:
         rules: keys of the config that let a run end early by the lines of ``metrics.jsonl``.
     """
 
-    free_keys: frozenset[str] = FREE_KEYS
+    free_keys: frozenset[str] = free_keys(registry.SFT)
     rules: tuple[str, ...] = ()
     unit = "step"
 

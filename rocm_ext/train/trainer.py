@@ -19,19 +19,13 @@ from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.rows import Rows
 from rocm_ext.runs.records import EvalScores
 from rocm_ext.runs.scores import Score
-from rocm_ext.train.checkpoint import FREE_KEYS, State
+from rocm_ext.train.checkpoint import State
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, Interrupted
 from rocm_ext.train.loop import StepStats, Training
 from rocm_ext.train.metrics import summarize
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.scoring import set_baseline, validation_loss
-
-# Keys that a resumed run may change, in addition to FREE_KEYS; `fingerprint` has the prompts
-_FREE = """
-    epochs max_steps_per_epoch eval_prompts eval_every_n_steps verify_workers verify_timeout max_error_share
-    engine.slots engine.graphs
-"""
 
 
 class Evaluation(Protocol):
@@ -64,8 +58,6 @@ class Trainer(Training):
         best: loss (None of an evaluation), step, adapter, metric and value of the best validation or evaluation so far
             by ``early_stopping_metric``; None before the first.
     """
-
-    free_keys = FREE_KEYS | set(_FREE.split())
 
     def __init__(
         self,

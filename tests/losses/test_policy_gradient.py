@@ -272,7 +272,7 @@ def test_a_sampler_without_a_probability_gives_a_limited_weight(mismatch, level)
         ({"mismatch": "clip"}, "expected truncate, mask"), ({"entropy_coef": True}, "entropy_coef is True"),
         ({"mismatch_limits": [2, 3]}, "mismatch_limits is .2, 3.; expected a list of two numbers"),
         ({"loss": "cispo", "clip_low": 0.2}, "clip_low is 0.2, and loss cispo has no such limit"),
-        ({"loss": "dapo", "clip_dual": 1}, "clip_dual is 1; expected"), ({"kl_in": "prompt"}, "expected loss or"),
+        ({"loss": "dapo", "clip_dual": 1}, "clip_dual is 1; expected"), ({"kl_in": "prompt"}, "expected loss, reward"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(arguments, says):

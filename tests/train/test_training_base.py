@@ -24,8 +24,6 @@ UPDATES = 2  # of a step
 class Drawn(Training):
     """Trains on new rows at each step; some steps have none, and their score is the step's number modulo 3."""
 
-    free_keys = Training.free_keys | {"epochs"}
-
     def __init__(self, learner, cfg, folder, flat=()):
         super().__init__(learner, cfg, folder)
         self.flat, self.seen = flat, 0

@@ -1,4 +1,5 @@
-"""Writes recipe_configs' run configs from table.yaml, one template for each recipe: ``make configs``."""
+"""Writes recipe_configs: the run configs from table.yaml, one template for each recipe, and the defaults from the table
+of keys; ``make configs``."""
 
 import re
 from pathlib import Path
@@ -10,7 +11,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from rocm_ext.base import registry
-from rocm_ext.config import layers
+from rocm_ext.config import keys, layers
+from tools.run_configs.defaults import defaults_file
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "recipe_configs"
@@ -26,14 +28,13 @@ _QLORA = "(QLoRA, arXiv:2305.14314)"
 
 
 def written() -> dict[str, str]:
-    """Return the run configs by name, as the table has them."""
+    """Return the run configs by name, as the table has them, and the defaults files, such as ``defaults/common``."""
     table = yaml.safe_load((HERE / "table.yaml").read_text())
-    return {
-        name: _render(recipe, name, row, table)
-        for recipe in table
-        if recipe.endswith("_rocm")
-        for name, row in table[recipe].items()
-    }
+    files = {f"defaults/{name}": defaults_file(name) for name in keys.table()}
+    for recipe in registry.TITLES:
+        for name, row in table[recipe].items():
+            files[name] = _render(recipe, name, row, table)
+    return files
 
 
 def _render(recipe: str, name: str, row: dict[str, Any], table: dict[str, Any]) -> str:

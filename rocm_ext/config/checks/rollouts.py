@@ -8,97 +8,14 @@ from omegaconf import DictConfig
 from rocm_ext.base import registry
 from rocm_ext.base.errors import refuse
 from rocm_ext.base.importing import COMPONENT, import_component
-from rocm_ext.base.kinds import (
-    ANY_COMPONENT,
-    NOT_NEGATIVE,
-    NULL,
-    POSITIVE,
-    SHARE,
-    SWITCH,
-    Kind,
-    check,
-    integer,
-    number,
-    one_of,
-    text,
-)
+from rocm_ext.base.kinds import check
 from rocm_ext.base.log import log
 from rocm_ext.config import algorithms
-from rocm_ext.config.algorithms import ALGORITHMS, POLICY_GRADIENT, updates_of_step
-from rocm_ext.config.checks.training import ANSWERS, UNJUDGED
+from rocm_ext.config.algorithms import ALGORITHMS, updates_of_step
+from rocm_ext.config.checks.training import UNJUDGED
 from rocm_ext.config.chosen_model import BASE, is_server
+from rocm_ext.config.keys import kind_of, kinds
 from rocm_ext.config.layers import defaults
-
-_SHARED: dict[str, Kind] = {
-    **ANSWERS,
-    "environment": ANY_COMPONENT | NULL,
-    "max_turns": integer(1),
-    "max_environment_tokens": integer(0),
-    "samples_per_prompt": integer(1),
-    "clip_high": POSITIVE,
-    "min_entropy": POSITIVE | NULL,
-    "stop_after_no_gain": integer(1) | NULL,
-    "eval_samples": integer(0),
-}
-_RAFT: dict[str, Kind] = {
-    "cycles": integer(1),
-    "prompts_per_cycle": integer(1) | NULL,
-    "retry_unsolved_after": integer(1) | NULL,
-    "skip_solved": SWITCH,
-    "keep": one_of("correct", "rewarded"),
-    "reward_threshold": number(lambda x: 0 < x <= 1, "a number above 0, at most 1"),
-    "max_per_prompt": integer(1) | NULL,
-    "best_fraction": SHARE,
-    "deduplicate": SWITCH,
-    "drop_truncated": SWITCH,
-    "replay_cycles": integer(0) | one_of("all") | NULL,
-    "objective": one_of("raft", "raft++"),
-    "loss": ANY_COMPONENT,
-    "start_from": one_of("previous", "base"),
-    "optimizer_state": one_of("run", "cycle"),
-    "lr_decay": number(lambda x: 0 < x <= 1, "a number above 0, at most 1"),
-    "lr_floor": NOT_NEGATIVE,
-    "max_empty_cycles": integer(1),
-    "eval_every_n_cycles": integer(1),
-    "keep_last_n_adapters": integer(1) | NULL,
-}
-_GRPO: dict[str, Kind] = {
-    **POLICY_GRADIENT,
-    "steps": integer(1),
-    "prompts_per_step": integer(1),
-    "temperature": number(lambda x: x > 0, "a number above 0, because a group needs different answers"),
-    "refill": SWITCH,
-    "max_refills": integer(1),
-    "curriculum": one_of("none", "informative", "easy_to_hard"),
-    "max_length_share": SHARE | NULL,
-    "truncated": one_of("mask", "penalize", "keep"),
-    "truncation_margin": integer(0),
-    "truncation_penalty": POSITIVE,
-    "center": one_of("mean", "leave_one_out", "batch", "none") | NULL,
-    "scale": one_of("std", "batch", "none") | NULL,
-    "negative_weight": NOT_NEGATIVE,
-    "old_logprobs": one_of("auto", "trainer", "sampler"),
-    "router_replay": SWITCH,
-    "updates_per_step": integer(1),
-    "groups_per_update": integer(1) | NULL,
-    "max_staleness": integer(0),
-    "max_flat_steps": integer(1),
-    "eval_every_n_steps": integer(1),
-    "save_every_n_steps": integer(1),
-    "keep_samples": one_of("all") | integer(1),
-}
-_DISTIL: dict[str, Kind] = {
-    "teacher": text("base, a model's folder, its name on the hub or a GGUF file"),
-    "teacher_model": text("a name") | NULL,
-    "teacher_api_key_env": text("the name of a variable") | NULL,
-    "teacher_adapter": text("an adapter's folder") | NULL,
-    "teacher_quantize_base": one_of(False, True, "nf4", "fp8"),
-    "given_answers": text("the name of a column") | NULL,
-    "loss": one_of("jsd", "reverse_kl"),
-    "beta": number(lambda x: 0 <= x <= 1, "a number from 0 to 1"),
-    **{key: _GRPO[key] for key in ("steps", "prompts_per_step", "updates_per_step", "groups_per_update",
-                                   "eval_every_n_steps", "save_every_n_steps", "keep_samples")},
-}  # fmt: skip
 
 _UNREAD: tuple[tuple[str, Callable[[DictConfig], bool], tuple[str, ...]], ...] = (  # when the run ignores some keys
     ("without an environment", lambda cfg: cfg.environment is None, ("max_turns", "max_environment_tokens")),
@@ -121,10 +38,9 @@ def check_sampled_values(cfg: DictConfig, family: str) -> None:
 
     SFT's keys and the arguments of ``Sampling`` are checked elsewhere.
     """
-    kinds, faults = _OF_RECIPE[family]
-    check(cfg, _SHARED | kinds)
+    check(cfg, kinds(family))
     refuse(_shared_faults(cfg, family))
-    refuse(faults(cfg))
+    refuse(_FAULTS[family](cfg))
 
 
 def _shared_faults(cfg: DictConfig, recipe: str) -> Iterator[str]:
@@ -165,6 +81,7 @@ def _raft_faults(cfg: DictConfig) -> Iterator[str]:
 
 
 def _grpo_faults(cfg: DictConfig) -> Iterator[str]:
+    check(cfg, {"temperature": kind_of(["0 < number, because a group needs different answers"])})
     yield from _loss_faults(cfg)
     group = algorithms.filled(cfg)
     if cfg.samples_per_prompt < 2 and group.center in ("mean", "leave_one_out"):
@@ -279,8 +196,8 @@ def _staleness_faults(cfg: DictConfig) -> Iterator[str]:
         )
 
 
-_OF_RECIPE: dict[str, tuple[dict[str, Kind], Callable[[DictConfig], Iterator[str]]]] = {
-    registry.RAFT: (_RAFT, _raft_faults),
-    registry.GRPO: (_GRPO, _grpo_faults),
-    registry.DISTIL: (_DISTIL, _distil_faults),
+_FAULTS: dict[str, Callable[[DictConfig], Iterator[str]]] = {
+    registry.RAFT: _raft_faults,
+    registry.GRPO: _grpo_faults,
+    registry.DISTIL: _distil_faults,
 }
