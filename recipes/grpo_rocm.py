@@ -30,6 +30,7 @@ from rocm_ext.plan.workload import old_logprobs
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import choose_by_curriculum
+from rocm_ext.rl.records import Sample
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import Selected, select, to_rows
 from rocm_ext.rl.trainer import PolicyTrainer
@@ -146,8 +147,9 @@ class GRPO(Loop):
 
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
         """Compare the rewards inside groups, and choose the answers to train on; see :meth:`Loop.select`."""
-        coef = self._kl_of_rewards
-        return select(rounds, asked, self.filled, self.reference_logprobs(rounds) if coef else {}, coef)
+        kl_coef = self._kl_of_rewards
+        reference_logprobs = self.reference_logprobs(rounds) if kl_coef else {}
+        return select(rounds, asked, self.filled, reference_logprobs, kl_coef)
 
     @property
     def _kl_of_rewards(self) -> float:
@@ -160,53 +162,73 @@ class GRPO(Loop):
 
         Later rounds of a step only compute new answers.
         """
-        known = self._reference = self._reference if len(rounds) > 1 else {}
-        judged = {key: s for part in rounds for key, s in part.samples.items() if part.results[key].reward is not None}
-        samples = [judged[key] for key in sorted(judged.keys() - known)]
-        if samples:
-            rows, pieces = to_rows(samples, self.prompts.tokens)
-            known.update((sample.key, np.zeros(len(sample.tokens))) for sample in samples)
-            with reference(self.learner, self.trainer.first, "the first adapter"):
-                for (i, piece), values in zip(pieces, score(self.learner, rows, self.cfg.temperature), strict=True):
-                    known[samples[i].key][piece] = values
-        return known
+        if len(rounds) == 1:
+            self._reference = {}
+        logprobs = self._reference
+        rewarded: dict[SampleKey, Sample] = {}
+        for answers in rounds:
+            for key, sample in answers.samples.items():
+                if answers.results[key].reward is not None:
+                    rewarded[key] = sample
+        samples = [rewarded[key] for key in sorted(rewarded.keys() - logprobs)]
+        if not samples:
+            return logprobs
+        rows, pieces = to_rows(samples, self.prompts.tokens)
+        with reference(self.learner, self.trainer.first, "the first adapter"):
+            scores = score(self.learner, rows, self.cfg.temperature)
+        for sample in samples:
+            logprobs[sample.key] = np.zeros(len(sample.tokens))
+        for (i, piece), values in zip(pieces, scores, strict=True):
+            logprobs[samples[i].key][piece] = values
+        return logprobs
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
         """Convert the answers to train on to rows, with the objective's columns; see :meth:`Loop.rows`.
 
         Answers to one prompt are joined to rows where the model can compute their prompt once.
         """
-        cfg, learner, samples = self.cfg, self.learner, selected.trained
+        if self._kl_of_rewards and not selected.reference:
+            raise UserError("kl_in is 'reward', and this recipe's select() gives rewards no divergence; set kl_in=loss")
+        rows, groups = self._sampled_rows(selected)
+        columns = self.learner.objective.columns
+        if self.learner.shares:
+            rows, groups = rows.join_groups(groups, self._most_joined_tokens(rows, selected.groups))
+        temperature = self.cfg.temperature
+        if "old_logprobs" in columns and self.old_logprobs != "sampler":
+            old_logprobs = score(self.learner, rows, temperature, replay=self.cfg.router_replay)
+            rows.add_labels_column("old_logprobs", old_logprobs)
+        if REFERENCE in columns and not selected.reference:
+            with reference(self.learner, self.trainer.first, "the first adapter"):
+                rows.add_labels_column(REFERENCE, score(self.learner, rows, temperature))
+        return rows, groups
+
+    def _sampled_rows(self, selected: Selected) -> tuple[Rows, list[str]]:
+        """Convert the answers to rows with the columns that sampling and selection know; return their prompts, too."""
+        samples = selected.trained
         rows, pieces = to_rows(samples, self.prompts.tokens)
         rows.counts.update(answers=selected.answers or len(samples), trained=len(samples))
-        groups, advantages = [samples[i].prompt_id for i, _ in pieces], list(selected.advantages.values())
+        advantages = list(selected.advantages.values())
         rows.add_labels_column("advantages", [[advantages[i]] * (piece.stop - piece.start) for i, piece in pieces])
         if all(len(sample.logprobs) == len(sample.tokens) for sample in samples):
             rows.add_labels_column("sampler_logprobs", [samples[i].logprobs[piece] for i, piece in pieces])
-        if cfg.router_replay:
+            if "old_logprobs" in self.learner.objective.columns and self.old_logprobs == "sampler":
+                rows.columns["old_logprobs"] = rows.columns["sampler_logprobs"]
+        if self.cfg.router_replay:
             routes = [sample.chosen_experts() for sample in samples]
             rows.add_labels_column(ROUTES, [routes[i][piece] for i, piece in pieces])
-        columns, known = learner.objective.columns, selected.reference
-        if known:
-            rows.add_labels_column(REFERENCE, [known[samples[i].key][piece] for i, piece in pieces])
-        if "old_logprobs" in columns and self.old_logprobs == "sampler":
-            rows.columns["old_logprobs"] = rows.columns["sampler_logprobs"]
-        if learner.shares:
-            parts = updates_of_pass(cfg, selected.groups) * self.ranks.world
-            of_rank = sum(map(len, rows.tokens)) / parts  # tokens of an update
-            most = float(learner.tokens_per_micro_batch)
-            if self.ranks.world > 1 or of_rank > most:
-                # small rows fill ranks and micro-batches evenly
-                most = min(most, of_rank) / _ROWS_PER_MICRO_BATCH
-            rows, groups = rows.join_groups(groups, most)
-        if "old_logprobs" in columns and self.old_logprobs != "sampler":
-            rows.add_labels_column("old_logprobs", score(learner, rows, cfg.temperature, replay=cfg.router_replay))
-        if self._kl_of_rewards and not known:
-            raise UserError("kl_in is 'reward', and this recipe's select() gives rewards no divergence; set kl_in=loss")
-        if REFERENCE in columns and not known:
-            with reference(learner, self.trainer.first, "the first adapter"):
-                rows.add_labels_column(REFERENCE, score(learner, rows, cfg.temperature))
-        return rows, groups
+        if selected.reference:
+            logprobs = [selected.reference[sample.key] for sample in samples]
+            rows.add_labels_column(REFERENCE, [logprobs[i][piece] for i, piece in pieces])
+        return rows, [samples[i].prompt_id for i, _ in pieces]
+
+    def _most_joined_tokens(self, rows: Rows, groups: int) -> float:
+        """Return the most tokens of a row of joined answers, for a step that trains on so many ``groups``."""
+        updates = updates_of_pass(self.cfg, groups)
+        tokens_of_rank = sum(map(len, rows.tokens)) / (updates * self.ranks.world)
+        most = float(self.learner.tokens_per_micro_batch)
+        if self.ranks.world == 1 and tokens_of_rank <= most:
+            return most
+        return min(most, tokens_of_rank) / _ROWS_PER_MICRO_BATCH  # small rows fill ranks and micro-batches evenly
 
 
 @config.recipe_main("grpo_rocm")

@@ -13,7 +13,7 @@ from rocm_ext.rl.records import pass_at_ks
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import EQUAL
 from rocm_ext.runs.intervals import mcnemar
-from rocm_ext.runs.records import GREEDY, EvalScores, SampleKey
+from rocm_ext.runs.records import GREEDY, EvalScores, PassAtK, SampleKey
 from rocm_ext.runs.scores import wilson
 from rocm_ext.verifiers import Result, Verdict
 
@@ -63,15 +63,16 @@ def score(answers: Answers, samples: int) -> EvalScores:
     for (prompt, sample), passed in right.items():
         if sample != GREEDY:
             drawn[prompt] = drawn.get(prompt, 0) + passed
-    at = pass_at_ks([(samples, correct) for correct in drawn.values()])
+    at_k: dict[str, PassAtK] = {}
+    for k, share in pass_at_ks([(samples, correct) for correct in drawn.values()]).items():
+        interval = wilson(share * len(drawn), len(drawn))
+        at_k[str(k)] = {"pass": share, "interval": list(interval)}
     return {
         "prompts": len(greedy),
         "correct": sum(greedy),
         "pass_at_1": sum(greedy) / len(greedy),
         "interval": list(wilson(sum(greedy), len(greedy))),
-        "pass_at_k": {
-            str(k): {"pass": value, "interval": list(wilson(value * len(drawn), len(drawn)))} for k, value in at.items()
-        },
+        "pass_at_k": at_k,
         "samples_per_prompt": samples,
         "verdicts": dict(sorted(answers.verdicts().items())),
         "truncated": sum(sample.finish_reason == "length" for sample in answers.samples.values()),
@@ -224,24 +225,36 @@ def advice(lines: Lines) -> list[str]:
 
     Every ten steps this compares the newest ten with the first ten. It omits what the ten steps before showed already.
     """
-    steps, rate = steps_of(lines), rate_warning(lines)
-    findings = {} if len(steps) % _WINDOW else _findings(steps)
-    earlier = _findings(steps[:-_WINDOW]) if findings else {}
-    return ([rate] if rate else []) + [text for what, text in findings.items() if what not in earlier]
+    warnings = []
+    rate = rate_warning(lines)
+    if rate:
+        warnings.append(rate)
+    steps = steps_of(lines)
+    if len(steps) % _WINDOW == 0:
+        earlier = _findings(steps[:-_WINDOW])
+        for name, text in _findings(steps).items():
+            if name not in earlier:
+                warnings.append(text)
+    return warnings
 
 
 def _findings(steps: Lines) -> dict[str, str]:
     """Return warnings about the newest steps, by the name of a measurement."""
     findings = {}
     for name, cure in _GROUPS.items():
-        flat, newest = _newest(steps, "flat", _WINDOW), _newest(steps, name, _WINDOW)
-        if flat and newest and min(fmean(flat), share := fmean(newest)) > _MANY:
-            findings[name] = f"{share:.0%} of the groups in the last {_WINDOW} steps {cure}"
-    known = dict.fromkeys(name.removeprefix("pass_at_") for line in steps for name in line)
-    most = max((int(k) for k in known if k.isdecimal()), default=1)
-    parts = {name for line in steps for name in line if name.startswith("reward/")}
-    ends = {name: _ends(steps, name) for name in ("reward", "distinct", "right", f"pass_at_{most}", *sorted(parts))}
-    moved = {name: f"from {fmean(first):.3g} to {fmean(last):.3g}" for name, (first, last) in ends.items() if first}
+        flat = _newest(steps, "flat", _WINDOW)
+        shares = _newest(steps, name, _WINDOW)
+        if flat and shares and min(fmean(flat), fmean(shares)) > _MANY:
+            findings[name] = f"{fmean(shares):.0%} of the groups in the last {_WINDOW} steps {cure}"
+    names = {name for line in steps for name in line}
+    ks = [int(name.removeprefix("pass_at_")) for name in names if name.startswith("pass_at_")]
+    parts = sorted(name for name in names if name.startswith("reward/"))
+    ends = {}
+    moved = {}
+    for name in ("reward", "distinct", "right", f"pass_at_{max(ks, default=1)}", *parts):
+        first, last = ends[name] = _ends(steps, name)
+        if first:
+            moved[name] = f"from {fmean(first):.3g} to {fmean(last):.3g}"
     if "distinct" in moved and fmean(ends["distinct"][1]) < fmean(ends["distinct"][0]) / 2:
         findings["distinct"] = (
             f"the share of different answers in a group has fallen {moved['distinct']}: the policy collapses; lower "
@@ -260,13 +273,18 @@ def _findings(steps: Lines) -> dict[str, str]:
 def _ends(steps: Lines, name: str) -> tuple[list[float], list[float]]:
     """Return the first and the newest values of a measurement; none if there are fewer than twice as many."""
     values = [line[name] for line in steps if line.get(name) is not None]
-    return (values[:_WINDOW], values[-_WINDOW:]) if len(values) >= 2 * _WINDOW else ([], [])
+    if len(values) < 2 * _WINDOW:
+        return [], []
+    return values[:_WINDOW], values[-_WINDOW:]
 
 
 def _change(first: Sequence[float], last: Sequence[float]) -> int:
     """Return 1 or -1 if the second mean is above or below the first by more than two standard errors, else 0."""
-    error, change = sqrt((variance(first) + variance(last)) / len(first)), fmean(last) - fmean(first)
-    return (change > 2 * error) - (change < -2 * error)
+    change = fmean(last) - fmean(first)
+    error = sqrt((variance(first) + variance(last)) / len(first))
+    if abs(change) <= 2 * error:
+        return 0
+    return 1 if change > 0 else -1
 
 
 def rate_warning(lines: Lines) -> str | None:
@@ -274,16 +292,18 @@ def rate_warning(lines: Lines) -> str | None:
 
     It has moved if the means of the first and the last ten steps differ by more than two standard errors.
     """
-    if len(steps := steps_of(lines)) != _EARLY_STEPS or (walked := lr_sum(lines)) >= _FAR:
+    steps = steps_of(lines)
+    rewards = [line["reward"] for line in steps if line["reward"] is not None]
+    if not len(steps) == len(rewards) == _EARLY_STEPS:
         return None
-    if len(rewards := [line["reward"] for line in steps if line["reward"] is not None]) < _EARLY_STEPS:
-        return None
-    first, last = rewards[: _EARLY_STEPS // 2], rewards[_EARLY_STEPS // 2 :]
-    if _change(first, last):
+    half = _EARLY_STEPS // 2
+    first, last = rewards[:half], rewards[half:]
+    rates = lr_sum(lines)
+    if rates >= _FAR or _change(first, last):
         return None
     return (
         f"the reward has hardly moved in {_EARLY_STEPS} steps ({fmean(first):.3f} in the first half, {fmean(last):.3f} "
-        f"in the second), and the learning rates of all updates add up to {walked:.2g}, those of 20 updates in "
+        f"in the second), and the learning rates of all updates add up to {rates:.2g}, those of 20 updates in "
         f"Tinker's recipe for GSM8K to {_FAR:g}. Raise optimizer.lr two- to threefold"
     )
 

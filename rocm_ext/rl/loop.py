@@ -424,29 +424,33 @@ class Loop(RLRecipe, ABC):
         else:
             job = self.job(step, 0, self.choose(step, self.prompts_of_step))
             answers = self.rollout_of(job).finish()
-        asked, rounds = list(job.prompts), [answers]
+        asked = list(job.prompts)
+        rounds = [answers]
         selected = self.select(rounds, [prompt.id for prompt in asked])
-        while more := self.more_prompts(step, len(rounds), selected, asked):
-            asked += more
-            rounds.append(self.rollout_of(self.job(step, len(rounds), more, len(selected.samples))).finish())
+        while refill := self.more_prompts(step, len(rounds), selected, asked):
+            asked += refill
+            job = self.job(step, len(rounds), refill, len(selected.samples))
+            rounds.append(self.rollout_of(job).finish())
             selected = self.select(rounds, [prompt.id for prompt in asked])
         return selected
 
     def sample_ahead(self) -> None:
         """With ``max_staleness``, let servers sample coming steps; prompts with recorded answers come first."""
-        done, policy = self.trainer.step, self.trainer.adapter_step
+        done = self.trainer.step
+        policy = self.trainer.adapter_step
         if not self.max_staleness or done == self.steps:
             return
         if self.ahead is None:
             assert self.workers is not None, "sampling happens inside verification()"
             self.ahead = Ahead(self.workers, done, self.max_staleness)
+        some_prompts = self.prompts.training[:8]  # for the check that servers use the adapter
+        some_requests = [(request, self.sampling) for request in self.prompts.requests(some_prompts, done)]
+        self.ahead.use(policy, lambda: self.policy.session(policy, some_requests))
         last = min(done + 1 + self.max_staleness, self.steps)
-        few = [(request, self.sampling) for request in self.prompts.requests(self.prompts.training[:8], done)]
-        self.ahead.use(policy, lambda: self.policy.session(policy, few))
         for step in range(self.ahead.last + 1, last + 1):
-            ids = self.records.begun(step)
-            begun = [prompt for prompt in self.prompts.training if prompt.id in ids]
-            asked = begun + self.choose(step, self.prompts_of_step - len(begun), exclude=ids)
+            begun_ids = self.records.begun(step)
+            begun = [prompt for prompt in self.prompts.training if prompt.id in begun_ids]
+            asked = begun + self.choose(step, self.prompts_of_step - len(begun), exclude=begun_ids)
             self.records.begin(step, (prompt.id for prompt in asked))
             self.ahead.add(self.rollout_of(self.job(step, 0, asked), RolloutAhead))
 

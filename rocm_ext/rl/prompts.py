@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -79,16 +78,19 @@ class PromptSet:
 
     def render(self, tokenizer: Any) -> None:
         """Fill ``tokens`` as SFT rows are rendered."""
-        special = special_tokens_in(tokenizer)
+        find_special_tokens = special_tokens_in(tokenizer)
         self.tools = defused(tokenizer)(self.tools)
-        reserved = []
+        with_special_tokens = []
         for prompt in self:
+            tools = [*prompt.tools, *self.tools]
             with _naming(prompt, UserError):
-                self.tokens[prompt.id] = render_prompt(tokenizer, prompt.messages, [*prompt.tools, *self.tools] or None)
-            if tokens := special(message["content"] for message in prompt.messages):
-                reserved.append((tokens, prompt.origin))
-        warn(special_token_lines("prompts", len(self.tokens), reserved))
-        if self.tools and all(self.tokens[p.id] == render_prompt(tokenizer, p.messages) for p in islice(self, 1)):
+                self.tokens[prompt.id] = render_prompt(tokenizer, prompt.messages, tools or None)
+            special = find_special_tokens(message["content"] for message in prompt.messages)
+            if special:
+                with_special_tokens.append((special, prompt.origin))
+        warn(special_token_lines("prompts", len(self.tokens), with_special_tokens))
+        first = next(iter(self), None)
+        if self.tools and first and self.tokens[first.id] == render_prompt(tokenizer, first.messages):
             raise UserError("the model's chat template has no place for the environment's tools; use another template")
         self._check_beginning(tokenizer)
 
@@ -120,31 +122,42 @@ class PromptSet:
 
     def overview(self, tokenizer: Any, window: int) -> Overview:
         """Describe the rendered prompts, for a model that takes ``window`` tokens."""
-        answer = workload.longest_answer(self._cfg)
-
-        def described(part: list[Prompt]) -> tuple[Json, list[int], list[bytes]]:
-            rendered = [self.tokens[prompt.id] for prompt in part]
-            tokens, hashes = list(map(len, rendered)), list(map(key, rendered))
-            ends_run = [p.origin for p, n in zip(part, tokens, strict=True) if n + answer > window]
-            reasons = getattr(part, "dropped", {}) | ({"too_long_for_the_model": ends_run} if ends_run else {})
-            counts = {"rows": getattr(part, "read", len(part)), **{what: len(those) for what, those in reasons.items()}}
-            content = {"rows": counts["rows"], "counts": counts, "first": {what: r[0] for what, r in reasons.items()}}
-            return content | numbers({"prompt": tokens}, hashes, lambda i: part[i].origin), tokens, hashes
-
-        content, lengths, hashes = described(self.training)
-        result = {"dataset": content, "longest_answer": answer, "window": window}
+        longest_answer = workload.longest_answer(self._cfg)
+        most = window - longest_answer
+        content, hashes = self._describe(self.training, most)
+        result = {"dataset": content, "longest_answer": longest_answer, "window": window}
         if self.held_out:
-            held_out, _, others = described(self.held_out)
-            pairs = shared(others, hashes)
-            at = (lambda i: self.held_out[i].origin), (lambda i: self.training[i].origin)
-            result["validation"] = held_out | equal("trained_on", pairs, *at)
+            held_out, hashes_held_out = self._describe(self.held_out, most)
+            trained_on = equal(
+                "trained_on",
+                shared(hashes_held_out, hashes),
+                lambda i: self.held_out[i].origin,
+                lambda i: self.training[i].origin,
+            )
+            result["validation"] = held_out | trained_on
 
         def show(row: int) -> Json:
             prompt = self.training[row]
-            shown = sequence(tokenizer, self.tokens[prompt.id], np.zeros(lengths[row], bool))
+            tokens = self.tokens[prompt.id]
+            shown = sequence(tokenizer, tokens, np.zeros(len(tokens), bool))
             return {"row": row, "origin": prompt.origin, "sequences": [shown]}
 
-        return Overview(result, lengths, show)
+        return Overview(result, [len(self.tokens[prompt.id]) for prompt in self.training], show)
+
+    def _describe(self, prompts: list[Prompt], most: int) -> tuple[Json, list[bytes]]:
+        """Describe prompts, of which one with more than ``most`` tokens ends a run; return their hashes, too."""
+        rendered = [self.tokens[prompt.id] for prompt in prompts]
+        hashes = [key(tokens) for tokens in rendered]
+        origins: dict[str, list[str]] = dict(getattr(prompts, "dropped", {}))
+        too_long = [prompt.origin for prompt in prompts if len(self.tokens[prompt.id]) > most]
+        if too_long:
+            origins["too_long_for_the_model"] = too_long
+        rows = getattr(prompts, "read", len(prompts))
+        counts = {"rows": rows, **{reason: len(dropped) for reason, dropped in origins.items()}}
+        first = {reason: dropped[0] for reason, dropped in origins.items()}
+        lengths = {"prompt": [len(tokens) for tokens in rendered]}
+        content = numbers(lengths, hashes, lambda i: prompts[i].origin)
+        return {"rows": rows, "counts": counts, "first": first, **content}, hashes
 
     def __iter__(self) -> Iterator[Prompt]:
         return iter((*self.training, *self.held_out))
@@ -226,17 +239,18 @@ class PromptSet:
         Every evaluation of a run has the same. Greedy answers have the length limit and stop strings of ``sampling``.
         """
         greedy = replace(sampling, temperature=0, top_k=None, top_p=None, min_p=None)
-        return [
-            (self._request(prompt, "eval", sample), greedy if sample == GREEDY else sampling)
-            for prompt in self.held_out
-            for sample in (GREEDY, *range(self._cfg.eval_samples))
-        ]
+        requests = []
+        for prompt in self.held_out:
+            requests.append((self._request(prompt, "eval", GREEDY), greedy))
+            for sample in range(self._cfg.eval_samples):
+                requests.append((self._request(prompt, "eval", sample), sampling))
+        return requests
 
     def _request(self, prompt: Prompt, step: int | str, sample: int) -> Request:
         seed = sample_seed(self._cfg.seed, step, prompt.id, sample)
-        return Request(
-            prompt.id, sample, seed, tuple(self.tokens[prompt.id]), prompt.messages, (*prompt.tools, *self.tools)
-        )
+        tokens = tuple(self.tokens[prompt.id])
+        tools = (*prompt.tools, *self.tools)
+        return Request(prompt.id, sample, seed, tokens, prompt.messages, tools)
 
     def questions(self) -> workload.Questions:
         """Describe the prompts and the answers that are expected, before any sampling."""
@@ -252,8 +266,11 @@ class PromptSet:
 
     def fingerprint(self, prompts: Sequence[Prompt]) -> str:
         """Hash the ids, tokens and rows of ``prompts`` with SHA-256, in hex; their order does not matter."""
-        rows = sorted(json.dumps([p.id, self.tokens[p.id], p.row], sort_keys=True, default=str) for p in prompts)
-        return hashlib.sha256("\n".join(rows).encode()).hexdigest()
+        lines = []
+        for prompt in prompts:
+            content = [prompt.id, self.tokens[prompt.id], prompt.row]
+            lines.append(json.dumps(content, sort_keys=True, default=str))
+        return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def given_samples(prompts: PromptSet, column: str, learner: "Learner", most: int) -> dict[str, Sample]:
@@ -264,20 +281,24 @@ def given_samples(prompts: PromptSet, column: str, learner: "Learner", most: int
     Raises:
         UserError: a row has no text there, or the models cannot take it; the message names the row.
     """
-    samples, tokenizer = {}, learner.tokenizer
+    samples = {}
     for prompt in prompts.training:
-        text, begun = prompt.row.get(column), prompts.tokens[prompt.id]
+        text = prompt.row.get(column)
         if not isinstance(text, str) or not text.strip():
             raise UserError(f"{prompt.origin}: given_answers is {column}, and it is {text!r} here; expected a text")
-        turns, tools = [*prompt.messages, {"role": "assistant", "content": text}], [*prompt.tools, *prompts.tools]
-        tokens, labels = render_conversation(tokenizer, turns, tools=tools or None, last_turn=True)
-        end = max((i + 1 for i, label in enumerate(labels) if label >= 0), default=0)
-        problem = f"prompt and answer have {end} tokens, and model and teacher take {most}" if end > most else ""
-        if tokens[: len(begun)] != begun or end <= len(begun):
-            problem = "the chat template renders the prompt otherwise where an answer follows"
-        if problem:
-            raise UserError(f"{prompt.origin}: {problem}")
-        samples[prompt.id] = Sample(prompt.id, 0, 0, "stop", text, tokens[len(begun) : end], [])
+        turns = [*prompt.messages, {"role": "assistant", "content": text}]
+        tools = [*prompt.tools, *prompts.tools]
+        tokens, labels = render_conversation(learner.tokenizer, turns, tools=tools or None, last_turn=True)
+        prompt_tokens = prompts.tokens[prompt.id]
+        begin, end = len(prompt_tokens), 0
+        for position, label in enumerate(labels, start=1):
+            if label >= 0:
+                end = position
+        if tokens[:begin] != prompt_tokens or end <= begin:
+            raise UserError(f"{prompt.origin}: the chat template renders the prompt otherwise where an answer follows")
+        if end > most:
+            raise UserError(f"{prompt.origin}: prompt and answer have {end} tokens, and model and teacher take {most}")
+        samples[prompt.id] = Sample(prompt.id, 0, 0, "stop", text, tokens[begin:end], [])
     return samples
 
 
@@ -357,11 +378,11 @@ def choose_by_curriculum(
             free[easiest_first[max(share, count + len(exclude)) :]] = False
         chosen = []
         candidates = np.flatnonzero(free)
-        times = np.array([len(asked.get(prompt, ())) for prompt in ids], np.int64)[candidates]
-        for often in np.unique(times).tolist():
+        times_asked = np.array([len(asked.get(prompt, ())) for prompt in ids], np.int64)[candidates]
+        for times in np.unique(times_asked).tolist():
             if len(chosen) < count:
-                equal = candidates[times == often]
-                chosen += _lowest(equal, _mixed(hashes, seed, "pass", often), count - len(chosen))
+                equally_often = candidates[times_asked == times]
+                chosen += _lowest(equally_often, _mixed(hashes, seed, "pass", times), count - len(chosen))
     return [ids[index] for index in chosen]
 
 

@@ -152,23 +152,29 @@ def measure(samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Res
     groups: dict[str, list[SampleKey]] = {}
     for key in samples:
         groups.setdefault(key[0], []).append(key)
-    judged = [known for keys in groups.values() if (known := [right[key] for key in keys if key in right])]
+    distinct = []
+    judged_groups = []
+    for keys in groups.values():
+        texts = {tuple(samples[key].tokens) for key in keys}
+        distinct.append(len(texts) / len(keys))
+        judged = [right[key] for key in keys if key in right]
+        if judged:
+            judged_groups.append(judged)
     values: dict[str, list[float]] = {
         "mean_tokens": list(lengths.values()),
         "mean_tokens_right": [lengths[key] for key, passed in right.items() if passed],
         "mean_tokens_wrong": [lengths[key] for key, passed in right.items() if not passed],
         "entropy": [-value for sample in samples.values() for value in sample.logprobs],
-        "distinct": [len({tuple(samples[key].tokens) for key in keys}) / len(keys) for keys in groups.values()],
-        "all_right": [all(group) for group in judged],
-        "all_wrong": [not any(group) for group in judged],
+        "distinct": distinct,
+        "all_right": [all(judged) for judged in judged_groups],
+        "all_wrong": [not any(judged) for judged in judged_groups],
     }
     for result in results.values():
         for name, value in result.parts.items():
             values.setdefault(f"reward/{name}", []).append(value)
-    return {
-        **{name: fmean(measured) if measured else None for name, measured in values.items()},
-        **{f"pass_at_{k}": value for k, value in pass_at_ks([(len(group), sum(group)) for group in judged]).items()},
-    }
+    means = {name: fmean(measured) if measured else None for name, measured in values.items()}
+    passed_at = pass_at_ks([(len(judged), sum(judged)) for judged in judged_groups])
+    return means | {f"pass_at_{k}": value for k, value in passed_at.items()}
 
 
 def is_correct(result: Result) -> bool:
@@ -299,14 +305,22 @@ class Records:
         Raises:
             UserError: a sample is missing.
         """
-        keys = {(step, key) for step, of_step in wanted.items() for key in of_step}
-        read = {}
-        for line in self._samples.lines() if keys else ():
-            if line["phase"] == "sample" and (line["step"], key_of(line)) in keys:
-                read[line["step"], key_of(line)] = to_sample(line)
-        if missing := keys - read.keys():
-            raise UserError(f"samples.jsonl lacks answers that the run trained on, such as {min(missing)}; restore it")
-        return {step: [read[step, key] for key in of_step] for step, of_step in wanted.items()}
+        if not any(wanted.values()):
+            return {step: [] for step in wanted}
+        read: dict[int, dict[SampleKey, Sample]] = {step: {} for step in wanted}
+        for line in self._samples.lines():
+            step, key = line["step"], key_of(line)
+            if line["phase"] == "sample" and key in wanted.get(step, ()):
+                read[step][key] = to_sample(line)
+        samples = {}
+        for step, keys in wanted.items():
+            missing = set(keys) - read[step].keys()
+            if missing:
+                raise UserError(
+                    f"samples.jsonl lacks answers that the run trained on, such as {(step, min(missing))}; restore it"
+                )
+            samples[step] = [read[step][key] for key in keys]
+        return samples
 
     def keep_samples_from(self, step: int, at_once: bool = False) -> None:
         """Remove the samples of all steps before ``step`` from the file; verdicts and evaluations stay.
@@ -408,7 +422,9 @@ class RecordFile:
 
     def _write(self, records: Iterable[Json], scope: Scope) -> None:
         step, phase, round_ = scope
-        beginning = {"step": step, "phase": phase, **({"round": round_} if round_ else {})}
+        beginning: Json = {"step": step, "phase": phase}
+        if round_:
+            beginning["round"] = round_
         with self._lock, disk_errors(self.part):
             self._handle = self._handle or self.part.open("ab", buffering=0)  # a kill damages at most one line
             for record in records:

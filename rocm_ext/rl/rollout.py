@@ -111,17 +111,23 @@ class Rollout:
     """
 
     def __init__(self, job: Job, workers: Workers, open_session: OpenSession) -> None:
-        self.job, self.workers, self._open_session = job, workers, open_session
+        self.job = job
+        self.workers = workers
+        self._open_session = open_session
         self._rows = {prompt.id: prompt.row for prompt in job.prompts}
         self._judge = _Judge(job, workers)
-        ranks, sampled = workers.ranks, job.samples.records  # of an earlier process; the same on every rank
+        ranks = workers.ranks
+        sampled = job.samples.records  # an earlier process wrote them; they are the same on every rank
         # prompts with answers go to the ranks in turn: all answers of a group are judged by one rank
         begun = dict.fromkeys(prompt_id for prompt_id, _ in sampled)
         self._owners = {prompt_id: number % ranks.world for number, prompt_id in enumerate(begun)}
-        self._missing = [(r, s) for r, s in job.requests if r.key not in sampled]
+        missing: dict[Sampling, list[Request]] = {}
+        for request, sampling in job.requests:
+            if request.key not in sampled:
+                missing.setdefault(sampling, []).append(request)
         self._queues: list[tuple[RequestQueue, Sampling]] = []
-        for sampling in dict.fromkeys(sampling for _, sampling in self._missing):
-            queue = RequestQueue([r for r, s in self._missing if s == sampling], ranks, self._owners)
+        for sampling, requests in missing.items():
+            queue = RequestQueue(requests, ranks, self._owners)
             if workers.conversations:
                 queue = workers.conversations(queue, sampling, self._rows, job.turns)
             self._queues.append((queue, sampling))
@@ -131,20 +137,24 @@ class Rollout:
     @classmethod
     def begin(cls, job: Job, workers: Workers, open_session: OpenSession) -> "Rollout":
         """Prepare the records of ``job``, submit samples without a verdict, and return the rollout."""
-        # a resumed run may ask for fewer answers
         keys = {request.key for request, _ in job.requests}
-        if workers.conversations:  # one whose verdict is missing begins again
+        if workers.conversations:
+            # a conversation whose verdict is missing begins again
             job.samples.drop(lambda record: key_of(record) not in job.verdicts.records)
-        elif workers.pool and workers.pool.groups:  # judged in part, or with other answers than this process asks for
-            groups, judged = _by_group(keys), _by_group(job.verdicts.records)
+        elif workers.pool and workers.pool.groups:
+            # a group is judged again if it was judged in part, or with other answers than this process asks for
+            groups = _by_group(keys)
+            judged = _by_group(job.verdicts.records)
             complete = {group for group in groups if judged.get(group) == groups[group]}
             job.verdicts.drop(lambda record: _group(key_of(record)) not in complete)
         for records in (job.samples, job.verdicts):
-            records.drop(lambda record: key_of(record) not in keys)
+            records.drop(lambda record: key_of(record) not in keys)  # a resumed run may ask for fewer answers
         rollout = cls(job, workers, open_session)
-        for key, record in job.samples.records.items():
-            if workers.pool and key not in job.verdicts.records and rollout._owners[key[0]] == workers.ranks.rank:
-                rollout._judge.submit(key, record["text"], rollout._rows[key[0]])
+        if workers.pool:
+            for (prompt_id, sample), record in job.samples.records.items():
+                unjudged = (prompt_id, sample) not in job.verdicts.records
+                if unjudged and rollout._owners[prompt_id] == workers.ranks.rank:
+                    rollout._judge.submit((prompt_id, sample), record["text"], rollout._rows[prompt_id])
         rollout._start()
         return rollout
 
@@ -161,7 +171,7 @@ class Rollout:
         """
         began = time.perf_counter()
         with self.workers.interrupt:
-            if self._missing:  # the same on all ranks
+            if self._queues:  # the same on all ranks
                 with self._open_session() as session:
                     self._sample(session)
             answers = self._collect(time.perf_counter() - began)

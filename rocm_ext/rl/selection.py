@@ -237,45 +237,52 @@ def select(
         kl_coef: weight of an answer's KL divergence, which is subtracted from its reward: centred as rewards are, and
             not scaled. The estimate (k1) is the sampled log-prob minus the reference's, as in RLOO (arXiv:2402.14740).
     """
-    samples = {key: sample for answers in rounds for key, sample in answers.samples.items()}
+    samples: dict[SampleKey, Sample] = {}
+    results: dict[SampleKey, Result] = {}
+    for answers in rounds:
+        samples |= answers.samples
+        results |= answers.results
     samples = {key: samples[key] for key in sorted(samples)}  # ranks have them in different orders
-    results = {key: result for answers in rounds for key, result in answers.results.items()}
     results = {key: results[key] for key in samples}
-    of_answer = rewards(samples, results, cfg)
-    worth = advantages(of_answer, center=cfg.center, scale=cfg.scale)
+    rewards = shaped_rewards(samples, results, cfg)
+    values = advantages(rewards, center=cfg.center, scale=cfg.scale)
     if reference:
-        less = {key: -kl_coef * (fsum(samples[key].logprobs) - fsum(reference[key])) for key in of_answer}
-        less = advantages(less, cfg.center, "none")
-        worth = {key: value + less[key] for key, value in worth.items()}
-    worth = {key: value if value > 0 else cfg.negative_weight * value for key, value in worth.items()}
-    without = set(asked) - {prompt for (prompt, _), value in worth.items() if value}
-    trainable = {
-        key: value
-        for key, value in worth.items()
-        if key[0] not in without
-        and (value > 0 or cfg.negative_weight)
-        and not (cfg.truncated == "mask" and samples[key].finish_reason == "length")
-    }
+        penalties = {}
+        for key in rewards:
+            divergence = fsum(samples[key].logprobs) - fsum(reference[key])
+            penalties[key] = -kl_coef * divergence
+        penalties = advantages(penalties, cfg.center, "none")
+        values = {key: value + penalties[key] for key, value in values.items()}
+    for key, value in values.items():
+        if value <= 0:
+            values[key] = cfg.negative_weight * value
+    taught = {prompt for (prompt, _), value in values.items() if value}
+    trainable = {}
+    for key, value in values.items():
+        masked = cfg.truncated == "mask" and samples[key].finish_reason == "length"
+        counts = value > 0 or cfg.negative_weight
+        if key[0] in taught and counts and not masked:
+            trainable[key] = value
     useful = {prompt for prompt, _ in trainable}
-    wanted = set([prompt for prompt in asked if prompt in useful][: cfg.prompts_per_step])
+    chosen = set([prompt for prompt in asked if prompt in useful][: cfg.prompts_per_step])
     costs = ("tokens", "seconds", "waiting", "hidden", "policy")
     return Selected(
         samples,
         results,
-        {key: trainable[key] for key in samples if key in trainable and key[0] in wanted},
-        without,
-        asked,
-        {name: sum(answers.stats.get(name, 0.0) for answers in rounds) for name in costs},
-        length_share(of_answer, {key: len(sample.tokens) for key, sample in samples.items()}),
-        sum(prompt in wanted or not cfg.refill for prompt, _ in of_answer),
-        reference or {},
+        advantages={key: trainable[key] for key in samples if key in trainable and key[0] in chosen},
+        flat=set(asked) - taught,
+        asked=asked,
+        stats={name: sum(answers.stats.get(name, 0.0) for answers in rounds) for name in costs},
+        length_share=length_share(rewards, {key: len(sample.tokens) for key, sample in samples.items()}),
+        answers=sum(prompt in chosen or not cfg.refill for prompt, _ in rewards),
+        reference=reference or {},
     )
 
 
 # ---- rewards and advantages; the answers to one prompt are a group
 
 
-def rewards(
+def shaped_rewards(
     samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Result], cfg: DictConfig
 ) -> dict[SampleKey, float]:
     """Return the rewards of a step's answers. Answers without a reward (verdict ERROR) are left out.
@@ -298,8 +305,8 @@ def rewards(
     return {key: reward - penalty * share(samples[key]) for key, reward in rewards.items()}
 
 
-def groups(rewards: Mapping[SampleKey, float]) -> dict[str, dict[SampleKey, float]]:
-    """Return the rewards by prompt."""
+def by_prompt(rewards: Mapping[SampleKey, float]) -> dict[str, dict[SampleKey, float]]:
+    """Return the rewards of each prompt's group."""
     groups: dict[str, dict[SampleKey, float]] = {}
     for key, reward in rewards.items():
         groups.setdefault(key[0], {})[key] = reward
@@ -323,8 +330,9 @@ def advantages(rewards: Mapping[SampleKey, float], center: str, scale: str) -> d
     values: dict[SampleKey, float] = {}
     of_step = _deviation(rewards) if scale == "batch" else 0.0
     mean_of_step = fsum(rewards.values()) / max(1, len(rewards))
-    for group in groups(rewards).values():
-        count, mean = len(group), fsum(group.values()) / len(group)
+    for group in by_prompt(rewards).values():
+        count = len(group)
+        mean = fsum(group.values()) / count
         baseline = {"mean": mean, "leave_one_out": mean, "batch": mean_of_step, "none": 0.0}[center]
         if _equal(group) and abs(mean - baseline) <= EQUAL:
             values |= dict.fromkeys(group, 0.0)
@@ -347,18 +355,21 @@ def length_share(rewards: Mapping[SampleKey, float], lengths: Mapping[SampleKey,
         The share: above 0 where longer answers have higher rewards, below 0 where shorter ones have; None if all groups
         are flat.
     """
-    both = of_rewards = of_lengths = 0.0
-    for group in groups(rewards).values():
+    covariance = of_rewards = of_lengths = 0.0
+    for group in by_prompt(rewards).values():
         if _equal(group):
             continue
-        mean, length = fsum(group.values()) / len(group), sum(lengths[key] for key in group) / len(group)
-        pairs = [(reward - mean, lengths[key] - length) for key, reward in group.items()]
-        both += fsum(x * y for x, y in pairs)
-        of_rewards += fsum(x * x for x, _ in pairs)
-        of_lengths += fsum(y * y for _, y in pairs)
+        mean_reward = fsum(group.values()) / len(group)
+        mean_length = sum(lengths[key] for key in group) / len(group)
+        deviations = [(reward - mean_reward, lengths[key] - mean_length) for key, reward in group.items()]
+        covariance += fsum(x * y for x, y in deviations)
+        of_rewards += fsum(x * x for x, _ in deviations)
+        of_lengths += fsum(y * y for _, y in deviations)
     if not of_rewards:
         return None
-    return copysign(min(1.0, both**2 / (of_rewards * of_lengths)), both) if of_lengths else 0.0
+    if not of_lengths:
+        return 0.0
+    return copysign(min(1.0, covariance**2 / (of_rewards * of_lengths)), covariance)
 
 
 def _equal(group: Mapping[SampleKey, float]) -> bool:
@@ -384,12 +395,14 @@ def to_rows(samples: Sequence[Sample], prompts: Mapping[str, Sequence[int]]) -> 
     Returns:
         The rows; and per row the index of its sample and the slice of the sample's tokens.
     """
-    rows, parts = Rows([], [], [], {"rows": len(samples)}), []
+    rows = Rows([], [], [], {"rows": len(samples)})
+    pieces = []
     for number, sample in enumerate(samples):
-        for ids, sampled, part in sample.sequences(prompts[sample.prompt_id]):
+        for ids, sampled, piece in sample.sequences(prompts[sample.prompt_id]):
             tokens = np.array(ids, dtype=np.int32)
+            labels = np.where(sampled, tokens, IGNORE)
             rows.tokens.append(tokens)
-            rows.labels.append(np.where(sampled, tokens, IGNORE).astype(np.int32))
+            rows.labels.append(labels.astype(np.int32))
             rows.lengths.append((len(tokens),))
-            parts.append((number, part))
-    return rows, parts
+            pieces.append((number, piece))
+    return rows, pieces

@@ -26,7 +26,7 @@ from rocm_ext.rl.evaluation import advice, flat_reason, mismatch_warning, rate_w
 from rocm_ext.rl.prompts import choose_by_curriculum as choose
 from rocm_ext.rl.prompts import pass_rate
 from rocm_ext.rl.rollout import Answers
-from rocm_ext.rl.selection import EPSILON, advantages, groups, length_share, rewards, select
+from rocm_ext.rl.selection import EPSILON, advantages, by_prompt, length_share, select, shaped_rewards
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.train.loop import StepStats
 from rocm_ext.verifiers import Result, Verdict
@@ -54,12 +54,12 @@ def judged(given_rewards):
 
 def rewarded(samples, given_rewards, truncated, penalty=1.0, margin=0):
     cfg = {"truncation_penalty": penalty, "truncation_margin": margin, "max_new_tokens": 100}
-    return rewards(samples, judged(given_rewards), OmegaConf.create({**cfg, "truncated": truncated}))
+    return shaped_rewards(samples, judged(given_rewards), OmegaConf.create({**cfg, "truncated": truncated}))
 
 
 def flat(found):
     """The prompts without an advantage."""
-    return {prompt for prompt, group in groups(found).items() if not any(group.values())}
+    return {prompt for prompt, group in by_prompt(found).items() if not any(group.values())}
 
 
 def test_an_answer_without_a_reward_has_none():
@@ -87,7 +87,7 @@ def test_long_answers_are_penalized_as_in_dapo(tokens, cut, margin, share):
 def test_advantages_add_up_to_zero_in_any_order_and_are_none_in_a_flat_group(drawn, kind, rng):
     found = advantages(drawn, *kind)
     assert found.keys() == drawn.keys()
-    for group in groups(drawn).values():
+    for group in by_prompt(drawn).values():
         worth = {key: found[key] for key in group}
         assert abs(math.fsum(worth.values())) <= 1e-9 * max(1.0, max(map(abs, worth.values())) / EPSILON)
         if max(group.values()) - min(group.values()) <= 1e-8:
