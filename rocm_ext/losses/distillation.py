@@ -92,14 +92,16 @@ class Distillation(Objective):
 
     def compare(self, logits: Tensor, other: Tensor | None, gradient: bool) -> tuple[Tensor, Tensor | None]:
         """Return the divergence [n] between the model's ``logits`` and ``other``, and its gradient [n, v], in fp32."""
-        other = torch.zeros_like(logits) if other is None else other
+        if other is None:
+            other = torch.zeros_like(logits)
         words = min(logits.shape[-1], other.shape[-1])
-        ours, theirs = logits[:, :words], other[:, :words]
+        model = logits[:, :words]
+        teacher = other[:, :words]
         if self.tally is not None:
-            self.tally.mean("agreement", ours.argmax(-1) == theirs.argmax(-1))
-        value, grad = divergence(
-            ours.log_softmax(-1, dtype=torch.float32), theirs.log_softmax(-1, dtype=torch.float32), self.beta, gradient
-        )
+            self.tally.mean("agreement", model.argmax(-1) == teacher.argmax(-1))
+        model_logprobs = model.log_softmax(-1, dtype=torch.float32)
+        teacher_logprobs = teacher.log_softmax(-1, dtype=torch.float32)
+        value, grad = divergence(model_logprobs, teacher_logprobs, self.beta, gradient)
         if grad is not None and words < logits.shape[-1]:
             grad = F.pad(grad, (0, logits.shape[-1] - words))
         return value, grad
@@ -134,7 +136,11 @@ def divergence(model: Tensor, teacher: Tensor, beta: float, gradient: bool) -> t
         mixture = torch.logaddexp(model + math.log(1 - beta), teacher + math.log(beta))
         ratio = model - mixture
         rest = beta * (teacher.exp() * mixture.neg_().add_(teacher)).sum(-1)
-    # the derivative by a logit is p (g - sum(p g)), where g, the derivative by a probability, is the weighted log-ratio
-    p, weight = model.exp_(), 1.0 if beta == 1 else 1 - beta
+    p = model.exp_()
+    weight = 1.0 if beta == 1 else 1 - beta
     kl = (p * ratio).sum(-1)
-    return weight * kl + rest, p.mul_(ratio.sub_(kl[:, None])).mul_(weight) if gradient else None
+    value = weight * kl + rest
+    if not gradient:
+        return value, None
+    # the derivative by a logit is p (g - sum(p g)), where g, the derivative by a probability, is the weighted log-ratio
+    return value, p.mul_(ratio.sub_(kl[:, None])).mul_(weight)

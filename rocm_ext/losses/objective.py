@@ -63,18 +63,19 @@ class Tally:
     def result(self, ranks: Ranks) -> dict[str, float]:
         """Return means and maxima by name over all ranks. All ranks call this, also those without measurements."""
         tensors = [*self._sums.values(), *self._counts.values(), *self._maxima.values()]
-        values = torch.stack(tensors).tolist() if tensors else []
-        count = len(self._sums)
-        means = dict(zip(self._sums, zip(values, values[count:], strict=False), strict=False))  # sum and count
-        maxima = dict(zip(self._maxima, values[2 * count :], strict=True))
-        every = ranks.gather((means, maxima))
-        results = {}
-        for name in dict.fromkeys(name for of_rank, _ in every for name in of_rank):
-            sums, counts = zip(*(of_rank[name] for of_rank, _ in every if name in of_rank), strict=True)
-            results[name] = sum(sums) / (sum(counts) or 1.0)  # all weights may be 0
-        for name in dict.fromkeys(name for _, of_rank in every for name in of_rank):
-            results[name] = max(of_rank[name] for _, of_rank in every if name in of_rank)
-        return results
+        values = iter(torch.stack(tensors).tolist() if tensors else [])  # waits for the device once
+        of_rank = [{name: next(values) for name in parts} for parts in (self._sums, self._counts, self._maxima)]
+        sums: dict[str, float] = {}
+        counts: dict[str, float] = {}
+        maxima: dict[str, float] = {}
+        for rank_sums, rank_counts, rank_maxima in ranks.gather(of_rank):
+            for name, value in rank_sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+                counts[name] = counts.get(name, 0.0) + rank_counts[name]
+            for name, value in rank_maxima.items():
+                maxima[name] = max(value, maxima.get(name, value))
+        means = {name: total / (counts[name] or 1.0) for name, total in sums.items()}  # all weights may be 0
+        return means | maxima
 
 
 class Objective(ABC):

@@ -176,20 +176,25 @@ class Preference(Objective):
         chosen = (columns[SIDE] > 0).float()
         rejected = 1 - chosen
         logprobs = -nll - columns[REFERENCE] if self.kind.reference else -nll
-        of_chosen, of_rejected = (_sum(side, pair).clamp(min=1) for side in (chosen, rejected))
-        per = (of_chosen, of_rejected) if self.length_normalized else (1.0, 1.0)
-        scores = _sum(logprobs * chosen, pair) / per[0], _sum(logprobs * rejected, pair) / per[1]
-        value, up, down = self.kind.loss(*scores, self.beta, self.label_smoothing, self.gamma)
+        chosen_labels = _sum(chosen, pair).clamp(min=1)
+        rejected_labels = _sum(rejected, pair).clamp(min=1)
+        chosen_divisor = chosen_labels if self.length_normalized else 1.0
+        rejected_divisor = rejected_labels if self.length_normalized else 1.0
+        chosen_score = _sum(logprobs * chosen, pair) / chosen_divisor
+        rejected_score = _sum(logprobs * rejected, pair) / rejected_divisor
+        scores = chosen_score, rejected_score
+        value, by_chosen, by_rejected = self.kind.loss(*scores, self.beta, self.label_smoothing, self.gamma)
         if self.tally is not None:
             sums = _sum(-nll * chosen, pair), _sum(-nll * rejected, pair)
             self._measure(self.tally, scores, sums, _sum(chosen, pair) > 0)
             if self.kind.reference:
                 self.tally.mean("kl", _divergence(logprobs))
-        derivative = -(up / per[0])[pair] * chosen - (down / per[1])[pair] * rejected  # the NLL is minus the log-prob
+        # the NLL is minus the log-prob
+        derivative = -(by_chosen / chosen_divisor)[pair] * chosen - (by_rejected / rejected_divisor)[pair] * rejected
         if self.nll:
-            value = value + self.nll * _sum(nll * chosen, pair) / of_chosen
-            derivative = derivative + self.nll * chosen / of_chosen[pair]
-        return (value / (of_chosen + of_rejected))[pair], derivative
+            value = value + self.nll * _sum(nll * chosen, pair) / chosen_labels
+            derivative = derivative + self.nll * chosen / chosen_labels[pair]
+        return (value / (chosen_labels + rejected_labels))[pair], derivative
 
     def _measure(self, tally: Tally, scores: tuple[Tensor, Tensor], sums: tuple[Tensor, Tensor], pairs: Tensor) -> None:
         """Measure scores and sums of log-probs of both sides [n]; ``pairs`` [n] marks the entries that are pairs."""
@@ -253,17 +258,21 @@ class UnpairedPreference(Objective):
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
         """Return the terms of :meth:`Objective.terms`; the labels of an answer share its value equally."""
-        side, logprobs = columns[SIDE], -nll - columns[REFERENCE]
+        side = columns[SIDE]
+        logprobs = -nll - columns[REFERENCE]
         labels = sum_over_sequences(torch.ones_like(nll), sequence)  # number of labels of the label's answer
         reward = self.beta * sum_over_sequences(logprobs, sequence)
         margin = side * (reward - self.beta * (self.baseline or 0.0))
-        good, missed = side.clamp(min=0), torch.sigmoid(-margin)
+        missed = torch.sigmoid(-margin)
+        good = side.clamp(min=0)
         weight = self.desirable_weight * good + self.undesirable_weight * (1 - good)
         if self.tally is not None:
-            sums, share = sum_over_sequences(-nll, sequence), 1 / labels.double()
-            for name, of_side in (("chosen", share * good), ("rejected", share * (1 - good))):
-                self.tally.mean(f"reward_{name}", reward, of_side)
-                self.tally.mean(f"logprobs_{name}", sums, of_side)
+            sums = sum_over_sequences(-nll, sequence)
+            share = 1 / labels.double()  # a label's part of its answer
+            self.tally.mean("reward_chosen", reward, share * good)
+            self.tally.mean("logprobs_chosen", sums, share * good)
+            self.tally.mean("reward_rejected", reward, share * (1 - good))
+            self.tally.mean("logprobs_rejected", sums, share * (1 - good))
             self.tally.mean("margin", margin, share)
             self.tally.mean("accuracy", margin > 0, share)
             self.tally.mean("kl", _divergence(logprobs))

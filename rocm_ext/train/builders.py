@@ -76,11 +76,15 @@ def setup_optimizer(cfg: DictConfig, adapter: Mapping[str, nn.Parameter]) -> tor
     With ``loraplus_lr_ratio`` there are two groups (LoRA+, arXiv:2402.12354). As in PEFT's
     ``create_loraplus_optimizer``, the fast one has B and DoRA's magnitudes.
     """
-    if (ratio := cfg.loraplus_lr_ratio) is None:
+    ratio = cfg.loraplus_lr_ratio
+    if ratio is None:
         return config.instantiate(cfg.optimizer, list(adapter.values()), key="optimizer")
-    fast = {name for name, parameter in adapter.items() if "lora_b" in name or parameter.ndim == 1}
-    groups = [[p for name, p in adapter.items() if (name in fast) == is_fast] for is_fast in (False, True)]
-    optimizer = config.instantiate(cfg.optimizer, [{"params": group} for group in groups], key="optimizer")
+    slow: dict[str, list[nn.Parameter]] = {"params": []}
+    fast: dict[str, list[nn.Parameter]] = {"params": []}
+    for name, parameter in adapter.items():
+        is_fast = "lora_b" in name or parameter.ndim == 1
+        (fast if is_fast else slow)["params"].append(parameter)
+    optimizer = config.instantiate(cfg.optimizer, [slow, fast], key="optimizer")
     group = optimizer.param_groups[1]
     group["lr"] = group["lr"] * ratio  # no *=: torchao's is a tensor, which the groups may share
     return optimizer

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
@@ -53,26 +54,34 @@ def score(learner: Learner, rows: Rows, temperature: float = 1.0, replay: bool =
     Returns:
         By row, the log-probs of its labels in order, fp32; see :func:`~rocm_ext.data.batches.count_labels`.
     """
-    ranks, device, layout = learner.runtime.ranks, learner.runtime.device, learner.layout
+    layout = learner.layout
     sizes = row_sizes(rows, layout.share)
-    pieces = cut(sizes, layout.ranks, layout.tokens_per_micro_batch, layout.packed)[layout.rank]
-    plain = Rows(rows.tokens, rows.labels, rows.lengths, {}, {ROUTES: rows.columns[ROUTES]} if replay else {})
+    micro_batches = cut(sizes, layout.ranks, layout.tokens_per_micro_batch, layout.packed)[layout.rank]
+    columns = {ROUTES: rows.columns[ROUTES]} if replay else {}
+    plain = Rows(rows.tokens, rows.labels, rows.lengths, {}, columns)
     recorder = _Recorder(temperature, learner.objective.chunk_tokens)
-    training, objective = learner.model.training, learner.model.objective
+    training = learner.model.training
+    objective = learner.model.objective
     learner.model.eval()
     learner.model.objective = recorder
     try:
-        for piece in pieces:
-            batch = collate(plain, piece, layout.packed, layout.pad_id, layout.multiple, layout.share)
-            learner.model(batch.to(device))
+        for indices in micro_batches:
+            batch = collate(plain, indices, layout.packed, layout.pad_id, layout.multiple, layout.share)
+            learner.model(batch.to(learner.runtime.device))
     finally:
         learner.model.objective = objective
         learner.model.train(training)
-    ours = [i for piece in pieces for i in piece]
-    counts = [count_labels(rows.labels[i], rows.lengths[i])[0] for i in ours]
-    of_row = dict(zip(ours, np.split(recorder.logprobs(), np.cumsum(counts)[:-1]), strict=True)) if ours else {}
-    by_row = {i: logprobs for part in ranks.gather(of_row) for i, logprobs in part.items()}
-    return [by_row[i] for i in range(len(rows))]
+    logprobs = recorder.logprobs()
+    of_rank: dict[int, np.ndarray] = {}
+    begin = 0
+    for row in chain.from_iterable(micro_batches):
+        end = begin + count_labels(rows.labels[row], rows.lengths[row])[0]
+        of_rank[row] = logprobs[begin:end]
+        begin = end
+    by_row: dict[int, np.ndarray] = {}
+    for part in learner.runtime.ranks.gather(of_rank):
+        by_row |= part
+    return [by_row[row] for row in range(len(rows))]
 
 
 @contextmanager
@@ -158,11 +167,13 @@ def validation_loss(learner: Learner, rows: Rows) -> tuple[float, int, dict[str,
     loader = StepLoader(rows, steps, learner.layout, cfg.num_workers, cfg.pin_memory)
     learner.model.eval()
     objective.entropy_weight = 0.0  # a training step sets it
-    labels = sequences = 0.0  # with the weights of their rows
+    labels = 0.0  # with the weights of their rows, as the sequences
+    sequences = 0.0
     summed = torch.zeros((), dtype=torch.float64, device=learner.runtime.device)  # read once, at the end
     with objective.measuring() as tally:
         for update in loader.range(0, steps.per_epoch):
-            labels, sequences = labels + update.labels, sequences + update.sequences
+            labels += update.labels
+            sequences += update.sequences
             for batch in update.batches:
                 summed += learner.model(batch.to(learner.runtime.device))
     learner.model.train()
@@ -181,10 +192,11 @@ def set_baseline(learner: Learner, rows: Rows, numbers: Iterable[int]) -> None:
     objective = learner.objective
     if not isinstance(objective, UnpairedPreference) or objective.baseline is None:
         return
-    others = rows.beside[MISMATCHED].part(numbers)
-    before = (column.sum(dtype=np.float64) for column in others.columns[REFERENCE])
-    now = (logprobs.sum(dtype=np.float64) for logprobs in score(learner, others))
-    objective.baseline = max(0.0, fmean(a - b for a, b in zip(now, before, strict=True)))
+    mismatched = rows.beside[MISMATCHED].part(numbers)
+    divergences = []
+    for logprobs, reference_logprobs in zip(score(learner, mismatched), mismatched.columns[REFERENCE], strict=True):
+        divergences.append(logprobs.sum(dtype=np.float64) - reference_logprobs.sum(dtype=np.float64))
+    objective.baseline = max(0.0, fmean(divergences))
 
 
 # ---- log-probs of the reference, stored in the output folder
@@ -207,19 +219,21 @@ def add_reference_logprobs(learner: Learner, sets: Mapping[str, Rows], folder: P
     Raises:
         UserError: a log-prob is not finite, or the file cannot be written.
     """
-    ranks, path = learner.runtime.ranks, folder / FILE
+    ranks = learner.runtime.ranks
+    path = folder / FILE
+    sets = dict(sets)
     if isinstance(learner.objective, UnpairedPreference) and learner.objective.baseline is not None:
-        for rows in sets.values():
-            rows.beside[MISMATCHED] = rows.mismatched()
-        sets = {**sets, **{f"{name}_{MISMATCHED}": rows.beside[MISMATCHED] for name, rows in sets.items()}}
+        for name, rows in list(sets.items()):
+            rows.beside[MISMATCHED] = sets[f"{name}_{MISMATCHED}"] = rows.mismatched()
     model = _fingerprint(learner)
     fingerprints = {name: f"{model} {rows.fingerprint()}" for name, rows in sets.items()}
     logprobs = ranks.agree(_read(path, fingerprints) if ranks.is_main else None)
     if logprobs:
         log.info("reference log-probs: %s (%s)", path, ", ".join(logprobs))
-    if missing := [name for name in sets if name not in logprobs]:
-        for name in missing:
-            logprobs[name] = _score(learner, sets[name], name, folder / PARTS, model)
+    missing = [name for name in sets if name not in logprobs]
+    for name in missing:
+        logprobs[name] = _score(learner, sets[name], name, folder / PARTS, model)
+    if missing:
         ranks.on_main(lambda: replace_bytes(path, save(logprobs, metadata=fingerprints)))
     if ranks.is_main and (folder / PARTS).exists():
         remove_folder(folder / PARTS)
@@ -235,9 +249,10 @@ def _fingerprint(learner: Learner) -> str:
     """
     digest = hashlib.sha256(f"{learner.base_fingerprint} {learner.runtime.dtype}".encode())
     state = learner.adapter_state()
-    idle = {name.replace("lora_b", "lora_a") for name, tensor in state.items() if "lora_b" in name and not tensor.any()}
     for name, tensor in sorted(state.items()):
-        if name not in idle:
+        b = state.get(name.replace("lora_a", "lora_b"))
+        adds_nothing = "lora_a" in name and b is not None and not b.any()
+        if not adds_nothing:
             digest.update(name.encode() + tensor.float().numpy().tobytes())
     return digest.hexdigest()
 
@@ -249,7 +264,10 @@ def _read(path: Path, fingerprints: Mapping[str, str]) -> dict[str, np.ndarray]:
     try:
         with safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}
-            stored = {name: file.get_tensor(name) for name, of in fingerprints.items() if metadata.get(name) == of}
+            stored = {}
+            for name, fingerprint in fingerprints.items():
+                if metadata.get(name) == fingerprint:
+                    stored[name] = file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         log.warning("cannot read %s (%s); its log-probs are computed again", path, error)
         return {}
@@ -262,12 +280,17 @@ def _score(learner: Learner, rows: Rows, name: str, folder: Path, model: str) ->
     ``name`` is the rows' key in the config, and ``model`` the fingerprint of the model.
     """
     ranks = learner.runtime.ranks
-    blocks = [rows.part(range(at, min(at + _BLOCK, len(rows)))) for at in range(0, len(rows), _BLOCK)]
+    blocks = []
+    for begin in range(0, len(rows), _BLOCK):
+        end = min(begin + _BLOCK, len(rows))
+        blocks.append(rows.part(range(begin, end)))
     fingerprints = [{name: f"{model} {block.fingerprint()}"} for block in blocks]
     paths = [folder / f"{name}_{i:06d}.safetensors" for i in range(len(blocks))]
-    parts = ranks.agree(
-        [_read(path, of).get(name) for path, of in zip(paths, fingerprints, strict=True)] if ranks.is_main else None
-    )
+
+    def scored_before() -> list[np.ndarray | None]:
+        return [_read(path, known).get(name) for path, known in zip(paths, fingerprints, strict=True)]
+
+    parts = ranks.on_main(scored_before)
     if len(blocks) > 1:
         ranks.on_main(lambda: folder.mkdir(exist_ok=True))
     done = sum(part is not None for part in parts)
