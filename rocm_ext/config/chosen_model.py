@@ -130,10 +130,11 @@ def _matching(pattern: Any, adapter: Path) -> Any:
     """Return a pattern without the keys that match no layer of the adapter: PEFT ignores them."""
     try:
         with safe_open(adapter / "adapter_model.safetensors", "np") as file:
-            names = [name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in file.keys()]  # noqa: SIM118
-        return pattern and {
-            key: value for key, value in pattern.items() if any(names_layer(key, name) for name in names)
-        }
+            parameters = list(file.keys())
+        layers = [name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in parameters]
+        if pattern is None:
+            return None
+        return {key: value for key, value in pattern.items() if any(names_layer(key, layer) for layer in layers)}
     except Exception:  # reading the adapter reports what is wrong with it
         return pattern
 
@@ -142,11 +143,15 @@ def _model(name: str, adapter: Path | None) -> ChosenModel:
     model: Config = {COMPONENT: FROM_CHECKPOINT, "checkpoint_dir": name, "lora_rank": 1}
     if adapter is not None:
         settings = _read_adapter(adapter)
-        given = {ours: settings.get(theirs) for theirs, ours in _ADAPTER.items()}
-        given |= {key: _matching(given[key], adapter) for key in _PATTERNS if not settings.get("target_parameters")}
-        # experts alone may have LoRA, with no module
-        model |= {ours: value for ours, value in given.items() if value or (ours, value) == ("target_modules", [])}
-        if isinstance(tokens := model.get("trainable_tokens"), list):  # PEFT's lists are of the embeddings alone
+        for theirs, ours in _ADAPTER.items():
+            value = settings.get(theirs)
+            if ours in _PATTERNS and not settings.get("target_parameters"):
+                value = _matching(value, adapter)
+            no_module = ours == "target_modules" and value == []  # experts alone may have LoRA
+            if value or no_module:
+                model[ours] = value
+        tokens = model.get("trainable_tokens")
+        if isinstance(tokens, list):  # PEFT's lists are of the embeddings alone
             model["trainable_tokens"] = {"embed_tokens": tokens}
     optimizer = {COMPONENT: "torch.optim.AdamW"}  # the memory plan counts one
     return ChosenModel(name, adapter, {"recipe": registry.RAFT, "model": model, "optimizer": optimizer})

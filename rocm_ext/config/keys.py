@@ -52,8 +52,15 @@ def keys_in(file: str) -> list[Key]:
     keys = []
     for section, rows in table()[file]["sections"].items():
         for name, row in rows.items():
-            takes, free, meaning = row.get("takes", ()), row.get("free", ""), row.get("is", "")
-            keys.append(Key(name, section, row["default"], takes, free, meaning))
+            key = Key(
+                name,
+                section,
+                row["default"],
+                takes=row.get("takes", ()),
+                free=row.get("free", ""),
+                meaning=row.get("is", ""),
+            )
+            keys.append(key)
     return keys
 
 

@@ -156,7 +156,8 @@ def _guessed(content: Config, on_command_line: Mapping[str, str]) -> registry.Re
     component = loss.get(COMPONENT) if isinstance(loss, Mapping) else loss
     if str(component).rpartition(".")[2] in _LOSSES_OF_PAIRS:
         return registry.find(registry.DPO)
-    return registry.find(max(registry.TITLES, key=lambda recipe: len(defaults(recipe).keys() & content.keys())))
+    known_keys = {recipe: len(defaults(recipe).keys() & content.keys()) for recipe in registry.TITLES}
+    return registry.find(max(known_keys, key=lambda recipe: known_keys[recipe]))
 
 
 def requested_hardware(name: str, overrides: Iterable[str] = (), recipe: registry.Recipe | None = None) -> str:
@@ -352,14 +353,18 @@ def _expand_home(config: Any, prefix: str = "") -> None:
 
 def _check_known(run: Config, on_command_line: Mapping[str, str], known: Config, recipe: registry.Recipe) -> None:
     """Refuse unknown keys. A key to which a value refers, as in ``${key}``, is a variable of the user's."""
-    texts = (value for _, value in leaves(run) if isinstance(value, str))
-    variables = {name for text in texts for name in re.findall(r"\$\{\.*([^${}.:\[\]]+)[.\[}]", text)}
-    for key in dict.fromkeys([*run, *(key.lstrip("~").split(".")[0] for key in on_command_line)]):
+    variables: set[str] = set()
+    for _, value in leaves(run):
+        if isinstance(value, str):
+            variables.update(re.findall(r"\$\{\.*([^${}.:\[\]]+)[.\[}]", value))
+    overridden = [key.lstrip("~").split(".")[0] for key in on_command_line]
+    for key in dict.fromkeys([*run, *overridden]):
         if key in known or str(key) in variables:
             continue
         named = our_names(str(key), known)
         named += sorted(name for name in flatten({**known, **run}) if name.endswith(f".{key}"))
-        if others := [other for other in registry.TITLES if key in defaults(other)]:
+        others = [other for other in registry.TITLES if key in defaults(other)]
+        if others:
             hint = f": it is a key of {' and '.join(others)}, not of {recipe.name}"
         elif named:
             hint = f"; did you mean {' or '.join(dict.fromkeys(named))}?"
@@ -370,7 +375,10 @@ def _check_known(run: Config, on_command_line: Mapping[str, str], known: Config,
 
 def _check_complete(cfg: DictConfig, defaults: Config, name: str) -> None:
     missing = set(OmegaConf.missing_keys(cfg))
-    missing |= {key for key, default in defaults.items() if must_be_set(default) and cfg._get_node(key)._is_none()}  # type: ignore
+    for key, default in defaults.items():
+        node: Any = cfg._get_node(key)
+        if must_be_set(default) and node._is_none():
+            missing.add(key)
     # a missing key of the recipe explains the missing values that refer to it
     missing = missing & {*defaults, *flatten(defaults)} or missing
     judged = "teacher" not in defaults  # a teacher replaces the verifier

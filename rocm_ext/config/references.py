@@ -52,9 +52,11 @@ def resolve(cfg: DictConfig, plain: Collection[str]) -> None:
 
 def _keep_texts(cfg: Any, values: Any, plain: Collection[str], where: str) -> None:
     for key in range(len(cfg)) if isinstance(cfg, ListConfig) else list(cfg):
-        name, value = f"{where}{key}", values[key]
+        name = f"{where}{key}"
+        value = values[key]
         if OmegaConf.is_interpolation(cfg, key):
-            if value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and key in plain):
+            is_plain_text = isinstance(value, str) and key in plain
+            if value is None or isinstance(value, bool | int | float) or is_plain_text:
                 cfg[key] = value
             elif cfg[key] != value:
                 raise UserError(_NO_TEXT.format(name=name))
@@ -69,7 +71,8 @@ def digests(cfg: DictConfig) -> dict[str, str]:
 
     The hash is slow to compute, because a secret may be a short word. It has 64 hex digits.
     """
-    texts, values = _flat(cfg, resolve=False), _flat(cfg, resolve=True)
+    texts = _flat(cfg, resolve=False)
+    values = _flat(cfg, resolve=True)
     return {key: _digest(key, values[key]) for key in texts if texts[key] != values[key]}
 
 
@@ -78,10 +81,13 @@ def begun_as(cfg: DictConfig, begun: Config, known: Mapping[str, str]) -> dict[s
 
     ``known`` are the :func:`digests` of ``begun``. A text that the environment still has stands as ``cfg`` writes it.
     """
-    was, texts, values = flatten(begun), _flat(cfg, resolve=False), _flat(cfg, resolve=True)
+    recorded = flatten(begun)
+    texts = _flat(cfg, resolve=False)
+    values = _flat(cfg, resolve=True)
     for key in texts.keys() & known.keys():
-        was[key] = texts[key] if known[key] == _digest(key, values[key]) else "another value"
-    return was
+        same = known[key] == _digest(key, values[key])
+        recorded[key] = texts[key] if same else "another value"
+    return recorded
 
 
 def _flat(cfg: DictConfig, resolve: bool) -> dict[str, object]:
@@ -89,4 +95,5 @@ def _flat(cfg: DictConfig, resolve: bool) -> dict[str, object]:
 
 
 def _digest(key: str, value: Any) -> str:
-    return hashlib.scrypt(json.dumps(value).encode(), salt=key.encode(), n=2**14, r=8, p=1, dklen=32).hex()
+    content = json.dumps(value).encode()
+    return hashlib.scrypt(content, salt=key.encode(), n=2**14, r=8, p=1, dklen=32).hex()

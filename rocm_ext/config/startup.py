@@ -130,5 +130,7 @@ def _end_on_lone_machine(options: Sequence[str]) -> None:
 def _ranks(options: Sequence[str], machine: Machine) -> int:
     """Return the number of processes that torchrun starts on all machines; 1 if the options do not say."""
     values = _given(options)
-    a_node, nodes = values.get("nproc_per_node", "1"), values.get("nnodes", "1").rpartition(":")[2]
-    return (int(a_node) if a_node.isdecimal() else max(1, machine.gpu_count)) * (int(nodes) if nodes.isdecimal() else 1)
+    processes = values.get("nproc_per_node", "1")
+    processes_per_node = int(processes) if processes.isdecimal() else max(1, machine.gpu_count)
+    nodes = values.get("nnodes", "1").rpartition(":")[2]
+    return processes_per_node * (int(nodes) if nodes.isdecimal() else 1)

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from queue import SimpleQueue
 from typing import Any
 
@@ -106,11 +105,19 @@ class ConversationQueue(RequestQueue):
         rows: Mapping[str, Row],
         turns: PhaseRecords,
     ) -> None:
-        self._queue, self._sampling, self._environments = queue, sampling, environments
-        self._tokenizer, self._rows, self._limits = tokenizer, rows, limits
-        self._turns, self._recorded = turns, dict(turns.records)
-        self.requests, self.share, self.added = queue.requests, queue.share, limits.added
+        self.requests = queue.requests
+        self.share = queue.share
+        self.added = limits.added
+        self._queue = queue
+        self._sampling = sampling
+        self._environments = environments
+        self._tokenizer = tokenizer
         self._defused = defused(tokenizer)
+        self._rows = rows
+        self._limits = limits
+        self._turns = turns
+        self._recorded = dict(turns.records)
+        self._stopped = stopped
         self._open: dict[SampleKey, _Talk] = {}
         self._beginning: Counter[str] = Counter()  # conversations that the environment has not begun, by prompt
         self._begun: dict[str, list[Request]] = defaultdict(list)  # first requests of prompts with such conversations
@@ -118,22 +125,22 @@ class ConversationQueue(RequestQueue):
         self._next: deque[Request] = deque()
         self._replies: SimpleQueue[tuple[_Talk, Future]] = SimpleQueue()
         self._ended: deque[tuple[Sample, Result]] = deque()
-        self._lock, self._stopped = threading.Lock(), stopped
+        self._lock = threading.Lock()
 
     def prompts(self) -> Iterator[list[Request]]:
         """Take the next requests of one prompt; an empty list means: wait, a later one may come."""
-        coming: Iterator[list[Request]] | None = self._queue.prompts()
-        same: list[Request] = []
+        prompts = self._queue.prompts()
+        of_prompt: list[Request] = []  # requests of a prompt that wait for room
+        prompts_end = False
         while not self._stopped():
             self._hear()
-            most = min(self._environments.at_once, self.share)  # the rest is for other ranks
-            while coming and len(self._open) < most and self._beginning.total() + sum(map(len, self._first)) < _AHEAD:
-                if same := same or next(coming, []):
+            while not prompts_end and self._may_begin():
+                of_prompt = of_prompt or next(prompts, [])
+                prompts_end = not of_prompt
+                if of_prompt:
                     room = self._environments.at_once - len(self._open)
-                    self._begin(same[:room])
-                    same = same[room:]
-                else:
-                    coming = None
+                    self._begin(of_prompt[:room])
+                    of_prompt = of_prompt[room:]
             if self._next:
                 yield [self._next.popleft()]
             elif self._first:
@@ -142,6 +149,12 @@ class ConversationQueue(RequestQueue):
                 yield []
             else:
                 return
+
+    def _may_begin(self) -> bool:
+        """Whether there is room for another conversation, and few enough wait for their first message."""
+        most = min(self._environments.at_once, self.share)  # the rest is for other ranks
+        waiting = self._beginning.total() + sum(len(requests) for requests in self._first)
+        return len(self._open) < most and waiting < _AHEAD
 
     def continues(self, key: SampleKey) -> bool:
         """Whether the conversation is open."""
@@ -158,16 +171,19 @@ class ConversationQueue(RequestQueue):
         talk.offered += [tool for tool in talk.tools or () if tool not in talk.offered]
         talk.tokens += completion.tokens
         talk.logprobs += completion.logprobs
-        talk.routes += [] if completion.routes is None else [completion.routes.reshape(len(completion.tokens), -1)]
+        if completion.routes is not None:
+            talk.routes.append(completion.routes.reshape(len(completion.tokens), -1))  # [tokens, layers * chosen]
         talk.context += completion.tokens
-        talk.text, talk.sampled = completion.text, marked_text(self._tokenizer, completion.tokens)
+        talk.text = completion.text
+        talk.sampled = marked_text(self._tokenizer, completion.tokens)
         talk.stopped = completion.finish_reason == "stop"
         talk.last = self._message(talk, completion)
-        calls = {key: talk.last[key] for key in ("tool_calls",) if key in talk.last}
+        calls = {"tool_calls": talk.last["tool_calls"]} if "tool_calls" in talk.last else {}
         answer = Turn("assistant", talk.last["content"], True, calls)
         talk.turns.append(answer)
         talk.shown.append(answer)
-        if talk.stopped or (talk.asked and len(talk.tokens) < self._sampling.max_new_tokens):  # the request's limit
+        ended_by_request = talk.asked and len(talk.tokens) < self._sampling.max_new_tokens
+        if talk.stopped or ended_by_request:
             self._wait_for(talk, self._environments.say(talk.request.key, talk.last))
         else:
             self._cut(talk, "max_new_tokens")
@@ -180,11 +196,12 @@ class ConversationQueue(RequestQueue):
 
     # ---- the environment's replies
 
-    def _begin(self, same: list[Request]) -> None:
-        prompt = same[0].prompt_id
-        self._beginning[prompt] += len(same)
-        for request in same:
-            turns, tools = to_turns(request.messages), [dict(tool) for tool in request.tools] or None
+    def _begin(self, of_prompt: list[Request]) -> None:
+        prompt = of_prompt[0].prompt_id
+        self._beginning[prompt] += len(of_prompt)
+        for request in of_prompt:
+            turns = to_turns(request.messages)
+            tools = [dict(tool) for tool in request.tools] or None
             talk = self._open[request.key] = _Talk(request, turns, list(request.tokens), tools)
             self._wait_for(talk, self._environments.begin(request.key, self._rows[prompt]))
 
@@ -200,7 +217,7 @@ class ConversationQueue(RequestQueue):
 
     def _take(self, talk: _Talk, reply: Any) -> None:
         """Continue or end a conversation with the environment's reply."""
-        request, prompt = talk.request, talk.request.prompt_id
+        request = talk.request
         following = None
         if not isinstance(reply, Result):
             try:
@@ -215,71 +232,92 @@ class ConversationQueue(RequestQueue):
         if isinstance(reply, Result):
             self._end(talk, reply)
         begins = not talk.answers
-        if following and self._recorded and (record := self._recorded.get(self._behind(following))):
+        record = None
+        if following and self._recorded:
+            record = self._recorded.get(self._behind(following))
+        if following and record:
             message = to_sample(record)
             routes = message.chosen_experts() if message.routes else None
             self._say(
                 Completion(following, message.tokens, message.logprobs, message.text, message.finish_reason, routes)
             )
+        elif following and begins:
+            self._begun[request.prompt_id].append(following)
         elif following:
-            (self._begun[prompt] if begins else self._next).append(following)
+            self._next.append(following)
         if begins:
-            self._beginning[prompt] -= 1
-            if not self._beginning[prompt]:
-                del self._beginning[prompt]
-                by_tokens: dict[tuple[int, ...], list[Request]] = defaultdict(list)
-                for request in self._begun.pop(prompt, ()):
-                    by_tokens[request.tokens].append(request)
-                self._first += by_tokens.values()
+            self._count_begun(request.prompt_id)
+
+    def _count_begun(self, prompt: str) -> None:
+        """Count a begun conversation of a prompt; after the last, the first requests with equal tokens go together."""
+        self._beginning[prompt] -= 1
+        if self._beginning[prompt]:
+            return
+        del self._beginning[prompt]
+        by_tokens: dict[tuple[int, ...], list[Request]] = defaultdict(list)
+        for request in self._begun.pop(prompt, ()):
+            by_tokens[request.tokens].append(request)
+        self._first += by_tokens.values()
 
     def _following(self, talk: _Talk, reply: Ask | list[Message]) -> Request | None:
         """Return the request for the model's next message; None if a limit ends the conversation."""
-        request, talk.asked = talk.request, reply if isinstance(reply, Ask) else None
-        if talk.asked:
-            turns = to_turns(talk.asked.messages, blank=True)
-            tools = self._defused(to_tools(talk.asked.tools))
-        elif not (talk.answers or reply):
-            return request
+        request = talk.request
+        talk.asked = reply if isinstance(reply, Ask) else None
+        if isinstance(reply, Ask):
+            turns = to_turns(reply.messages, blank=True)
+            tools = self._defused(to_tools(reply.tools))
+        elif reply or talk.answers:
+            turns = [*talk.turns, *to_turns(reply)]
+            tools = talk.tools
         else:
-            turns, tools = [*talk.turns, *to_turns(reply)], talk.tools
-        held = self._shared(talk.turns, turns)
-        goes_on = talk.stopped and held == len(talk.turns) and tools == talk.tools
-        turns = [*talk.turns[:held], *self._defused(turns[held:])]
+            return request  # the environment has no message before the model's first
+        known = self._count_known(talk.turns, turns)
+        new_turns = self._defused(turns[known:])
         if talk.answers == self._limits.turns:
             self._cut(talk, "max_turns")
             return None
-        if goes_on:
-            answered = talk.turns[:-1], talk.turns[-1]
-            ids, fresh = render_reply(self._tokenizer, *answered, talk.sampled, turns[held:], tools)
+        answer_is_last = talk.stopped and known == len(talk.turns)
+        turns = [*talk.turns[:known], *new_turns]
+        if answer_is_last and tools == talk.tools:
+            *history, answer = talk.turns
+            ids, fresh = render_reply(self._tokenizer, history, answer, talk.sampled, new_turns, tools)
         else:
             ids, fresh = render_history(self._tokenizer, turns, tools), True
-        context = ids if fresh else talk.context + ids
+        context = list(ids) if fresh else talk.context + ids
         left = self._sampling.max_new_tokens - len(talk.tokens)
         if left < 1:
             self._cut(talk, "max_new_tokens")
             return None
-        if len(context) + left > len(request.tokens) + self._sampling.max_new_tokens + self._limits.added:
-            added = len(context) - len(request.tokens) - len(talk.tokens)
+        added = len(context) - len(request.tokens) - len(talk.tokens)  # by the environment
+        if added > self._limits.added:
             self._cut(talk, "max_environment_tokens", f": {added} are needed and {self._limits.added} allowed")
             return None
         talk.given.append((len(talk.tokens), ids, fresh))
-        talk.context, talk.turns, talk.tools = list(context), turns, tools
-        talk.shown += turns[held:]
-        seed = sample_seed(request.seed, f"turn {talk.answers}", request.prompt_id, request.sample)
+        talk.context = context
+        talk.turns = turns
+        talk.tools = tools
+        talk.shown += new_turns
+        most = left
+        if isinstance(reply, Ask) and reply.most:
+            most = min(left, reply.most)
         return replace(
             request,
-            seed=seed,
+            seed=sample_seed(request.seed, f"turn {talk.answers}", request.prompt_id, request.sample),
             tokens=tuple(context),
             messages=tuple(turn.message() for turn in turns),
             tools=tuple(tools or ()),
-            most=min(left, talk.asked.most or left) if talk.asked else left,
+            most=most,
         )
 
-    def _shared(self, held: list[Turn], turns: list[Turn]) -> int:
-        """Return the number of equal turns at the beginning of both."""
-        pairs = zip(held, turns, strict=False)
-        same = (a is b or _said(a) in (_said(b), _said(self._defused(b))) for a, b in pairs)
-        return sum(takewhile(bool, same))
+    def _count_known(self, history: list[Turn], turns: list[Turn]) -> int:
+        """Return how many of the first ``turns`` are those of the conversation so far."""
+        known = 0
+        for held, turn in zip(history, turns, strict=False):
+            same = held is turn or _content(held) in (_content(turn), _content(self._defused(turn)))
+            if not same:
+                break
+            known += 1
+        return known
 
     def _behind(self, request: Request) -> str:
         """Hash what determines the model's message: settings, seed and the ids before it."""
@@ -321,18 +359,21 @@ class ConversationQueue(RequestQueue):
         if talk.asked:
             sizes = {"prompt_tokens": len(completion.request.tokens), "completion_tokens": len(completion.tokens)}
             message |= {"usage": sizes, "finish_reason": completion.finish_reason}
-        if (tools := completion.request.tools) and talk.stopped:
-            content, calls = calls_in(talk.sampled, tools)
-            if talk.asked and any(call.problem for call in calls):  # as servers do
-                return message
-            if calls:
-                first, talk.calls = talk.calls, talk.calls + len(calls)
-                listed = [{**call.message(first + i), "problem": call.problem} for i, call in enumerate(calls)]
-                return message | {"content": content, "tool_calls": listed}
-        return message
+        tools = completion.request.tools
+        if not (tools and talk.stopped):
+            return message
+        content, calls = calls_in(talk.sampled, tools)
+        malformed = any(call.problem for call in calls)
+        if not calls or (talk.asked and malformed):  # servers give a malformed call as text, too
+            return message
+        listed = []
+        for number, call in enumerate(calls, start=talk.calls):
+            listed.append({**call.message(number), "problem": call.problem})
+        talk.calls += len(calls)
+        return message | {"content": content, "tool_calls": listed}
 
 
-def _said(turn: Turn) -> tuple[Any, ...]:
+def _content(turn: Turn) -> tuple[Any, ...]:
     """Return a turn's content for comparisons; a program's history has other ids and keys in calls."""
     functions = [call.get("function", call) for call in turn.more.get("tool_calls", ())]
     calls = [(function["name"], function["arguments"]) for function in functions]

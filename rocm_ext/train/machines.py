@@ -58,14 +58,19 @@ def check_same(values: Callable[[], Mapping[str, object]], ranks: Ranks, cure: s
     """
     if not several_machines():
         return
-    machines: list[tuple[str, Mapping[str, object]]] = ranks.gather((platform.node(), values()))
-    host, first = machines[0]
-    for rank, (other, theirs) in enumerate(machines):
-        names = [name for name in sorted({*first, *theirs}) if first.get(name) != theirs.get(name)]
-        if names:
-            differences = "; ".join(_difference(name, first.get(name), theirs.get(name)) for name in names[:3])
-            more = f"; and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserError(f"rank 0 on {host} and rank {rank} on {other} differ in {differences}{more}. Please {cure}")
+    of_ranks: list[tuple[str, Mapping[str, object]]] = ranks.gather((platform.node(), values()))
+    first_host, first = of_ranks[0]
+    for rank, (host, others) in enumerate(of_ranks):
+        differences = []
+        for name in sorted({*first, *others}):
+            if first.get(name) != others.get(name):
+                differences.append(_difference(name, first.get(name), others.get(name)))
+        if differences:
+            more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+            raise UserError(
+                f"rank 0 on {first_host} and rank {rank} on {host} differ in {'; '.join(differences[:3])}{more}. "
+                f"Please {cure}"
+            )
 
 
 def _difference(name: str, one: Any, other: Any) -> str:

@@ -89,7 +89,8 @@ def _grpo_faults(cfg: DictConfig) -> Iterator[str]:
             f"samples_per_prompt is {cfg.samples_per_prompt}; expected at least 2: an advantage compares an answer "
             "with the others of its group, so one answer alone has none"
         )
-    if group.scale not in {"none": ("none",), "batch": ("batch", "none")}.get(group.center, (group.scale,)):
+    scales = {"none": ["none"], "batch": ["batch", "none"]}  # the others give flat groups no advantage
+    if group.center in scales and group.scale not in scales[group.center]:
         yield (
             f"center={group.center} gives advantages to groups of equal rewards, which scale={group.scale} would "
             "divide by 0; set scale=none, or center to mean or leave_one_out"
