@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, partial
+from itertools import chain
 from math import inf, sqrt
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,11 @@ class Engines:
     def __init__(
         self, sample: Engine, eval: Engine, ranks: Ranks, free: Callable[[], int], training: Callable[[], int]
     ) -> None:
-        self.sample, self.eval = sample, eval
-        self._ranks, self._free, self._training = ranks, free, training
+        self.sample = sample
+        self.eval = eval
+        self._ranks = ranks
+        self._free = free
+        self._training = training
         self._kept: dict[int, Any] | None = None  # open sessions by the engine's id, inside keep_open
         self._stack = ExitStack()
         self._opening = 0.0  # seconds
@@ -105,7 +109,8 @@ class Engines:
         """
         engine: Any = self.eval if what == "eval" else self.sample
         if self._kept is not None and getattr(engine, "refreshes", False):
-            if session := self._kept.get(id(engine)):
+            session = self._kept.get(id(engine))
+            if session is not None:
                 session.refresh()
             else:
                 began = time.perf_counter()
@@ -315,25 +320,33 @@ class ServerCheck:
     def _compare(
         self, given: Mapping[str, Sequence[Completion]], adapter: Path, ours: Tensor, others: Mapping[str, Tensor]
     ) -> None:
-        start = 0
+        begin = 0
         for url, answers in given.items():
-            served = torch.tensor([value for answer in answers for value in answer.logprobs], dtype=torch.float64)
-            rows = slice(start, start + len(served))
-            start += len(served)
+            logprobs = list(chain.from_iterable(answer.logprobs for answer in answers))
+            served = torch.tensor(logprobs, dtype=torch.float64)
+            end = begin + len(served)
             if len(served) >= _FEWEST:
-                before = {name: values[rows] for name, values in others.items()}
-                self._judge(url, adapter, served, ours[rows], before)
+                others_here = {name: values[begin:end] for name, values in others.items()}
+                self._judge(url, adapter, served, ours[begin:end], others_here)
+            begin = end
 
     def _judge(self, url: str, adapter: Path, served: Tensor, ours: Tensor, others: Mapping[str, Tensor]) -> None:
         """Compare a server's log-probs with ours under ``adapter`` and under ``others``."""
-        far, tokens = _gap(served, ours), f"its log-probs of {len(served)} tokens differ"
-        shares = {other: _share(served, ours, before) for other, before in others.items()}
-        stale = [other for other, (_, high) in shares.items() if high < 0.5 and _gap(ours, others[other]) >= _LEAST]
-        unclear = [other for other, (low, _) in shares.items() if low <= 0.5 and _gap(ours, others[other])]
-        for other in sorted(stale or unclear, key=lambda other: _gap(served, others[other]))[:1]:
+        distance = _gap(served, ours)
+        tokens = f"its log-probs of {len(served)} tokens differ"
+        stale = []
+        unclear = []
+        for other, logprobs in others.items():
+            low, high = _share(served, ours, logprobs)
+            if high < 0.5 and _gap(ours, logprobs) >= _LEAST:
+                stale.append(other)
+            if low <= 0.5 and _gap(ours, logprobs):
+                unclear.append(other)
+        if stale or unclear:
+            nearest = min(stale or unclear, key=lambda other: _gap(served, others[other]))
             figures = (
-                f"{tokens}, in nats per token, by {far:.2g} from ours with {adapter} and by "
-                f"{_gap(served, others[other]):.2g} from ours {other}"
+                f"{tokens}, in nats per token, by {distance:.2g} from ours with {adapter} and by "
+                f"{_gap(served, others[nearest]):.2g} from ours {nearest}"
             )
             if stale:
                 raise UserError(
@@ -342,11 +355,11 @@ class ServerCheck:
                 )
             if self._warn_unclear:
                 self._warn(url, f"does not show clearly which adapter it samples with: {figures}")
-        if far > _FAR:
+        if distance > _FAR:
             self._warn(
                 url,
-                f"serves something else than our model: {tokens} by {far:.2g} nats per token from ours. Its weights "
-                "may be quantised or of another model, or its chat template differs",
+                f"serves something else than our model: {tokens} by {distance:.2g} nats per token from ours. Its "
+                "weights may be quantised or of another model, or its chat template differs",
             )
 
     def _warn(self, url: str, what: str) -> None:
@@ -366,12 +379,14 @@ def _share(served: Tensor, new: Tensor, old: Tensor) -> tuple[float, float]:
     Returns:
         The interval of s: least squares, with standard errors that allow for unequal noise (HC1, White 1980).
     """
-    step, seen = new - old, served - old
-    if not (square := float(step @ step)):
+    change = new - old
+    seen = served - old
+    square = float(change @ change)
+    if not square:
         return -inf, inf
-    share = float(seen @ step) / square
-    noise = (seen - share * step) * step
-    error = sqrt(float(noise @ noise) * len(step) / (len(step) - 1)) / square
+    share = float(seen @ change) / square
+    noise = (seen - share * change) * change
+    error = sqrt(float(noise @ noise) * len(change) / (len(change) - 1)) / square
     return share - _SURE * error, share + _SURE * error
 
 
@@ -400,25 +415,40 @@ def open_engines(
     Raises:
         UserError: the engine cannot run or cannot load adapters, or returns no log-probs and the config needs them.
     """
-    ranks = learner.runtime.ranks
+    engine = _build_engine(cfg, learner, stopped)
+    _check_logprobs(engine, sampling, logprobs_for)
+    weights = cache(partial(frozen_bytes, learner.decoder, learner.runtime.ranks.world))  # asked once they are loaded
+
+    def training_memory() -> int:
+        """Return the bytes at the peak of training, in addition to the model's weights."""
+        return max(0, learner.planned_peak - weights())
+
+    free = partial(free_memory, cfg, learner, beside_graphs=True)
+    engine_for_evaluations = engine
+    if hasattr(engine, "check_adapter"):
+        if cfg.get("max_staleness") and hasattr(engine, "check_exchange"):
+            engine.check_exchange()
+        try:
+            _check_adapters(cfg, learner, engine, samples_new_adapters)
+        except UserError as error:
+            engine_for_evaluations = _engine_without_servers(cfg, learner, error, samples_new_adapters)
+    return Engines(engine, engine_for_evaluations, learner.runtime.ranks, free, training_memory)
+
+
+def _build_engine(cfg: DictConfig, learner: Learner, stopped: Callable[[], bool]) -> Any:
+    """Build the config's engine with the arguments that it takes, and check that it can run."""
     offered = {
         "decoder": learner.decoder,
         "tokenizer": learner.tokenizer,
         "free_memory": partial(free_memory, cfg, learner),
-        "ranks": ranks,
+        "ranks": learner.runtime.ranks,
         "stopped": stopped,
         "trace": learner.runtime.trace,
     }
-    weights = cache(partial(frozen_bytes, learner.decoder, ranks.world))  # first asked once they are loaded
-
-    def training_memory() -> int:  # at the peak of training, in addition to the model's weights
-        return max(0, learner.planned_peak - weights())
-
-    room = ranks, partial(free_memory, cfg, learner, True), training_memory
-    if replay := bool(cfg.get("router_replay")):
+    if cfg.get("router_replay"):
         offered["routes"] = True
     taken = {name: value for name, value in offered.items() if config.takes(cfg.engine, name, key="engine")}
-    if replay and "routes" not in taken:
+    if "routes" in offered and "routes" not in taken:
         raise UserError(
             "router_replay is True, and the engine does not return which experts it chose; set router_replay=False, or "
             "engine._component_=rocm_ext.sampling.LocalEngine"
@@ -427,39 +457,51 @@ def open_engines(
     if cfg.profile_steps and cfg.prompts is not None and "trace" not in taken:
         log.info("profile_steps: training is recorded; sampling is not, because it runs outside of this process")
     engine.check()
-    if logprobs_for and not (engine.exact_tokens and engine.has_logprobs):
-        raise UserError(
-            f"{' and '.join(logprobs_for)}: the engine returns no token ids and log-probs of sampling, which this needs"
-        )
-    if logprobs_for and hasattr(engine, "check_logprobs"):
+    return engine
+
+
+def _check_logprobs(engine: Any, sampling: Sampling, needed_for: Sequence[str]) -> None:
+    """Check that an engine returns token ids and log-probs if settings, which ``needed_for`` names, need them."""
+    if not needed_for:
+        return
+    settings = " and ".join(needed_for)
+    if not (engine.exact_tokens and engine.has_logprobs):
+        raise UserError(f"{settings}: the engine returns no token ids and log-probs of sampling, which this needs")
+    if hasattr(engine, "check_logprobs"):
         try:
             engine.check_logprobs(sampling)
         except UserError as error:
-            raise UserError(f"{' and '.join(logprobs_for)}: {error}") from error
-    if not hasattr(engine, "check_adapter"):
-        return Engines(engine, engine, *room)
-    if cfg.get("max_staleness") and hasattr(engine, "check_exchange"):
-        engine.check_exchange()
+            raise UserError(f"{settings}: {error}") from error
+
+
+def _engine_without_servers(
+    cfg: DictConfig, learner: Learner, problem: UserError, samples_new_adapters: bool
+) -> LocalEngine:
+    """Return an engine in this process, where servers cannot load the adapters and only evaluations need them.
+
+    Args:
+        problem: why the servers cannot load them.
+
+    Raises:
+        UserError: training samples with adapters, too, or this process cannot sample.
+    """
+    first = cfg.checkpointer.get("adapter_checkpoint")
+    if cfg.prompts is not None and (first or samples_new_adapters):
+        without = "set max_staleness=0 and " if cfg.get("max_staleness") else ""
+        if "cycles" in cfg:
+            without = "start without an adapter_checkpoint and with cycles=1, or " if first else "set cycles=1, or "
+        raise UserError(
+            f"{problem}. Without such a server, {without}sample in this process with "
+            f"engine._component_=rocm_ext.sampling.LocalEngine"
+        ) from problem
+    free = partial(free_memory, cfg, learner)
+    local = LocalEngine(decoder=learner.decoder, tokenizer=learner.tokenizer, free_memory=free)
     try:
-        _check_adapters(cfg, learner, engine, samples_new_adapters)
-    except UserError as error:
-        first, training = cfg.checkpointer.get("adapter_checkpoint"), cfg.prompts is not None
-        if training and (first or samples_new_adapters):
-            without = "set max_staleness=0 and " if cfg.get("max_staleness") else ""
-            if "cycles" in cfg:
-                without = "start without an adapter_checkpoint and with cycles=1, or " if first else "set cycles=1, or "
-            raise UserError(
-                f"{error}. Without such a server, {without}sample in this process with "
-                f"engine._component_=rocm_ext.sampling.LocalEngine"
-            ) from error
-        local = LocalEngine(decoder=learner.decoder, tokenizer=learner.tokenizer, free_memory=offered["free_memory"])
-        try:
-            local.check()
-        except UserError as other:
-            raise UserError(f"{error}. Evaluations cannot sample in this process either: {other}") from error
-        log.warning("%s. Evaluations sample in this process instead", error)
-        return Engines(engine, local, *room)
-    return Engines(engine, engine, *room)
+        local.check()
+    except UserError as other:
+        raise UserError(f"{problem}. Evaluations cannot sample in this process either: {other}") from problem
+    log.warning("%s. Evaluations sample in this process instead", problem)
+    return local
 
 
 def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, samples_new_adapters: bool) -> None:
@@ -509,7 +551,8 @@ def free_memory(cfg: DictConfig, learner: Learner, beside_graphs: bool = False) 
     if runtime.device.type == "cpu":
         return host_memory(Path("/"), "MemAvailable") // local_world_size()
     torch.cuda.empty_cache()
-    taken = (torch.cuda.memory_reserved if beside_graphs else torch.cuda.memory_allocated)(runtime.device)
+    measure = torch.cuda.memory_reserved if beside_graphs else torch.cuda.memory_allocated
+    taken = measure(runtime.device)
     free = runtime.budget(taken) - taken
     if cfg.memory_fraction is not None:
         free = min(free, int(cfg.memory_fraction * runtime.machine.total_memory) - taken)
