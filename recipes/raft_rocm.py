@@ -66,7 +66,7 @@ class RAFTTrainer(PolicyTrainer):
     Attributes:
         trained: cycles that trained, in order; the others kept no answer.
         kept: by cycle, the kept answers that later cycles train on again.
-        earlier_updates: updates of all finished cycles.
+        updates_before: updates of all finished cycles.
     """
 
     unit = "cycle"
@@ -76,9 +76,9 @@ class RAFTTrainer(PolicyTrainer):
         """Begin or continue the run; a new one removes the cycles of another run in its folder."""
         self.trained: list[int] = []
         self.kept: dict[int, list[SampleKey]] = {}
-        self.earlier_updates = 0
+        self.updates_before = 0
         super().begin_run()
-        self._progress.close()
+        self._progress.close()  # each cycle shows its updates instead
         if self.fresh and self.ranks.is_main:
             for folder in self.folder.path.glob("cycle_*"):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -102,7 +102,7 @@ class RAFTTrainer(PolicyTrainer):
     @property
     def count(self) -> int:
         """The number of the next checkpoint: the updates of all cycles."""
-        return self.earlier_updates + self.done
+        return self.updates_before + self.done
 
     @property
     def replayed_cycles(self) -> int:
@@ -115,7 +115,7 @@ class RAFTTrainer(PolicyTrainer):
     def extra_state(self) -> State:
         """Return the part of a checkpoint that other trainings do not have."""
         kept = {cycle: [list(key) for key in keys] for cycle, keys in self.kept.items()}
-        more = {"done": self.done, "trained": self.trained, "kept": kept, "updates_before": self.earlier_updates}
+        more = {"done": self.done, "trained": self.trained, "kept": kept, "updates_before": self.updates_before}
         return super().extra_state() | more
 
     def load_extra_state(self, state: State) -> None:
@@ -124,7 +124,7 @@ class RAFTTrainer(PolicyTrainer):
         self.done = state["done"]
         self.trained = state["trained"]
         self.kept = {cycle: [(prompt, sample) for prompt, sample in keys] for cycle, keys in state["kept"].items()}
-        self.earlier_updates = state["updates_before"]
+        self.updates_before = state["updates_before"]
 
     # ---- a cycle
 
@@ -224,7 +224,7 @@ class RAFTTrainer(PolicyTrainer):
 
     def finish_step(self, selected: Selected, updates: Json, seconds: float) -> None:
         """Count and log a cycle, write its adapter, and save; a cycle without updates is skipped."""
-        self.earlier_updates += self.done
+        self.updates_before += self.done
         super().finish_step(selected, updates, seconds)
         if not updates["updates"]:
             return
@@ -393,14 +393,19 @@ class RAFT(Loop):
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
         """Convert the kept and the replayed answers to rows."""
-        cfg, kept = self.cfg, selected.trained
-        self.kept = {cycle: self.kept[cycle] for cycle in self.trainer.kept}
-        earlier = list(self.kept.values())
-        replayed = replay(kept, earlier, per_prompt=cfg.max_per_prompt, deduplicate=cfg.deduplicate)
+        cycle = self.trainer.step + 1
+        kept = selected.trained
+        self.kept = {earlier: self.kept[earlier] for earlier in self.trainer.kept}
+        replayed = replay(
+            kept,
+            list(self.kept.values()),
+            per_prompt=self.cfg.max_per_prompt,
+            deduplicate=self.cfg.deduplicate,
+        )
         if replayed:
-            log.info("cycle %d: also trains on %d answers of earlier cycles", self.trainer.step + 1, len(replayed))
+            log.info("cycle %d: also trains on %d answers of earlier cycles", cycle, len(replayed))
         if self.trainer.replayed_cycles:
-            self.kept[self.trainer.step + 1] = kept
+            self.kept[cycle] = kept
         samples = [*kept, *replayed]
         rows, parts = to_rows(samples, self.prompts.tokens)
         columns = self.learner.objective.columns
