@@ -147,9 +147,8 @@ def test_the_next_step_samples_while_this_one_trains(serve, make, out, messages)
     assert lags(out) == [0, 1, 1, 1]
     steps = lines(out / "metrics.jsonl")
     assert steps[0]["mismatch_mean"] < 1e-4 < min(step["mismatch_mean"] for step in steps[1:])
-    assert steps[0]["hidden_seconds"] == 0
     assert all(0 <= step["hidden_seconds"] <= step["sample_seconds"] for step in steps)
-    assert max(step["hidden_seconds"] for step in steps) > 0
+    assert steps[0]["hidden_seconds"] < max(step["hidden_seconds"] for step in steps)  # no step trains before the first
     assert fake.rules.adapters == {}
     assert_whole(out)
     assert not [line for line in messages if fake.url in line]
