@@ -30,18 +30,28 @@ class _Positions(JsonLines, dict[_Scope, "array[int]"]):
 
     def add(self, content: bytes, position: int) -> bool:
         """Take a line; its tokens are not parsed where the line begins as the recipe writes it."""
-        if (match := _BEGINNING.match(content)) and content.endswith(b"}\n"):
-            self.setdefault((int(match[1]), match[2].decode()), array("q")).append(position)
-            return True
-        return super().add(content, position)
+        match = _BEGINNING.match(content)
+        if match is None or not content.endswith(b"}\n"):
+            return super().add(content, position)
+        step, phase = match.groups()
+        self._put((int(step), phase.decode()), position)
+        return True
 
     def take(self, record: Record, position: int) -> None:
         """Take a line."""
-        self.setdefault(_scope(record), array("q")).append(position)
+        self._put(_scope(record), position)
+
+    def _put(self, scope: _Scope, position: int) -> None:
+        self.setdefault(scope, array("q")).append(position)
 
 
 class _VerdictLines(JsonLines):
-    """The lines of a ``verdicts.jsonl`` as columns."""
+    """The lines of a ``verdicts.jsonl`` as columns.
+
+    Attributes:
+        prompts, kinds: indices of the names in the columns.
+        columns: whether it is of an evaluation, step, prompt, sample, kind, reward and position, by line.
+    """
 
     def __init__(self) -> None:
         self.prompts: dict[str, int] = {}
@@ -50,14 +60,23 @@ class _VerdictLines(JsonLines):
 
     def take(self, record: Record, position: int) -> None:
         """Take a line."""
-        (step, phase), key, verdict = _scope(record), _key(record), record.get("verdict")
-        if step >= 0 and key is not None and isinstance(verdict, str):
-            prompt = self.prompts.setdefault(key[0], len(self.prompts))
-            kind = self.kinds.setdefault(verdict, len(self.kinds))
-            reward = number(record.get("reward"))
-            values: tuple[Any, ...] = (phase == "eval", step, prompt, key[1], kind, reward, position)
-            for column, value in zip(self.columns, values, strict=True):
-                column.append(value)
+        step, phase = _scope(record)
+        key = _key(record)
+        verdict = record.get("verdict")
+        if step < 0 or key is None or not isinstance(verdict, str):
+            return
+        prompt, sample = key
+        values = (
+            phase == "eval",
+            step,
+            self.prompts.setdefault(prompt, len(self.prompts)),
+            sample,
+            self.kinds.setdefault(verdict, len(self.kinds)),
+            number(record.get("reward")),
+            position,
+        )
+        for column, value in zip(self.columns, values, strict=True):
+            column.append(value)
 
 
 class AnswerLog:
@@ -70,48 +89,60 @@ class AnswerLog:
     """
 
     def __init__(self, folder: Path, problems: list[str], tails: Tails) -> None:
-        self._problems, self._tails = problems, tails
-        self._samples, self._verdicts = (
-            [folder / f"{stem}.jsonl", *sorted(folder.glob(f"{stem}.rank*.jsonl"))] for stem in ("samples", "verdicts")
-        )
+        self._problems = problems
+        self._tails = tails
+        self._samples = [folder / "samples.jsonl", *sorted(folder.glob("samples.rank*.jsonl"))]
+        self._verdicts = [folder / "verdicts.jsonl", *sorted(folder.glob("verdicts.rank*.jsonl"))]
 
     @cached_property
     def verdicts(self) -> "Verdicts":
         """All verdicts."""
-        return Verdicts([self._tails.lines(path, _VerdictLines, self._problems) for path in self._verdicts])
+        files = [self._tails.lines(path, _VerdictLines, self._problems) for path in self._verdicts]
+        return Verdicts(files)
 
     @cached_property
     def _positions(self) -> dict[_Scope, "array[int]"]:
         """Positions of the answers, by step and phase."""
         positions: dict[_Scope, array[int]] = defaultdict(lambda: array("q"))
         for index, path in enumerate(self._samples):
-            for scope, of_file in self._tails.lines(path, _Positions, self._problems).items():
-                positions[scope].extend(position + (index << _FILE_BITS) for position in of_file)
+            file = index << _FILE_BITS
+            by_scope = self._tails.lines(path, _Positions, self._problems)
+            for scope, offsets in by_scope.items():
+                positions[scope].extend(file + offset for offset in offsets)
         return positions
 
     def steps(self, held_out: bool = False) -> list[int]:
         """The steps with recorded answers, of their sampling or of the evaluation after them."""
-        return sorted(step for step, phase in self._positions if phase == ("eval" if held_out else "sample"))
+        return sorted(step for step, phase in self._positions if phase == _phase(held_out))
 
     def answers(self, step: int, held_out: bool = False) -> Iterator[tuple[SampleKey, int, Record]]:
         """The answers of a step's sampling, or of the evaluation after it: key, position and record."""
-        positions = self._positions.get((step, "eval" if held_out else "sample"), ())
-        for position, line in _read(self._samples, positions):
-            if (key := _key(line)) is not None:
-                yield key, position, line
+        positions = self._positions.get((step, _phase(held_out)), ())
+        for position, record in _read(self._samples, positions):
+            key = _key(record)
+            if key is not None:
+                yield key, position, record
 
     def records(self, positions: Iterable[int]) -> dict[SampleKey, Record]:
         """The answers at these positions, by key."""
-        return {key: line for _, line in _read(self._samples, positions) if (key := _key(line)) is not None}
+        records = {}
+        for _, record in _read(self._samples, positions):
+            key = _key(record)
+            if key is not None:
+                records[key] = record
+        return records
 
     def judged(self, rows: Sequence[int]) -> dict[int, Judged]:
         """Verdicts with their details, by row of :attr:`verdicts`."""
-        columns = self.verdicts
-        positions = columns.position[list(rows)].tolist()
-        lines = dict(_read(self._verdicts, positions))
-        details = [str(lines.get(position, {}).get("detail") or "") for position in positions]
-        rewards = columns.reward[list(rows)].tolist()
-        return {row: Judged(columns.name(row), *of) for row, *of in zip(rows, rewards, details, strict=True)}
+        verdicts = self.verdicts
+        positions = {row: int(verdicts.position[row]) for row in rows}
+        records = dict(_read(self._verdicts, positions.values()))
+        judged = {}
+        for row, position in positions.items():
+            detail = records.get(position, {}).get("detail") or ""
+            reward = float(verdicts.reward[row])
+            judged[row] = Judged(verdicts.name(row), reward, str(detail))
+        return judged
 
 
 class Verdicts:
@@ -128,21 +159,29 @@ class Verdicts:
     def __init__(self, files: Sequence[_VerdictLines]) -> None:
         prompts: dict[str, int] = {}
         kinds: dict[str, int] = {}
-        parts = []
+        by_file: list[tuple[np.ndarray, ...]] = []
         for index, file in enumerate(files):
-            columns = [np.array(column) for column in file.columns]
-            for at, names, known in ((2, file.prompts, prompts), (4, file.kinds, kinds)):
-                columns[at] = np.array([known.setdefault(n, len(known)) for n in names], np.int64)[columns[at]]
-            columns[6] += index << _FILE_BITS
-            parts.append(columns)
-        arrays = [np.concatenate(columns) for columns in zip(*parts, strict=True)]
-        self.kinds, self.prompts = list(kinds), list(prompts)
-        order = np.lexsort((np.arange(len(arrays[0])), *arrays[3::-1]))
-        key_columns = [column[order] for column in arrays[:4]]
-        last = np.ones(len(order), dtype=bool)
-        last[:-1] = np.any([column[1:] != column[:-1] for column in key_columns], axis=0)
-        kept = [column[order[last]] for column in arrays]
-        self.held_out, self.step, self.prompt, self.sample, self.kind, self.reward, self.position = kept
+            held_out, step, prompt, sample, kind, reward, offset = map(np.array, file.columns)
+            prompt = _renumbered(prompt, file.prompts, prompts)
+            kind = _renumbered(kind, file.kinds, kinds)
+            position = offset + (index << _FILE_BITS)
+            by_file.append((held_out, step, prompt, sample, kind, reward, position))
+        columns = [np.concatenate(parts) for parts in zip(*by_file, strict=True)]
+        keys = np.stack(columns[:4])
+        order = np.lexsort(keys[::-1])  # stable: the lines of an answer stay in their order
+        next_differs = np.diff(keys[:, order]).any(axis=0)
+        last = np.append(next_differs, True)[: len(order)]
+        rows = order[last]
+        held_out, step, prompt, sample, kind, reward, position = columns
+        self.held_out = held_out[rows]
+        self.step = step[rows]
+        self.prompt = prompt[rows]
+        self.sample = sample[rows]
+        self.kind = kind[rows]
+        self.reward = reward[rows]
+        self.position = position[rows]
+        self.prompts = list(prompts)
+        self.kinds = list(kinds)
 
     def rows(self, step: int, held_out: bool = False) -> np.ndarray:
         """[n] rows of a step's sampling, or of the evaluation after it."""
@@ -151,28 +190,43 @@ class Verdicts:
     def groups(self, step: int, held_out: bool = False) -> list[np.ndarray]:
         """The rows by prompt that a step, or the evaluation after it, asked."""
         rows = self.rows(step, held_out)
-        return np.split(rows, np.flatnonzero(np.diff(self.prompt[rows])) + 1) if len(rows) else []
+        if not len(rows):
+            return []
+        starts = np.flatnonzero(np.diff(self.prompt[rows])) + 1
+        return np.split(rows, starts)
 
     def name(self, row: int) -> str:
         """The verdict in a row."""
-        return self.kinds[int(self.kind[row])]
+        return self.kinds[self.kind[row]]
 
     def key(self, row: int) -> SampleKey:
         """The key of a row's answer."""
-        return self.prompts[int(self.prompt[row])], int(self.sample[row])
+        return self.prompts[self.prompt[row]], int(self.sample[row])
 
     def counts(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """The steps that sampled, in order, and by verdict the number of their answers, [steps]."""
         sampled = self.held_out == 0
-        steps, at = np.unique(self.step[sampled], return_inverse=True)
         kinds = self.kind[sampled]
-        return steps, {name: np.bincount(at[kinds == i], minlength=len(steps)) for i, name in enumerate(self.kinds)}
+        steps, indices = np.unique(self.step[sampled], return_inverse=True)
+        counts = {}
+        for i, name in enumerate(self.kinds):
+            counts[name] = np.bincount(indices[kinds == i], minlength=len(steps))
+        return steps, counts
 
     def greedy(self, step: int) -> dict[str, bool]:
         """Whether the greedy answer is right after a step, by held-out prompt."""
-        rows = self.rows(step, held_out=True)
-        chosen = rows[self.sample[rows] == GREEDY]
-        return {self.prompts[int(self.prompt[row])]: self.name(row) == "CORRECT" for row in chosen}
+        right = {}
+        for row in self.rows(step, held_out=True):
+            prompt, sample = self.key(row)
+            if sample == GREEDY:
+                right[prompt] = self.name(row) == "CORRECT"
+        return right
+
+
+def _renumbered(column: np.ndarray, names: Iterable[str], numbers: dict[str, int]) -> np.ndarray:
+    """Replace a file's indices of names by the indices that all files share, and add new names to these."""
+    shared = [numbers.setdefault(name, len(numbers)) for name in names]
+    return np.array(shared, np.int64)[column]
 
 
 def _read(paths: Sequence[Path], positions: Iterable[int]) -> Iterator[tuple[int, Record]]:
@@ -180,26 +234,33 @@ def _read(paths: Sequence[Path], positions: Iterable[int]) -> Iterator[tuple[int
     by_file: dict[int, list[int]] = defaultdict(list)
     for position in positions:
         by_file[position >> _FILE_BITS].append(position)
-    for index, of_file in by_file.items():
+    for index, in_file in by_file.items():
         try:
             with paths[index].open("rb") as file:
-                for position in of_file:
-                    file.seek(position & ((1 << _FILE_BITS) - 1))
-                    if (line := json_object(file.readline())) is not None:
-                        yield position, line
+                for position in in_file:
+                    file.seek(position - (index << _FILE_BITS))
+                    record = json_object(file.readline())
+                    if record is not None:
+                        yield position, record
         except OSError:  # the file was rewritten or removed since
             continue
 
 
-def _scope(line: Record) -> _Scope:
-    step, phase = line.get("step"), line.get("phase")
-    if type(step) is int and 0 <= step < MOST_STEPS and isinstance(phase, str) and phase in ("sample", "eval"):
-        return step, phase
-    return _NOWHERE
+def _phase(held_out: bool) -> str:
+    return "eval" if held_out else "sample"
 
 
-def _key(line: Record) -> SampleKey | None:
-    prompt, sample = line.get("prompt_id"), line.get("sample")
-    if isinstance(prompt, str) and type(sample) is int and -1 <= sample < MOST_STEPS:
-        return prompt, sample
-    return None
+def _scope(record: Record) -> _Scope:
+    step = record.get("step")
+    phase = record.get("phase")
+    if phase not in ("sample", "eval") or type(step) is not int or not 0 <= step < MOST_STEPS:
+        return _NOWHERE
+    return step, str(phase)
+
+
+def _key(record: Record) -> SampleKey | None:
+    prompt = record.get("prompt_id")
+    sample = record.get("sample")
+    if not isinstance(prompt, str) or type(sample) is not int or not -1 <= sample < MOST_STEPS:
+        return None
+    return prompt, sample

@@ -1,7 +1,9 @@
 """Confidence intervals of differences between two runs."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -30,7 +32,8 @@ class Interval:
 
 def _half_width(means: np.ndarray) -> float:
     """Half of the 95 % interval of the mean of independent values, by Student's t."""
-    return float(stats.sem(means) * stats.t.ppf(0.975, len(means) - 1))
+    quantile = stats.t.ppf(0.975, len(means) - 1)
+    return float(stats.sem(means) * quantile)
 
 
 def relative_difference(a: np.ndarray, b: np.ndarray) -> Interval:
@@ -47,18 +50,23 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> Interval:
     Args:
         a, b: [n] finite values at the same steps.
     """
-    difference, base = b - a, float(np.mean(a)) if len(a) else math.nan
-    size = len(difference) // BATCHES
-    if not base > 0:
+    if not len(a) or not a.mean() > 0:
         return Interval(math.nan)
-    value = float(np.mean(difference)) / base
+    base = float(a.mean())
+    difference = b - a
+    value = float(difference.mean()) / base
+    size = len(difference) // BATCHES
     if not size:
         return Interval(value)
-    means = difference[len(difference) - size * BATCHES :].reshape(BATCHES, size).mean(axis=1)
+    batches = difference[len(difference) - size * BATCHES :].reshape(BATCHES, size)
+    means = batches.mean(axis=1)
     off = means - means.mean()
-    r = float(off[1:] @ off[:-1]) / float(off @ off) + 1 / BATCHES if off.any() else 0.0
+    r = 0.0
+    if off.any():
+        r = float(off[1:] @ off[:-1] / (off @ off)) + 1 / BATCHES
     r = min(max(r, 0.0), 0.9)
-    half = _half_width(means) * math.sqrt((1 + r) / (1 - r)) / base
+    widening = math.sqrt((1 + r) / (1 - r))
+    half = _half_width(means) * widening / base
     return Interval(value, value - half, value + half)
 
 
@@ -74,12 +82,24 @@ def ratio_of_medians(a: np.ndarray, b: np.ndarray) -> Interval:
     if not len(a) or not np.median(a) > 0:
         return Interval(math.nan)
     value = float(np.median(b) / np.median(a))
-    if len(a) < BATCHES or not (a > 0).all() or not (b > 0).all():
+    if len(a) < BATCHES or min(a.min(), b.min()) <= 0:
         return Interval(value)
-    cuts = zip(np.array_split(a, BATCHES), np.array_split(b, BATCHES), strict=True)
-    logs = np.log([np.median(y) / np.median(x) for x, y in cuts])
-    spread = float(np.exp(_half_width(logs)))
+    medians_a = np.array([np.median(stretch) for stretch in np.array_split(a, BATCHES)])
+    medians_b = np.array([np.median(stretch) for stretch in np.array_split(b, BATCHES)])
+    half = _half_width(np.log(medians_b / medians_a))
+    spread = float(np.exp(half))
     return Interval(value, value / spread, value * spread)
+
+
+def gained_and_lost(before: Mapping[Any, bool], after: Mapping[Any, bool]) -> tuple[int, int]:
+    """The numbers of prompts or pairs that are right only after a change, and only before it.
+
+    Args:
+        before, after: whether it is right, by prompt or pair.
+    """
+    gained = sum(right and not before[key] for key, right in after.items())
+    lost = sum(right and not after[key] for key, right in before.items())
+    return gained, lost
 
 
 def mcnemar(a_only: int, b_only: int) -> float:
@@ -89,7 +109,9 @@ def mcnemar(a_only: int, b_only: int) -> float:
         a_only, b_only: prompts that only one of them got right.
     """
     total = a_only + b_only
-    return float(stats.binomtest(a_only, total).pvalue) if total else 1.0
+    if not total:
+        return 1.0
+    return float(stats.binomtest(a_only, total).pvalue)
 
 
 def paired_gain(a_only: int, b_only: int, total: int) -> Interval:
@@ -101,9 +123,12 @@ def paired_gain(a_only: int, b_only: int, total: int) -> Interval:
         a_only, b_only: prompts that only one of them got right.
         total: all prompts.
     """
-    center, n = (b_only - a_only) / (total + 2), total + 2
-    half = Z95 * math.sqrt(max(0.0, (a_only + b_only + 1) / n - center**2) / n)
-    return Interval((b_only - a_only) / total, center - half, center + half)
+    gained = b_only - a_only
+    n = total + 2
+    center = gained / n
+    variance = (a_only + b_only + 1) / n - center**2
+    half = Z95 * math.sqrt(max(0.0, variance) / n)
+    return Interval(gained / total, center - half, center + half)
 
 
 def paired_ratio(differences: np.ndarray, sizes: np.ndarray) -> Interval:
@@ -118,5 +143,6 @@ def paired_ratio(differences: np.ndarray, sizes: np.ndarray) -> Interval:
     value = float(differences.sum() / sizes.sum())
     if len(sizes) < 2:
         return Interval(value)
-    half = Z95 * float(stats.sem(differences - value * sizes) / sizes.mean())
+    rest = differences - value * sizes
+    half = Z95 * float(stats.sem(rest) / sizes.mean())
     return Interval(value, value - half, value + half)

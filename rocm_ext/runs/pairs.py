@@ -10,7 +10,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.registry import SAMPLED
 from rocm_ext.runs.folder import RunFolder
 
-_RIGHT, _WRONG = "CORRECT", ("WRONG", "UNPARSED", "TIMEOUT")  # an ERROR says nothing about the answer
+_RIGHT_OR_WRONG = ("CORRECT", "WRONG", "UNPARSED", "TIMEOUT")  # an ERROR says nothing about the answer
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
 
     Args:
         run: run of RAFT or GRPO.
-        last: number of last cycles or steps to read; None: all.
+        last: number of last cycles or steps to read. None reads all.
 
     Returns:
         The answers, without repeated texts of a prompt, and the number of omitted ones: ``ERROR`` by their verdict,
@@ -51,21 +51,27 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
     answers: dict[tuple[str, str], Answer] = {}
     left_out: Counter[str] = Counter()
     verdicts = run.answers.verdicts
-    steps = verdicts.counts()[0].tolist()
-    for step in steps[-last:] if last else steps:
+    steps, _ = verdicts.counts()
+    if last:
+        steps = steps[-last:]
+    for step in steps.tolist():
         names = {verdicts.key(row): verdicts.name(row) for row in verdicts.rows(step)}
-        for key, _, line in run.answers.answers(step):
-            verdict, tokens, text = names.pop(key, None), line.get("tokens"), line.get("text")
+        for key, _, record in run.answers.answers(step):
+            verdict = names.pop(key, None)
+            tokens = record.get("tokens")
+            text = record.get("text")
             if verdict is None or not isinstance(tokens, list) or not isinstance(text, str) or not text.strip():
                 continue
-            if verdict != _RIGHT and verdict not in _WRONG:
+            if verdict not in _RIGHT_OR_WRONG:
                 left_out["ERROR"] += 1
-            elif "messages" in line:  # an answer to more than the prompt
+            elif "messages" in record:  # an answer to more than the prompt
                 left_out["conversation"] += 1
-            elif line.get("finish_reason") == "length":
+            elif record.get("finish_reason") == "length":
                 left_out["truncated"] += 1
             else:
-                answers.setdefault((key[0], text), Answer(key[0], text, len(tokens), verdict == _RIGHT))
+                prompt, _ = key
+                answer = Answer(prompt, text, len(tokens), verdict == "CORRECT")
+                answers.setdefault((prompt, text), answer)
     return list(answers.values()), left_out
 
 
@@ -79,30 +85,32 @@ def choose_pairs(
     Args:
         answers: answers without repeated texts of a prompt.
         per_prompt: maximum number of pairs of a prompt.
-        limit: maximum number of all pairs, which are then drawn at random; None: no limit.
+        limit: maximum number of all pairs, which are then drawn at random. None sets no limit.
         seed: seed of random choices, also between equally close pairs.
 
     Returns:
         Pairs of a right and a wrong answer, in the order of the prompts' first answers.
     """
-    by_prompt: dict[str, tuple[list[Answer], list[Answer]]] = defaultdict(lambda: ([], []))
+    by_prompt: dict[str, list[Answer]] = defaultdict(list)
     for answer in answers:
-        by_prompt[answer.prompt_id][not answer.right].append(answer)
+        by_prompt[answer.prompt_id].append(answer)
 
     def drawn(pair: tuple[Answer, Answer]) -> bytes:
         return _drawn(seed, *pair)
 
+    def closeness(pair: tuple[Answer, Answer]) -> tuple[int, bytes]:
+        right, wrong = pair
+        return abs(right.tokens - wrong.tokens), drawn(pair)
+
     pairs: list[tuple[Answer, Answer]] = []
-    for right, wrong in by_prompt.values():
-        closest = sorted(product(right, wrong), key=lambda pair: (abs(pair[0].tokens - pair[1].tokens), drawn(pair)))
-        used: set[str] = set()
-        mine: list[tuple[Answer, Answer]] = []
-        for pair in closest:
-            texts = {answer.text for answer in pair}
-            if len(mine) < per_prompt and not used & texts:
-                mine.append(pair)
-                used |= texts
-        pairs += mine
+    for of_prompt in by_prompt.values():
+        right = [answer for answer in of_prompt if answer.right]
+        wrong = [answer for answer in of_prompt if not answer.right]
+        paired: set[Answer] = set()
+        for pair in sorted(product(right, wrong), key=closeness):
+            if len(paired) < 2 * per_prompt and paired.isdisjoint(pair):
+                pairs.append(pair)
+                paired.update(pair)
     if limit is not None and len(pairs) > limit:
         kept = set(sorted(pairs, key=drawn)[:limit])
         pairs = [pair for pair in pairs if pair in kept]
@@ -117,21 +125,25 @@ def choose_single(
     Args:
         answers: answers without repeated texts of a prompt.
         per_prompt: maximum number of right answers to a prompt, and of wrong ones.
-        limit: maximum number of all answers; None: no limit.
+        limit: maximum number of all answers. None sets no limit.
         seed: seed of the draw.
 
     Returns:
         The drawn answers, in the order of ``answers``.
     """
-    of_prompt: dict[tuple[str, bool], list[Answer]] = defaultdict(list)
+    drawn: list[Answer] = []
+    counts: Counter[tuple[str, bool]] = Counter()
     for answer in sorted(answers, key=lambda answer: _drawn(seed, answer)):
-        of_prompt[answer.prompt_id, answer.right].append(answer)
-    some = [answer for part in of_prompt.values() for answer in part[:per_prompt]]
-    kept = set(sorted(some, key=lambda answer: _drawn(seed, answer))[:limit])
+        kind = (answer.prompt_id, answer.right)
+        counts[kind] += 1
+        if counts[kind] <= per_prompt:
+            drawn.append(answer)
+    kept = set(drawn[:limit])
     return [answer for answer in answers if answer in kept]
 
 
 def _drawn(seed: int, *answers: Answer) -> bytes:
     """Return the key by which answers to one prompt are drawn: the least keys win."""
-    key = "\0".join((str(seed), answers[0].prompt_id, *(answer.text for answer in answers)))
+    texts = [answer.text for answer in answers]
+    key = "\0".join([str(seed), answers[0].prompt_id, *texts])
     return hashlib.sha256(key.encode(errors="backslashreplace")).digest()

@@ -20,9 +20,8 @@ class Score:
 
     def __str__(self) -> str:
         low, high = wilson(self.correct, self.total)
-        return (
-            f"{100 * self.accuracy:.1f} % ({self.correct}/{self.total}), 95 % interval {100 * low:.1f}–{100 * high:.1f}"
-        )
+        share = f"{100 * self.accuracy:.1f} % ({self.correct}/{self.total})"
+        return f"{share}, 95 % interval {100 * low:.1f}–{100 * high:.1f}"
 
 
 def wilson(k: float, n: int) -> tuple[float, float]:
@@ -30,7 +29,10 @@ def wilson(k: float, n: int) -> tuple[float, float]:
 
     Unlike the normal approximation, it stays within 0 and 1, and its width is positive at ``k = 0`` and ``k = n``.
     """
-    p, z2 = k / n, Z95**2
-    center = (p + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    p = k / n
+    z2 = Z95**2
+    scale = 1 + z2 / n
+    center = (p + z2 / (2 * n)) / scale
+    variance = p * (1 - p) / n + z2 / (4 * n * n)
+    half = Z95 * math.sqrt(variance) / scale
     return max(0.0, center - half), min(1.0, center + half)

@@ -13,6 +13,8 @@ from typing import Any, BinaryIO, Generic, TypeVar
 from rocm_ext.base.files import json_object
 
 Record = Mapping[str, object]  # a line of a run's file as it was read: any value may be missing or damaged
+_Reader = Callable[[Path, list[str]], Any]
+_Sign = tuple[int, ...]  # device, inode, size, and time of the last change
 _CHECKED = 256  # bytes before the new lines; they differ if the file was rewritten
 
 
@@ -21,9 +23,11 @@ class JsonLines:
 
     def add(self, content: bytes, position: int) -> bool:
         """Take a line that begins at byte ``position``; False if it is damaged."""
-        if (record := json_object(content)) is not None:
-            self.take(record, position)
-        return record is not None
+        record = json_object(content)
+        if record is None:
+            return False
+        self.take(record, position)
+        return True
 
     def take(self, record: Record, position: int) -> None:
         """Take the object of a line."""
@@ -36,14 +40,16 @@ _Kept = TypeVar("_Kept", bound=JsonLines)
 @dataclass
 class _Tail(Generic[_Kept]):
     kept: _Kept
-    sign: tuple[int, ...]
+    sign: _Sign
     end: int = 0  # offset behind the lines that were read
     before: bytes = b""  # the end of the last line
     damaged: int = 0
 
-    def continues(self, file: BinaryIO, sign: tuple[int, ...]) -> bool:
+    def continues(self, file: BinaryIO, sign: _Sign) -> bool:
         """Whether the file still begins with the lines that were read."""
-        if sign[:2] != self.sign[:2] or sign[2] < self.end:
+        *same_file, _, _ = self.sign
+        *inode, size, _ = sign
+        if inode != same_file or size < self.end:
             return False
         file.seek(self.end - len(self.before))
         return file.read(len(self.before)) == self.before
@@ -65,7 +71,7 @@ class Tails:
 
     def __init__(self) -> None:
         self._tails: dict[Hashable, _Tail[Any]] = {}
-        self._contents: dict[Path, tuple[tuple[int, ...], Any, list[str]]] = {}
+        self._contents: dict[Path, tuple[_Sign, Any, list[str]]] = {}
 
     def lines(self, path: Path, kind: Callable[[], _Kept], problems: list[str]) -> _Kept:
         """Return the parsed lines of a file so far.
@@ -93,12 +99,13 @@ class Tails:
             problems.append(f"{path} cannot be read: {error.strerror or error}")
         if tail is None:
             return kind()
-        if tail.damaged:
-            some = f"{tail.damaged} lines that are not JSON objects"
-            problems.append(f"{path}: skipped {some if tail.damaged > 1 else '1 line that is not a JSON object'}")
+        if tail.damaged == 1:
+            problems.append(f"{path}: skipped 1 line that is not a JSON object")
+        elif tail.damaged:
+            problems.append(f"{path}: skipped {tail.damaged} lines that are not JSON objects")
         return tail.kept
 
-    def content(self, path: Path, read: Callable[[Path, list[str]], Any], problems: list[str]) -> Any:
+    def content(self, path: Path, read: _Reader, problems: list[str]) -> Any:
         """Return ``read``'s result for a file, cached while the file does not change.
 
         Args:
@@ -110,12 +117,14 @@ class Tails:
             sign = _sign(path.stat())
         except OSError:
             return read(path, problems)
-        if path not in self._contents or self._contents[path][0] != sign:
+        cached = self._contents.get(path)
+        if cached is None or cached[0] != sign:
             messages: list[str] = []
-            self._contents[path] = sign, read(path, messages), messages
-        problems += self._contents[path][2]
-        return self._contents[path][1]
+            cached = self._contents[path] = sign, read(path, messages), messages
+        _, content, messages = cached
+        problems += messages
+        return content
 
 
-def _sign(stat: os.stat_result) -> tuple[int, ...]:
+def _sign(stat: os.stat_result) -> _Sign:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
