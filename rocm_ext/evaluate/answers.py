@@ -1,8 +1,8 @@
 """Evaluate a model's answers: of an adapter and of the model that a config starts from, or between training steps."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,8 @@ from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import RLRecipe
 from rocm_ext.rl.records import Records
 from rocm_ext.rl.rollout import Answers, Job
-from rocm_ext.runs.intervals import mcnemar, paired_gain
-from rocm_ext.runs.records import EvalScores
+from rocm_ext.runs.intervals import gained_and_lost, mcnemar, paired_gain
+from rocm_ext.runs.records import EvalScores, SampleKey
 from rocm_ext.train.checkpoint import rng_state, set_rng_state
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupted
@@ -57,7 +57,7 @@ def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[
 
     Args:
         cfg: config with the keys of ``defaults/sampling.yaml``, and an ``output_dir`` for this evaluation.
-        adapter: PEFT folder; None evaluates the model that the config starts from.
+        adapter: PEFT folder. None evaluates the model that the config starts from.
         base: whether to evaluate the model that the config starts from, in addition.
 
     Returns:
@@ -72,23 +72,20 @@ def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[
     start = deepcopy(cfg)  # the model that the config starts from
     if adapter is not None:
         cfg.checkpointer.adapter_checkpoint = str(adapter)
-    cfg.prompts = start.prompts = cfg.metric_logger = None  # an evaluation reads no training prompts and does not log
+    cfg.prompts = start.prompts = None  # an evaluation reads no training prompts
+    cfg.metric_logger = None
     recipe = RLRecipe(cfg)
-    folders = [recipe.out, *[recipe.out / "base"] * base]
     with hold(recipe.out):
-        outs = [
-            OutputDir(out, keep=1, resume=False, overwrite=cfg.overwrite_output_dir, ranks=Ranks(torch.device("cpu")))
-            for out in folders
-        ]
+        output = _output(recipe.out, cfg)
+        base_output = _output(recipe.out / "base", cfg) if base else None
         recipe.open()
         try:
             with recipe.verification():
-                evaluations = [_evaluate(recipe, cfg, outs[0], "the evaluation")]
-                if base:
-                    first, learner = start.checkpointer.get("adapter_checkpoint"), recipe.learner
-                    read = reference(learner, learner.read_adapter(Path(first)), first) if first else None
-                    with read or without_adapter(learner):
-                        evaluations.append(_evaluate(recipe, start, outs[1], "the evaluation without the adapter"))
+                evaluations = [_evaluate(recipe, cfg, output, "the evaluation")]
+                if base_output is not None:
+                    with _base_model(recipe.learner, start):
+                        base_evaluation = _evaluate(recipe, start, base_output, "the evaluation without the adapter")
+                    evaluations.append(base_evaluation)
             return evaluations
         except Interrupted as stop:
             raise SystemExit(128 + stop.signum) from None
@@ -103,55 +100,86 @@ def compare(evaluation: Evaluation, base: Evaluation) -> dict[str, float | list[
         ``gained`` and ``lost``: prompts that only one model got right; ``gain``: the difference of pass@1 with its
         95 % ``interval``; ``p`` of McNemar's exact test.
     """
-    before, after = base.right, evaluation.right
-    gained = sum(right and not before[prompt] for prompt, right in after.items())
-    lost = sum(right and not after[prompt] for prompt, right in before.items())
-    gain = paired_gain(lost, gained, len(after))
-    interval = [gain.low, gain.high]
-    return {"gained": gained, "lost": lost, "gain": gain.value, "interval": interval, "p": mcnemar(lost, gained)}
+    gained, lost = gained_and_lost(base.right, evaluation.right)
+    gain = paired_gain(lost, gained, len(evaluation.right))
+    return {
+        "gained": gained,
+        "lost": lost,
+        "gain": gain.value,
+        "interval": [gain.low, gain.high],
+        "p": mcnemar(lost, gained),
+    }
+
+
+def _output(folder: Path, cfg: DictConfig) -> OutputDir:
+    ranks = Ranks(torch.device("cpu"))
+    return OutputDir(folder, keep=1, resume=False, overwrite=cfg.overwrite_output_dir, ranks=ranks)
+
+
+def _base_model(learner: Learner, cfg: DictConfig) -> AbstractContextManager[None]:
+    """Context in which the learner is the model that a config starts from."""
+    path = cfg.checkpointer.get("adapter_checkpoint")
+    if not path:
+        return without_adapter(learner)
+    return reference(learner, learner.read_adapter(Path(path)), path)
 
 
 def _evaluate(recipe: RLRecipe, cfg: DictConfig, output: OutputDir, name: str) -> Evaluation:
-    ranks, out = recipe.ranks, output.path
+    ranks = recipe.ranks
     if ranks.is_main:
         output.create()
         output.take(OmegaConf.to_yaml(cfg), None, lambda line: False)
     ranks.barrier()
-    first, requests = cfg.checkpointer.get("adapter_checkpoint"), recipe.prompts.evaluation_requests(recipe.sampling)
-    adapter = Path(first) if first else None
+    path = cfg.checkpointer.get("adapter_checkpoint")
+    adapter = Path(path) if path else None
+    requests = recipe.prompts.evaluation_requests(recipe.sampling)
 
     def check(session: Any) -> None:
-        recipe.server_check.check(session, requests, Path(first), None)
+        assert adapter is not None
+        recipe.server_check.check(session, requests, adapter, None)
 
-    job = Job(name, requests, recipe.prompts.held_out, *Records.open(out, ranks, -1, -1).phase(0, "eval"))
-    judged = recipe.rollout(job, lambda: recipe.engines.session("eval", adapter, check)).finish()
-    scores, answers = evaluation.score(judged, recipe.cfg.eval_samples), _answers(recipe, judged)
+    records = Records.open(output.path, ranks, -1, -1)
+    job = Job(name, requests, recipe.prompts.held_out, *records.phase(0, "eval"))
+    rollout = recipe.rollout(job, lambda: recipe.engines.session("eval", adapter, check))
+    judged = rollout.finish()
+    scores = evaluation.score(judged, recipe.cfg.eval_samples)
+    answers = _answers(recipe, judged)
     if ranks.is_main:
-        append_line(out / "metrics.jsonl", {"step": 0, "eval": scores, **judged.stats})
-        replace_text(out / ANSWERS, "".join(json.dumps(answer) + "\n" for answer in answers))
+        line = {"step": 0, "eval": scores, **judged.stats}
+        append_line(output.path / "metrics.jsonl", line)
+        lines = [json.dumps(answer) + "\n" for answer in answers]
+        replace_text(output.path / ANSWERS, "".join(lines))
     ranks.barrier()
     return Evaluation(scores, answers, evaluation.greedy(judged.results))
 
 
 def _answers(recipe: RLRecipe, judged: Answers) -> list[Json]:
     """Return the lines of ``answers.jsonl``, in the order of the prompts."""
-    order: Mapping[str, int] = {prompt.id: number for number, prompt in enumerate(recipe.prompts.held_out)}
+    order = {prompt.id: i for i, prompt in enumerate(recipe.prompts.held_out)}
+
+    def place(key: SampleKey) -> tuple[int, int]:
+        prompt, sample = key
+        return order[prompt], sample
+
     answers = []
-    for key in sorted(judged.samples, key=lambda key: (order[key[0]], key[1])):
-        sample, result = judged.samples[key], judged.results[key]
-        answers.append(
-            {
-                "prompt_id": sample.prompt_id,
-                "sample": sample.sample,
-                "prompt": recipe.prompts[sample.prompt_id].messages[-1]["content"],
-                "text": sample.text,
-                **({} if sample.messages is None else {"messages": sample.messages}),
-                "verdict": result.verdict.value,
-                "reward": result.reward,
-                "detail": result.detail,
-                "finish_reason": sample.finish_reason,
-            }
-        )
+    for key in sorted(judged.samples, key=place):
+        sample = judged.samples[key]
+        result = judged.results[key]
+        answer = {
+            "prompt_id": sample.prompt_id,
+            "sample": sample.sample,
+            "prompt": recipe.prompts[sample.prompt_id].messages[-1]["content"],
+            "text": sample.text,
+        }
+        if sample.messages is not None:
+            answer["messages"] = sample.messages
+        answer |= {
+            "verdict": result.verdict.value,
+            "reward": result.reward,
+            "detail": result.detail,
+            "finish_reason": sample.finish_reason,
+        }
+        answers.append(answer)
     return answers
 
 
@@ -168,13 +196,16 @@ class Evaluator(RLRecipe):
     logs_long_rollouts_only = True
 
     def __init__(self, cfg: DictConfig, learner: Learner) -> None:
-        if hasattr(import_component(cfg.engine[COMPONENT]), "check_adapter"):
+        engine = cfg.engine[COMPONENT]
+        if hasattr(import_component(engine), "check_adapter"):
             raise UserError(
-                f"engine {cfg.engine[COMPONENT]} samples on servers, and {cfg.recipe} evaluates the adapter that is in "
+                f"engine {engine} samples on servers, and {cfg.recipe} evaluates the adapter that is in "
                 "this process; set engine._component_=rocm_ext.sampling.LocalEngine"
             )
         super().__init__(sampling_config(cfg), lambda *_: learner)
-        self.runtime, self.ranks, self._tokenizer = learner.runtime, learner.runtime.ranks, learner.tokenizer
+        self.runtime = learner.runtime
+        self.ranks = learner.runtime.ranks
+        self._tokenizer = learner.tokenizer
 
     def check(self) -> None:
         """Read the prompts, and check them, the verifier and the engine; see :meth:`RLRecipe.check`."""

@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +23,7 @@ from rocm_ext.data.rows import SIDE, Rows, labelled
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
-from rocm_ext.runs.intervals import mcnemar, paired_ratio
+from rocm_ext.runs.intervals import gained_and_lost, mcnemar, paired_ratio
 from rocm_ext.train.builders import check_tokenizer
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Runtime
@@ -74,7 +74,7 @@ def measure(recipe: SupervisedRecipe, adapter: Path | None, base: bool = False) 
 
     Args:
         recipe: ``lora_finetune_rocm``, ``dpo_rocm`` or a recipe that extends one of them, with its config.
-        adapter: PEFT folder; None measures the model that the config starts from.
+        adapter: PEFT folder. None measures the model that the config starts from.
         base: whether to measure the model that the config starts from, in addition.
 
     Returns:
@@ -86,10 +86,14 @@ def measure(recipe: SupervisedRecipe, adapter: Path | None, base: bool = False) 
     learner, rows = _open(recipe)
     try:
         with TemporaryDirectory() as folder:
-            if (kept := Path(recipe.cfg.output_dir) / FILE).is_file():
+            kept = Path(recipe.cfg.output_dir) / FILE
+            if kept.is_file():
                 shutil.copy(kept, folder)
             recipe.add_columns(Path(folder), {"dataset_val": rows})
-        with nullcontext() if adapter is None else reference(learner, learner.read_adapter(adapter), str(adapter)):
+        model: AbstractContextManager[None] = nullcontext()
+        if adapter is not None:
+            model = reference(learner, learner.read_adapter(adapter), str(adapter))
+        with model:
             results = [_measure(learner, rows)]
         if base:
             results.append(_measure(learner, rows))
@@ -106,13 +110,16 @@ def compare(measured: Measured, base: Measured) -> dict[str, float | list[float]
         ``interval`` over rows. For pairs also ``gained`` and ``lost``, pairs in which only one model prefers the chosen
         answer, and ``p`` of McNemar's exact test.
     """
-    nll, before = (np.array([_nll(row) for row in model.rows]) for model in (measured, base))
-    change = paired_ratio(nll - before, np.array([float(_tokens(row)) for row in measured.rows]))
-    result: dict[str, float | list[float]] = {"difference": change.value, "interval": [change.low, change.high]}
+    nll = np.array([_nll(row) for row in measured.rows])
+    nll_before = np.array([_nll(row) for row in base.rows])
+    tokens = np.array([_tokens(row) for row in measured.rows], np.float64)
+    difference = paired_ratio(nll - nll_before, tokens)
+    result: dict[str, float | list[float]] = {
+        "difference": difference.value,
+        "interval": [difference.low, difference.high],
+    }
     if "logprob_chosen" in measured.rows[0]:
-        pairs = list(zip(measured.rows, base.rows, strict=True))
-        gained = sum(_prefers(row) > _prefers(other) for row, other in pairs)
-        lost = sum(_prefers(row) < _prefers(other) for row, other in pairs)
+        gained, lost = gained_and_lost(_preferred(base), _preferred(measured))
         result |= {"gained": gained, "lost": lost, "p": mcnemar(lost, gained)}
     return result
 
@@ -121,7 +128,8 @@ def keep(measured: Measured, folder: Path) -> None:
     """Write ``eval.json`` and ``rows.jsonl`` into a new folder."""
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    replace_text(folder / ROWS, "".join(json.dumps(row) + "\n" for row in measured.rows))
+    lines = [json.dumps(row) + "\n" for row in measured.rows]
+    replace_text(folder / ROWS, "".join(lines))
     replace_text(folder / RESULT, json.dumps(measured.scores, indent=2) + "\n")
 
 
@@ -144,47 +152,68 @@ def _open(recipe: SupervisedRecipe) -> tuple[Learner, Rows]:
         assert split is not None, "validation_fraction is set"
         rows = split
     learner.check_rows(rows, recipe.columns)
-    learner.setup(workload.describe(rows, len(rows), "the held-out rows", learner.shares))
+    work = workload.describe(rows, len(rows), "the held-out rows", learner.shares)
+    learner.setup(work)
     return learner, rows
 
 
 def _measure(learner: Learner, rows: Rows) -> Measured:
-    ranks = learner.runtime.ranks
     loss, labels, measurements = validation_loss(learner, rows)
-    logprobs: list[np.ndarray] = []
-    progress = Progress(len(rows), 0, ranks.is_main, "row", brief=True)
+    measured: list[dict[str, float]] = []
+    is_main = learner.runtime.ranks.is_main
+    progress = Progress(len(rows), 0, is_main, "row", brief=True)
     for start in range(0, len(rows), _BLOCK):
-        block = rows.part(range(start, min(start + _BLOCK, len(rows))))
-        for values in score(learner, block):
-            logprobs.append(values)
+        end = min(start + _BLOCK, len(rows))
+        for logprobs in score(learner, rows.part(range(start, end))):
+            measured.append(_row(rows, len(measured), logprobs))
             progress.update("")
     progress.close()
-    measured = [_row(rows, i, values) for i, values in enumerate(logprobs)]
-    nll = sum(map(_nll, measured)) / max(1, sum(map(_tokens, measured)))
-    scores = {"loss": loss, "perplexity": math.exp(min(nll, 700)), "rows": len(rows), "tokens": labels, **measurements}
+    nll = sum(map(_nll, measured))
+    tokens = sum(map(_tokens, measured))
+    mean_nll = nll / max(1, tokens)
+    scores = {
+        "loss": loss,
+        "perplexity": math.exp(min(mean_nll, 700)),
+        "rows": len(rows),
+        "tokens": labels,
+        **measurements,
+    }
     return Measured(scores, measured)
 
 
 def _row(rows: Rows, number: int, logprobs: np.ndarray) -> dict[str, float]:
-    if not rows.pairs:
-        good = {"good": bool(rows.columns[SIDE][number][0] > 0)} if SIDE in rows.columns else {}
-        return {"row": number, "tokens": len(logprobs), "loss": -float(logprobs.mean(dtype=np.float64)), **good}
-    side = rows.columns[SIDE][number][labelled(rows.labels[number], rows.lengths[number])]
-    sums = {name: logprobs[side * sign > 0] for name, sign in (("chosen", 1), ("rejected", -1))}
+    """Return a row of :class:`Measured` from the log-probs of its labels."""
     row: dict[str, float] = {"row": number}
-    for name, values in sums.items():
-        row |= {f"logprob_{name}": float(values.sum(dtype=np.float64)), f"tokens_{name}": len(values)}
+    if not rows.pairs:
+        row["tokens"] = len(logprobs)
+        row["loss"] = -float(logprobs.mean(dtype=np.float64))
+        if SIDE in rows.columns:
+            side = rows.columns[SIDE][number][0]
+            row["good"] = bool(side > 0)
+        return row
+    labels = labelled(rows.labels[number], rows.lengths[number])
+    side = rows.columns[SIDE][number][labels]
+    sides = {"chosen": logprobs[side > 0], "rejected": logprobs[side < 0]}
+    for name, values in sides.items():
+        row[f"logprob_{name}"] = float(values.sum(dtype=np.float64))
+        row[f"tokens_{name}"] = len(values)
     return row
 
 
 def _nll(row: dict[str, float]) -> float:
     """Return the NLL of a row's answer or of a pair's chosen answer, and 0 for a bad answer."""
-    return row["loss"] * _tokens(row) if "loss" in row else -row["logprob_chosen"]
+    if "loss" in row:
+        return row["loss"] * _tokens(row)
+    return -row["logprob_chosen"]
 
 
 def _tokens(row: dict[str, float]) -> float:
-    return row["tokens"] * row.get("good", True) if "tokens" in row else row["tokens_chosen"]
+    """Return the number of tokens of a row's answer or of a pair's chosen answer, and 0 for a bad answer."""
+    if "tokens" in row:
+        return row["tokens"] * row.get("good", True)
+    return row["tokens_chosen"]
 
 
-def _prefers(row: dict[str, float]) -> bool:
-    return bool(row["logprob_chosen"] > row["logprob_rejected"])
+def _preferred(model: Measured) -> dict[int, bool]:
+    """Return whether a model prefers the chosen answer, by pair."""
+    return {i: row["logprob_chosen"] > row["logprob_rejected"] for i, row in enumerate(model.rows)}
