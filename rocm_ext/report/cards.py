@@ -12,33 +12,51 @@ from rocm_ext.base.log import duration
 from rocm_ext.base.registry import DPO, RAFT, SAMPLED, SFT, TITLES
 from rocm_ext.report.charts import memory_unit, short_number
 from rocm_ext.runs.folder import RunFolder, held_out, running_time
-from rocm_ext.runs.records import number
+from rocm_ext.runs.progress import written_and_size
+from rocm_ext.runs.records import first_and_last, is_rows, number
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
     """Names and values of the known facts."""
-    special = {**dict.fromkeys(SAMPLED, _sampled), DPO: _dpo}.get(run.family, _sft)
-    known = [*_setup(run), *_progress(run), *special(run)]
-    path = run.path / "adapter"
-    if path.exists():
+    known = [*_setup(run), *_progress(run)]
+    if run.family in SAMPLED:
+        known += _sampled(run)
+    else:
+        if run.family == DPO:
+            known += _preferences(run)
+        known += _losses(run)
+    adapter = run.path / "adapter"
+    if adapter.exists():
+        words = str(adapter)
         kind = run.summary.get("adapter_is")
-        known.append(("Adapter", str(path) + (f" ({kind})" if isinstance(kind, str) else "")))
+        if isinstance(kind, str):
+            words += f" ({kind})"
+        known.append(("Adapter", words))
     return [(name, value) for name, value in known if value]
 
 
 def _setup(run: RunFolder) -> Iterator[tuple[str, str]]:
     yield "Recipe", TITLES.get(run.recipe, run.recipe)
-    folder, builder = run.setting("checkpointer.checkpoint_dir"), run.setting("model._component_")
-    names = [hub_name(Path(str(folder))) or PurePath(str(folder)).name] if folder else []
-    kind = str(builder or "").rpartition(".")[2]
-    names += [kind] if kind not in ("", "from_checkpoint") else []  # the folder's name says it all
+    names = []
+    folder = run.setting("checkpointer.checkpoint_dir")
+    if folder:
+        name = str(folder)
+        names.append(hub_name(Path(name)) or PurePath(name).name)
+    builder = str(run.setting("model._component_") or "").rpartition(".")[2]
+    if builder not in ("", "from_checkpoint"):  # the folder's name says it all
+        names.append(builder)
     yield "Model", " · ".join(names)
-    gpus = f"{len(run.hardware.gpus)} GPUs" if run.hardware.gpus else ""
-    profile = f"profile {run.setting('hardware')}" if run.config else ""
-    yield "Machine", str(run.fact("machine") or gpus or profile)
-    ranks = number(run.fact("ranks"))
-    dtype = str(run.fact("dtype") or run.setting("dtype") or "")
-    yield "Precision", dtype + (f", {ranks:.0f} ranks" if ranks > 1 else "")
+    machine = run.summary.get("machine")
+    if not machine and run.hardware.gpus:
+        machine = f"{len(run.hardware.gpus)} GPUs"
+    elif not machine and run.config:
+        machine = f"profile {run.setting('hardware')}"
+    yield "Machine", str(machine or "")
+    precision = str(run.summary.get("dtype") or run.setting("dtype") or "")
+    ranks = number(run.summary.get("ranks"))
+    if ranks > 1:
+        precision += f", {ranks:.0f} ranks"
+    yield "Precision", precision
 
 
 def _progress(run: RunFolder) -> Iterator[tuple[str, str]]:
@@ -49,37 +67,42 @@ def _progress(run: RunFolder) -> Iterator[tuple[str, str]]:
     else:
         yield "Steps", _steps(run, "steps")
     tokens = float(np.nansum(run.updates["tokens"]))
-    yield "Tokens trained", short_number(tokens) if tokens else ""
+    if tokens:
+        yield "Tokens trained", short_number(tokens)
     speeds = run.updates["tokens_per_second"]
     if np.isfinite(speeds).any():
         yield "Training speed", f"{np.nanmedian(speeds):,.0f} tokens/s, median"
-    if np.isfinite(padding := run.updates["padding"]).any():
-        yield "Padding", f"{100 * np.nanmean(padding):.1f} % of computed tokens" if np.nanmax(padding) > 0 else "none"
-    memory = np.array([*run.updates["peak_memory"], *run.steps["peak_memory"], number(run.summary.get("peak_memory"))])
-    if np.isfinite(memory).any():
-        size, unit = memory_unit([memory])
-        yield "Peak memory", f"{np.nanmax(memory) / size:,.1f} {unit}"
+    padding = run.updates["padding"]
+    if np.isfinite(padding).any():
+        padded = np.nanmax(padding) > 0
+        yield "Padding", f"{100 * np.nanmean(padding):.1f} % of computed tokens" if padded else "none"
+    if math.isfinite(run.peak_memory):
+        size, unit = memory_unit(run.peak_memory)
+        yield "Peak memory", f"{run.peak_memory / size:,.1f} {unit}"
     if len(run.hardware) > 1:
-        clock, pauses = running_time(run.hardware)
-        times = f", resumed {len(pauses)} time{'s' if len(pauses) > 1 else ''}" if len(pauses) else ""
-        yield "Running time", _time(float(clock[-1])) + times
+        seconds, pauses = running_time(run.hardware)
+        time_text = _time(seconds[-1])
+        if len(pauses):
+            time_text += f", resumed {len(pauses)} time{'s' if len(pauses) > 1 else ''}"
+        yield "Running time", time_text
     elif len(run.steps):
-        yield "Training time", _time(float(np.nansum(run.steps["seconds"])))
+        yield "Training time", _time(np.nansum(run.steps["seconds"]))
 
 
 def _steps(run: RunFolder, planned: str) -> str:
-    """How many steps are done, of how many, in which epoch; empty before the first."""
+    """How many steps are done, of how many, in which epoch. Empty before the first."""
     done = len(run.steps)
     if not done:
         return ""
-    planned_steps = number(run.setting(planned))
     words = f"{done:,}"
-    if planned_steps != done and math.isfinite(planned_steps) and run.family in SAMPLED:
+    planned_steps = number(run.setting(planned))
+    if run.family in SAMPLED and math.isfinite(planned_steps) and planned_steps != done:
         words += f" of {planned_steps:,.0f}"
     epoch = run.steps["epoch"][-1]
     if run.family in (SFT, DPO) and math.isfinite(epoch):
         words += f", epoch {epoch:.0f}"
-    if run.family == RAFT and (skipped := int(np.sum(run.steps["updates"] == 0))):
+    skipped = np.sum(run.steps["updates"] == 0)
+    if run.family == RAFT and skipped:
         words += f", {skipped} skipped"
     return words
 
@@ -90,63 +113,82 @@ def _time(seconds: float) -> str:
 
 def _last_sign(run: RunFolder) -> str:
     """When an unfinished run last wrote a line."""
-    files = [run.path / "metrics.jsonl", run.path / "samples.jsonl"]
-    try:
-        newest = max(path.stat().st_mtime for path in files if path.exists())
-    except (OSError, ValueError):
+    metrics, _ = written_and_size(run.path / "metrics.jsonl")
+    samples, _ = written_and_size(run.path / "samples.jsonl")
+    newest = max(metrics, samples)
+    if not newest:
         return ""
     return f", last line of {time.strftime('%Y-%m-%d %H:%M', time.localtime(newest))}"
 
 
-def _sft(run: RunFolder) -> Iterator[tuple[str, str]]:
-    sets = run.summary.get("data_sets")
-    sets = [part for part in sets if isinstance(part, dict)] if isinstance(sets, list) else []
-    given = (f"{part.get('name')}: {number(part.get('rows_given')):,.0f} rows" for part in sets)
-    yield "Rows given by", " · ".join(given)
-    yield "Loss", _ends(run.steps["loss"])
+def _losses(run: RunFolder) -> Iterator[tuple[str, str]]:
+    data_sets = run.summary.get("data_sets")
+    if is_rows(data_sets):
+        given = [f"{part.get('name')}: {number(part.get('rows_given')):,.0f} rows" for part in data_sets]
+        yield "Rows given by", " · ".join(given)
+    yield "Loss", _trend(run.steps["loss"])
     yield "Held-out pass@1", _passes(run)
-    validation = run.validations["val_loss"]
-    if np.isfinite(validation).any():
-        best = int(np.nanargmin(validation))
-        last = "" if best == len(validation) - 1 else f", last {short_number(validation[-1])}"
-        at = f"{short_number(validation[best])} at step {run.validations['step'][best]:,.0f}"
-        yield "Best validation loss", at + last
+    losses = run.validations["val_loss"]
+    if np.isfinite(losses).any():
+        best = np.nanargmin(losses)
+        words = f"{short_number(losses[best])} at step {run.validations['step'][best]:,.0f}"
+        if best < len(losses) - 1:
+            words += f", last {short_number(losses[-1])}"
+        yield "Best validation loss", words
 
 
-def _dpo(run: RunFolder) -> Iterator[tuple[str, str]]:
-    for what, lines, prefix in (("", run.steps, ""), ("Validation ", run.validations, "val_")):
-        yield f"{what}margin".capitalize(), _ends(lines[f"{prefix}margin"])
-        accuracy = _ends(100 * lines[f"{prefix}accuracy"])
-        yield f"{what}accuracy".capitalize(), f"{accuracy} (%)" if accuracy else ""
-    yield from _sft(run)
+def _preferences(run: RunFolder) -> Iterator[tuple[str, str]]:
+    yield "Margin", _trend(run.steps["margin"])
+    yield "Accuracy", _percent(run.steps["accuracy"])
+    yield "Validation margin", _trend(run.validations["val_margin"])
+    yield "Validation accuracy", _percent(run.validations["val_accuracy"])
 
 
-def _ends(values: np.ndarray) -> str:
-    """The first and the last value, or the means of the first and the last tenth of many; empty without values."""
-    if len(values) < 20:
-        return " → ".join(dict.fromkeys(short_number(value) for value in values[[0, -1]])) if len(values) else ""
-    n = len(values) // 10
-    first, last = (short_number(float(np.mean(part))) for part in (values[:n], values[-n:]))
-    return f"{first} → {last}, means of {n:,} steps"
+def _percent(shares: np.ndarray) -> str:
+    words = _trend(100 * shares)
+    return f"{words} (%)" if words else ""
+
+
+def _trend(values: np.ndarray) -> str:
+    """The first and the last value, or the means of the first and the last tenth of many. Empty without values."""
+    if not len(values):
+        return ""
+    tenth = len(values) // 10
+    if tenth < 2:
+        ends = [short_number(values[0]), short_number(values[-1])]
+        return " → ".join(dict.fromkeys(ends))
+    first = short_number(values[:tenth].mean())
+    last = short_number(values[-tenth:].mean())
+    return f"{first} → {last}, means of {tenth:,} steps"
 
 
 def _sampled(run: RunFolder) -> Iterator[tuple[str, str]]:
     steps = run.steps
-    yield "Reward", _ends(steps["reward"]) if np.isfinite(steps["reward"]).any() else ""
+    if np.isfinite(steps["reward"]).any():
+        yield "Reward", _trend(steps["reward"])
     yield "Held-out pass@1", _passes(run)
-    shares = {step: scores.passed[0] for step, scores in run.evaluations.items() if step}
-    best = max(shares, key=shares.__getitem__, default=None)  # the first of equals
-    if best is not None and best != max(shares):
-        yield "Best held-out pass@1", f"{100 * shares[best]:.1f} % after {run.unit} {best:,}"
+    trained = {step: scores.passed[0] for step, scores in run.evaluations.items() if step}
+    if trained:
+        best = max(trained, key=trained.__getitem__)  # the first of equals
+        if best != max(trained):
+            yield "Best held-out pass@1", f"{100 * trained[best]:.1f} % after {run.unit} {best:,}"
     answers = float(np.nansum(steps["answers"]))
-    yield "Answers sampled", short_number(answers) if answers else ""
-    kinds = [name for name in ("flat", "all_right", "all_wrong") if np.isfinite(steps[name]).any()]
-    yield "Groups", ", ".join(f"{100 * np.nanmean(steps[name]):.1f} % {name.replace('_', ' ')}" for name in kinds)
+    if answers:
+        yield "Answers sampled", short_number(answers)
+    groups = []
+    for kind in ("flat", "all_right", "all_wrong"):
+        if np.isfinite(steps[kind]).any():
+            groups.append(f"{100 * np.nanmean(steps[kind]):.1f} % {kind.replace('_', ' ')}")
+    yield "Groups", ", ".join(groups)
     stopped = run.summary.get("stopped")
-    yield "Stopped early", stopped if isinstance(stopped, str) else ""
+    if isinstance(stopped, str):
+        yield "Stopped early", stopped
 
 
 def _passes(run: RunFolder) -> str:
     """The first and the last held-out score with their intervals."""
-    scores = [[100 * value for value in scored.scores.passed] for scored in held_out(run)]
-    return " → ".join(f"{value:.1f} % ({low:.1f} – {high:.1f})" for value, low, high in scores[:1] + scores[1:][-1:])
+    scores = []
+    for evaluation in first_and_last(held_out(run)):
+        share, low, high = (100 * value for value in evaluation.scores.passed)
+        scores.append(f"{share:.1f} % ({low:.1f} – {high:.1f})")
+    return " → ".join(scores)

@@ -14,6 +14,7 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
@@ -21,11 +22,13 @@ from markupsafe import Markup
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.types import Json
 
+Table = list[list[str]]  # cells, by row
 _COLOURS, _DASHES = 5, ("solid", "dash", "dot")
 _POINTS = 1000  # most points of a curve, about as many as a chart has columns of pixels
 _BARS = 40  # most bars of a chart
 _KEPT = "\n\t\u200c\u200d"  # invisible characters that stay: many scripts, and emoji, need the joiners
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+_PREFIXES = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k"}
 _HUGE = 1e100  # larger values count as this, so that no arithmetic overflows
 
 
@@ -37,10 +40,11 @@ def library() -> str:
         UserError: the package is missing.
     """
     spec = find_spec("plotly")
-    script = Path(spec.origin or "").parent / "package_data" / "plotly.min.js" if spec else None
-    if script is None or not script.exists():
-        raise UserError("pages draw their charts with plotly, which is missing: pip install 'plotly>=6'")
-    return script.read_text()
+    if spec is not None and spec.origin is not None:
+        script = Path(spec.origin).parent / "package_data" / "plotly.min.js"
+        if script.exists():
+            return script.read_text()
+    raise UserError("pages draw their charts with plotly, which is missing: pip install 'plotly>=6'")
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ class Chart:
     @property
     def json(self) -> Markup:
         """The figure, safe inside an element of HTML."""
-        return Markup(json.dumps(self.figure, separators=(",", ":")).replace("<", "\\u003c"))
+        text = json.dumps(self.figure, separators=(",", ":"))
+        return Markup(text.replace("<", "\\u003c"))
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Line:
         dash: index among the lines of one colour.
         faint: draw it in the background, without values for a pointer.
         lost: mark values that are not finite.
-        ends: [2, n] ends of the values' intervals; None without intervals.
+        ends: [2, n] ends of the values' intervals. None draws no intervals.
     """
 
     label: str
@@ -96,6 +101,19 @@ def style(colour: int, dash: int = 0) -> dict[str, str]:
     return {"color": f"var(--c{colour % _COLOURS})", "dash": _DASHES[dash]}
 
 
+def colour_and_dash(run: int, line: int, several: bool) -> tuple[int, int]:
+    """The indices of a line's colour and dashes.
+
+    Args:
+        run: index of the run.
+        line: index among the run's lines.
+        several: whether the chart has several runs. Then each run has a colour, otherwise each line.
+    """
+    if several:
+        return run, line
+    return line, 0
+
+
 def line_chart(
     title: str,
     unit: str,
@@ -111,109 +129,196 @@ def line_chart(
     Args:
         title, unit: title, and unit of the values; ``bytes`` becomes MiB or GiB.
         lines: at least one.
+        x_title: title of the x axis.
         zero: begin the y axis at 0, if no value is below.
         marks: (x, text) of vertical lines.
         legend: name the lines.
     """
     if unit == "bytes":
-        size, unit = memory_unit([line.y for line in lines])
+        most = max(np.nanmax(line.y) for line in lines)
+        size, unit = memory_unit(most)
         lines = [replace(line, y=line.y / size) for line in lines]
-    axis = _axis([line.y for line in lines], zero)
-    if "range" in axis:
+    x = np.concatenate([line.x for line in lines])
+    y = np.concatenate([line.y for line in lines])
+    y_axis = _y_axis(y, zero)
+    if "range" in y_axis:
         unit += ", without spikes: double-click shows all"
-    data = [trace for line in sorted(lines, key=lambda line: not line.faint) for trace in _traces(line)]
-    across = _x_axis(x_title, np.concatenate([line.x for line in lines]))
-    layout: Json = {"xaxis": across, "yaxis": axis, "showlegend": legend}
-    layout["shapes"] = [
-        {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "var(--rule)"}}
-        | {"label": {"text": _name(text), "textposition": "end", "textangle": 0, "font": {"size": 10}}}
-        for x, text in marks
-    ]
-    words = [_ends(line, x_title) for line in lines if not line.faint and np.isfinite(line.y).any()]
-    figure = {"data": data, "layout": layout}
-    all_zero = all(line.ends is None and (line.y == 0).all() for line in lines)
-    return Chart(title, unit.lstrip(", "), "; ".join(words) or "no values", figure, all_zero)
+    layout = {
+        "xaxis": _x_axis(x_title, x),
+        "yaxis": y_axis,
+        "showlegend": legend,
+        "shapes": [_mark(x, text) for x, text in marks],
+    }
+    traces = []
+    words = []
+    all_zero = True
+    for line in sorted(lines, key=lambda line: not line.faint):
+        finite = np.isfinite(line.y)
+        traces.append(_trace(line, finite))
+        if line.lost and not finite.all():
+            traces.append(_crosses(line, finite))
+        if finite.any() and not line.faint:
+            words.append(_in_words(line, finite, x_title))
+        if line.y.any() or line.ends is not None:
+            all_zero = False
+    return Chart(
+        title=title,
+        unit=unit.lstrip(", "),
+        words="; ".join(words) or "no values",
+        figure={"data": traces, "layout": layout},
+        all_zero=all_zero,
+    )
 
 
-def _traces(line: Line) -> list[Json]:
-    """A line, and the marks of its values that are not finite, as traces of plotly."""
+def _trace(line: Line, finite: np.ndarray) -> Json:
+    """A line as a trace of plotly."""
     kept = _thin(line.y)
-    finite = np.isfinite(line.y)
-    drawn = line.y[kept]
-    trace: Json = {"x": _values(line.x[kept]), "y": _values(drawn), "name": _name(line.label)}
-    trace["mode"] = "lines+markers" if finite.sum() <= 24 and not line.faint else "lines"
-    trace["line"] = style(line.colour, line.dash)
+    y = line.y[kept]
+    few = finite.sum() <= 24 and not line.faint
+    trace: Json = {
+        "x": _values(line.x[kept]),
+        "y": _values(y),
+        "name": _name(line.label),
+        "mode": "lines+markers" if few else "lines",
+        "line": style(line.colour, line.dash),
+    }
     if line.faint:
         trace |= {"opacity": 0.3, "hoverinfo": "skip", "showlegend": False}
         trace["line"] |= {"width": 1, "dash": "solid"}
     if line.ends is not None:
-        above, below = np.abs(line.ends[1][kept] - drawn), np.abs(drawn - line.ends[0][kept])
-        trace["error_y"] = {"type": "data", "array": _values(above), "arrayminus": _values(below), "thickness": 1.2}
-    if not line.lost or finite.all():
-        return [trace]
-    lost = np.flatnonzero(~finite)
-    lost = lost[np.linspace(0, len(lost) - 1, min(len(lost), 40)).astype(int)]
-    bottom = float(line.y[finite].min()) if finite.any() else 0.0
-    cross = {"symbol": "x-thin-open", "color": "var(--v4)", "size": 8}
-    said = f"{_name(line.label)}: not finite"
-    where = {"x": _values(line.x[lost]), "y": _values(np.full(len(lost), bottom))}
-    return [
-        trace,
-        {**where, "mode": "markers", "marker": cross, "name": said, "hoverinfo": "x+name", "showlegend": False},
-    ]
+        low, high = line.ends[:, kept]
+        trace["error_y"] = {
+            "type": "data",
+            "array": _values(np.abs(high - y)),
+            "arrayminus": _values(np.abs(y - low)),
+            "thickness": 1.2,
+        }
+    return trace
+
+
+def _crosses(line: Line, finite: np.ndarray) -> Json:
+    """Marks of a line's values that are not finite, as a trace of plotly; of many, only some."""
+    lost = line.x[~finite]
+    some = np.linspace(0, len(lost) - 1, min(len(lost), 40))
+    x = lost[some.astype(int)]
+    bottom = line.y[finite].min() if finite.any() else 0.0
+    return {
+        "x": _values(x),
+        "y": _values(np.full(len(x), bottom)),
+        "mode": "markers",
+        "marker": {"symbol": "x-thin-open", "color": "var(--v4)", "size": 8},
+        "name": f"{_name(line.label)}: not finite",
+        "hoverinfo": "x+name",
+        "showlegend": False,
+    }
+
+
+def _mark(x: float, text: str) -> Json:
+    """A vertical line with a text."""
+    return {
+        "type": "line",
+        "x0": x,
+        "x1": x,
+        "yref": "paper",
+        "y0": 0,
+        "y1": 1,
+        "line": {"color": "var(--rule)"},
+        "label": {
+            "text": _name(text),
+            "textposition": "end",
+            "textangle": 0,
+            "font": {"size": 10},
+        },
+    }
 
 
 def bar_chart(
-    title: str, unit: str, at: np.ndarray, parts: Mapping[str, np.ndarray], colours: Mapping[str, str], x_title: str
+    title: str,
+    unit: str,
+    steps: np.ndarray,
+    parts: Mapping[str, np.ndarray],
+    colours: Mapping[str, str],
+    x_title: str,
 ) -> Chart | None:
-    """Bars of steps or cycles, or of the means of stretches of many; None if all are empty.
+    """Bars of steps or cycles, or of the means of stretches of many. None if all are empty.
 
     Args:
         title, unit: title, and unit of the sizes; a unit that begins with % shows shares.
-        at: [n] steps or cycles.
+        steps: [n] steps or cycles.
         parts: name -> [n] sizes.
         colours: name -> name of its colour, in the order of the parts from the bottom up; other parts are grey.
+        x_title: what a step is called.
     """
-    names = [*(name for name in colours if name in parts), *sorted(parts.keys() - colours.keys())]
-    filled = sum((parts[name] for name in names), np.zeros(len(at))) > 0
+    filled = np.sum(list(parts.values()), axis=0) > 0
     if not filled.any():
         return None
-    first = at[filled].min()
-    width = math.ceil((at[filled].max() - first + 1) / _BARS)
-    stretch = ((at[filled] - first) // width).astype(int)
-    known = np.unique(stretch)
-    sizes = {name: np.array([parts[name][filled][stretch == i].mean() for i in known]) for name in names}
-    x, total = first + known * width + (width - 1) / 2, np.sum(list(sizes.values()), axis=0)
-    share = unit.startswith("%")
-    unit += f", means of {width} {x_title}s" if width > 1 else ""
-    data, words = [], []
-    for name in (name for name in names if sizes[name].any()):
-        heights = 100 * sizes[name] / np.maximum(total, 1e-300) if share else sizes[name]
-        trace = {"type": "bar", "x": _values(x), "y": _values(heights), "name": _name(name)}
-        colour = {"color": f"var(--{colours.get(name, 'v2')})"}
-        data.append(trace | {"marker": colour, "hovertemplate": "%{y:.3~g}"})
-        words.append(f"{name} {short_number(float(heights[0]))} at first, {short_number(float(heights[-1]))} at last")
-    layout = {"xaxis": _x_axis(x_title, x), "yaxis": _axis([total], zero=True), "barmode": "stack"}
-    return Chart(title, unit, "; ".join(words), {"data": data, "layout": layout | {"showlegend": True}})
+    steps = steps[filled]
+    width = math.ceil((np.ptp(steps) + 1) / _BARS)
+    stretches = (steps - steps.min()) // width
+    bars = np.unique(stretches)
+    names = [name for name in colours if name in parts]
+    names += sorted(parts.keys() - colours.keys())
+    heights = {}
+    for name in names:
+        sizes = parts[name][filled]
+        means = [sizes[stretches == bar].mean() for bar in bars]
+        heights[name] = np.array(means)
+    total = np.sum(list(heights.values()), axis=0)
+    x = steps.min() + bars * width + (width - 1) / 2
+    traces = []
+    words = []
+    for name, height in heights.items():
+        if not height.any():
+            continue
+        if unit.startswith("%"):
+            height = 100 * height / np.maximum(total, 1e-300)
+        trace = {
+            "type": "bar",
+            "x": _values(x),
+            "y": _values(height),
+            "name": _name(name),
+            "marker": {"color": f"var(--{colours.get(name, 'v2')})"},
+            "hovertemplate": "%{y:.3~g}",
+        }
+        traces.append(trace)
+        words.append(f"{name} {short_number(height[0])} at first, {short_number(height[-1])} at last")
+    layout = {
+        "xaxis": _x_axis(x_title, x),
+        "yaxis": _y_axis(total, zero=True),
+        "barmode": "stack",
+        "showlegend": True,
+    }
+    if width > 1:
+        unit += f", means of {width} {x_title}s"
+    figure = {"data": traces, "layout": layout}
+    return Chart(title, unit, "; ".join(words), figure)
 
 
 def _x_axis(title: str, x: np.ndarray) -> Json:
-    few = len(x) and np.ptp(x) <= 8 and (x == np.round(x)).all()
-    return {"title": {"text": title}} | ({"dtick": 1} if few else {})  # no tick between two cycles
+    axis: Json = {"title": {"text": title}}
+    whole = (x == np.round(x)).all()
+    if whole and len(x) and np.ptp(x) <= 8:
+        axis["dtick"] = 1  # no tick between two cycles
+    return axis
 
 
-def _axis(values: Sequence[np.ndarray], zero: bool) -> Json:
+def _y_axis(values: np.ndarray, zero: bool) -> Json:
     """The y axis: all values, except spikes that would flatten everything else."""
-    known = np.concatenate([of_line[np.isfinite(of_line)] for of_line in values]).clip(-_HUGE, _HUGE)
+    known = values[np.isfinite(values)].clip(-_HUGE, _HUGE)
     if not len(known):
         return {}
-    low, high = float(known.min()), float(known.max())
+    low, high = known.min(), known.max()
     axis: Json = {"exponentformat": "SI" if high >= 1 else "e"}
     bottom, top = np.quantile(known, [0.05, 0.95])
     ceiling = float(top + 6 * (top - bottom))
     if len(known) >= 50 and high > ceiling > low:
-        return axis | {"range": [0.0 if zero and low >= 0 else low - 0.04 * (ceiling - low), ceiling]}
-    return axis | ({"rangemode": "tozero"} if zero else {})
+        floor = low - 0.04 * (ceiling - low)
+        if zero and low >= 0:
+            floor = 0.0
+        axis["range"] = [float(floor), ceiling]
+    elif zero:
+        axis["rangemode"] = "tozero"
+    return axis
 
 
 def _name(label: str) -> str:
@@ -222,14 +327,18 @@ def _name(label: str) -> str:
 
 def _values(numbers: np.ndarray) -> list[float | None]:
     """Numbers for JSON with five digits, None where they are not finite."""
-    clipped = np.asarray(numbers, dtype=np.float64).clip(-_HUGE, _HUGE)
-    return [float(f"{value:.5g}") if math.isfinite(value) and abs(value) < _HUGE else None for value in clipped]
+    values: list[float | None] = []
+    for number in np.asarray(numbers, dtype=np.float64):
+        known = abs(number) < _HUGE  # and not NaN
+        values.append(float(f"{number:.5g}") if known else None)
+    return values
 
 
-def _ends(line: Line, x_title: str) -> str:
-    first, last = np.flatnonzero(np.isfinite(line.y))[[0, -1]]
-    (x0, y0), (x1, y1) = [[short_number(float(v[i])) for v in (line.x, line.y)] for i in (first, last)]
-    return f"{line.label} goes from {y0} at {x_title} {x0} to {y1} at {x_title} {x1}"
+def _in_words(line: Line, finite: np.ndarray, x_title: str) -> str:
+    points = []
+    for i in np.flatnonzero(finite)[[0, -1]]:
+        points.append(f"{short_number(line.y[i])} at {x_title} {short_number(line.x[i])}")
+    return f"{line.label} goes from {points[0]} to {points[1]}"
 
 
 # ---- numbers
@@ -239,42 +348,57 @@ def _thin(y: np.ndarray) -> np.ndarray:
     """Indices of about :data:`_POINTS` points of y, [n]: the lowest, the highest and the first NaN of every stretch."""
     if len(y) <= _POINTS:
         return np.arange(len(y))
-    kept = {0, len(y) - 1}
-    for start, end in pairwise(np.linspace(0, len(y), _POINTS // 3 + 1).astype(int).tolist()):
-        missing = np.isnan(y[start:end])
-        kept |= {start + int(missing.argmax())} if missing.any() else set()
+    kept: list[Any] = [0, len(y) - 1]
+    bounds = np.linspace(0, len(y), _POINTS // 3 + 1)
+    for start, end in pairwise(bounds.astype(int)):
+        stretch = y[start:end]
+        missing = np.isnan(stretch)
+        if missing.any():
+            kept.append(start + missing.argmax())
         if not missing.all():
-            kept |= {start + int(np.nanargmin(y[start:end])), start + int(np.nanargmax(y[start:end]))}
-    return np.array(sorted(kept))
+            kept.append(start + np.nanargmin(stretch))
+            kept.append(start + np.nanargmax(stretch))
+    return np.unique(kept)
 
 
 def smooth(y: np.ndarray) -> tuple[np.ndarray, int]:
     """The running mean of y, [n], over its finite values, and its width: a twenty-fifth of the points."""
     width = 2 * (len(y) // 50) + 1
-    finite, ones = np.isfinite(y), np.ones(width)
-    total = np.convolve(np.where(finite, y.clip(-_HUGE, _HUGE), 0.0), ones, "same")
-    count = np.convolve(finite, ones, "same").round()
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan), width
+    window = np.ones(width)
+    finite = np.isfinite(y)
+    known = y.clip(-_HUGE, _HUGE)
+    known[~finite] = 0.0
+    total = np.convolve(known, window, "same")
+    count = np.convolve(finite, window, "same").round()
+    mean = total / np.maximum(count, 1)
+    mean[count == 0] = np.nan
+    return mean, width
 
 
 def short_number(value: float) -> str:
     """``value`` with four digits and a prefix: 12.35k, 0.01234, 2e-05."""
     if not math.isfinite(value):
         return "not finite"
-    prefixes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
-    size, prefix = next(((s, p) for s, p in prefixes if abs(value) >= s), (1.0, ""))
-    return f"{value / min(size, 1e3 if prefix == 'k' else size):.4g}{prefix}"
+    for unit, prefix in _PREFIXES.items():
+        if abs(value) >= max(unit, 1e4):
+            return f"{value / unit:.4g}{prefix}"
+    return f"{value:.4g}"
 
 
-def memory_unit(values: Sequence[np.ndarray]) -> tuple[float, str]:
-    """The unit for numbers of bytes, which may be NaN: its size in bytes, and its name."""
-    top = max((float(np.nanmax(v)) for v in values if np.isfinite(v).any()), default=0.0)
-    return (2.0**30, "GiB") if top >= 2**30 else (2.0**20, "MiB")
+def memory_unit(most: float) -> tuple[float, str]:
+    """The unit for up to ``most`` bytes: its size in bytes, and its name."""
+    if most >= 2**30:
+        return 2.0**30, "GiB"
+    return 2.0**20, "MiB"
 
 
 def time_unit(longest: float) -> tuple[float, str]:
     """The unit for times up to ``longest`` seconds: its seconds, and its name."""
-    return (3600.0, "hours") if longest > 7200 else (60.0, "minutes") if longest > 180 else (1.0, "seconds")
+    if longest > 7200:
+        return 3600.0, "hours"
+    if longest > 180:
+        return 60.0, "minutes"
+    return 1.0, "seconds"
 
 
 # ---- text
@@ -296,4 +420,6 @@ def _visible(character: str) -> str:
     code = ord(character)
     if code < 0x20:
         return chr(0x2400 + code)  # pictures of control characters
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    if code < 0x10000:
+        return f"\\u{code:04x}"
+    return f"\\U{code:08x}"

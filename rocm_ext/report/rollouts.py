@@ -1,16 +1,17 @@
 """Charts of runs that learn from sampled answers, and of evaluations, with tables: RAFT by cycle, others by step."""
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
 from rocm_ext.base.registry import BY_STEP, RAFT
-from rocm_ext.report.charts import Chart, Line, bar_chart, line_chart, time_unit
+from rocm_ext.report.charts import Chart, Line, Table, bar_chart, colour_and_dash, line_chart, time_unit
 from rocm_ext.runs.folder import HeldOut, RunFolder, held_out
 from rocm_ext.runs.records import MOST, number
 from rocm_ext.runs.tails import Record
 
-VERDICTS = {"CORRECT": "v0", "WRONG": "v1", "UNPARSED": "v2", "TIMEOUT": "v3", "ERROR": "v4"}  # and their colours
+VERDICTS = {"CORRECT": "v0", "WRONG": "v1", "UNPARSED": "v2", "TIMEOUT": "v3", "ERROR": "v4"}  # their colours
 _RULES = {"kept": "v0", "over cap": "r3", "not among best": "r2", "duplicate": "r1", "truncated": "v2", "empty": "v2"}
 _RULES |= {"not correct": "v3", "below threshold": "v1", "without reward": "v4", "not kept": "v2"}
 _TIMES = {"sampling": "sample_seconds", "waiting": "wait_seconds", "training": "train_seconds"}
@@ -23,24 +24,23 @@ _EVALUATIONS, _ROWS = 60, 40  # most evaluations of a chart, most rows of a tabl
 
 def score_charts(runs: Sequence[RunFolder], *families: str) -> list[Chart]:
     """Held-out scores of the runs of ``families``; by step, several runs are also drawn by answers sampled."""
-    several, x_title = len(runs) > 1, "cycle" if RAFT in families else "step"
-    greedy, by_answers, drawn = [], [], []
-    for colour, run in enumerate(runs):
-        if not (shown := _few(held_out(run), _EVALUATIONS)):
+    several = len(runs) > 1
+    x_title = "cycle" if RAFT in families else "step"
+    greedy = []
+    by_answers = []
+    drawn = []
+    for index, run in enumerate(runs):
+        evaluations = _few(held_out(run), _EVALUATIONS)
+        if not evaluations:
             continue
-        passed = 100 * np.array([scored.scores.passed for scored in shown])
-        sampled = np.array([scored.answers for scored in shown], dtype=np.float64)
-        by_answers.append(Line(run.name, sampled, passed[:, 0], colour))
-        if run.family not in families:
-            continue
-        at = np.array([scored.number for scored in shown], dtype=np.float64)
-        greedy.append(Line(run.name, at, passed[:, 0], colour, ends=passed[:, 1:].T))
-        for i, k in enumerate(sorted({k for scored in shown for k in scored.scores.at})):
-            label = f"{run.name}, pass@{k}" if several else f"pass@{k}"
-            some = [(scored.number, *scored.scores.at[k]) for scored in shown if k in scored.scores.at]
-            x, y, low, high = np.array(some, dtype=np.float64).T
-            ends = 100 * np.stack([low, high])
-            drawn.append(Line(label, x, 100 * y, colour if several else i, i if several else 0, ends=ends))
+        steps = np.array([evaluation.number for evaluation in evaluations], np.float64)
+        answers = np.array([evaluation.answers for evaluation in evaluations], np.float64)
+        shares = np.array([evaluation.scores.passed for evaluation in evaluations])
+        passed, *ends = 100 * shares.T
+        by_answers.append(Line(run.name, answers, passed, index))
+        if run.family in families:
+            greedy.append(Line(run.name, steps, passed, index, ends=np.array(ends)))
+            drawn += _drawn_lines(run, evaluations, index, several)
     charts = []
     if greedy:
         charts.append(line_chart("Held-out pass@1", "%, greedy, with 95 % intervals", greedy, x_title=x_title))
@@ -51,17 +51,43 @@ def score_charts(runs: Sequence[RunFolder], *families: str) -> list[Chart]:
     return charts
 
 
+def _drawn_lines(run: RunFolder, evaluations: Sequence[HeldOut], index: int, several: bool) -> list[Line]:
+    """A line of pass@k for each k."""
+    points: dict[int, list[tuple[float, ...]]] = defaultdict(list)
+    for evaluation in evaluations:
+        for k, share in evaluation.scores.drawn.items():
+            points[k].append((evaluation.number, *share))
+    lines = []
+    for i, k in enumerate(sorted(points)):
+        steps, *shares = np.array(points[k], np.float64).T
+        passed, *ends = 100 * np.array(shares)
+        label = f"{run.name}, pass@{k}" if several else f"pass@{k}"
+        colour, dash = colour_and_dash(index, i, several)
+        lines.append(Line(label, steps, passed, colour, dash, ends=np.array(ends)))
+    return lines
+
+
 EVALUATION_COLUMNS = ("after", "answers", "right", "pass@1", "95 % interval", "pass@k")
 
 
-def evaluation_table(run: RunFolder) -> list[list[str]]:
+def evaluation_table(run: RunFolder) -> Table:
     """The evaluations as rows of text under :data:`EVALUATION_COLUMNS`."""
     rows = []
-    for scored in _few(held_out(run), _ROWS):
-        value, low, high = (100 * share for share in scored.scores.passed)
-        right = f"{scored.scores.correct:,} of {scored.scores.prompts:,}"
-        drawn = ", ".join(f"{100 * of[0]:.1f} % at {k}" for k, of in sorted(scored.scores.at.items()))
-        rows.append([scored.after, f"{scored.answers:,}", right, f"{value:.1f} %", f"{low:.1f} – {high:.1f}", drawn])
+    for evaluation in _few(held_out(run), _ROWS):
+        scores = evaluation.scores
+        passed, low, high = (100 * share for share in scores.passed)
+        drawn = []
+        for k, share in sorted(scores.drawn.items()):
+            drawn.append(f"{100 * share[0]:.1f} % at {k}")
+        row = [
+            evaluation.after,
+            f"{evaluation.answers:,}",
+            f"{scores.correct:,} of {scores.prompts:,}",
+            f"{passed:.1f} %",
+            f"{low:.1f} – {high:.1f}",
+            ", ".join(drawn),
+        ]
+        rows.append(row)
     return rows
 
 
@@ -69,9 +95,10 @@ def _few(evaluations: Sequence[HeldOut], most: int) -> list[HeldOut]:
     """At most ``most`` evaluations: the best, the first, the last, and others at equal distances."""
     if len(evaluations) <= most:
         return list(evaluations)
-    kept = {int(i) for i in np.linspace(0, len(evaluations) - 1, most - 1)}
-    kept.add(max(range(len(evaluations)), key=lambda i: evaluations[i].scores.passed[0]))
-    return [evaluations[i] for i in sorted(kept)]
+    shares = [evaluation.scores.passed[0] for evaluation in evaluations]
+    equal_distances = np.linspace(0, len(shares) - 1, most - 1)
+    kept = np.union1d(equal_distances.astype(int), np.argmax(shares))
+    return [evaluations[i] for i in kept]
 
 
 # ---- bars of steps and cycles
@@ -79,28 +106,36 @@ def _few(evaluations: Sequence[HeldOut], most: int) -> list[HeldOut]:
 
 def bar_charts(run: RunFolder, suffix: str) -> list[Chart]:
     """Verdicts and times of a run, of RAFT also kept answers; ``suffix`` ends the titles."""
-    asked, counts = run.answers.verdicts.counts()
-    seconds = {name: np.clip(np.nan_to_num(run.steps[key], posinf=0.0), 0, None) for name, key in _TIMES.items()}
-    in_all = np.nan_to_num(run.steps["seconds"], posinf=0.0)
-    seconds["other"] = np.clip(in_all - sum(seconds.values()), 0, None)
-    size, unit = time_unit(float(np.max(in_all, initial=0.0)))
-    times = {name: of_part / size for name, of_part in seconds.items()}
     steps = run.steps["step"]
+    sampled_steps, verdicts = run.answers.verdicts.counts()
+    seconds = {}
+    for name, column in _TIMES.items():
+        known = np.nan_to_num(run.steps[column], posinf=0.0)
+        seconds[name] = np.clip(known, 0, None)
+    in_all = np.nan_to_num(run.steps["seconds"], posinf=0.0)
+    rest = in_all - sum(seconds.values())
+    seconds["other"] = np.clip(rest, 0, None)
+    size, unit = time_unit(in_all.max(initial=0.0))
+    times = {name: values / size for name, values in seconds.items()}
     charts = [
-        bar_chart("Verdicts" + suffix, "% of answers", asked, counts, VERDICTS, run.unit),
+        bar_chart("Verdicts" + suffix, "% of answers", sampled_steps, verdicts, VERDICTS, run.unit),
         bar_chart(f"Time of a {run.unit}{suffix}", unit, steps, times, _TIME_COLOURS, run.unit),
     ]
     if run.family == RAFT:
-        fates = [_fates(line) for line in run.steps.lines]
-        kept = {name: np.array([fate.get(name, 0.0) for fate in fates]) for name in _RULES}
+        kept = _fates(run.steps.lines)
         charts.append(bar_chart("Answers kept" + suffix, "answers", steps, kept, _RULES, run.unit))
     return [chart for chart in charts if chart is not None]
 
 
-def _fates(cycle: Record) -> Mapping[str, float]:
-    """Numbers of a cycle's answers that were kept, and that the filter dropped, by rule."""
-    counts = cycle.get("filter")
-    if not isinstance(counts, dict):
-        return {}
-    named = {str(rule).replace("_", " "): number(count) for rule, count in counts.items()}
-    return {rule: count for rule, count in named.items() if 0 < count < MOST}
+def _fates(cycles: Sequence[Record]) -> dict[str, np.ndarray]:
+    """[n] numbers of the cycles' answers that were kept, and that the filter dropped, by rule."""
+    fates = {name: np.zeros(len(cycles)) for name in _RULES}
+    for i, cycle in enumerate(cycles):
+        counts = cycle.get("filter")
+        if not isinstance(counts, dict):
+            continue
+        for rule, count in counts.items():
+            name = str(rule).replace("_", " ")
+            if name in fates and 0 < number(count) < MOST:
+                fates[name][i] = count
+    return fates

@@ -7,8 +7,8 @@ difference exceeds the tolerance. In all other cases the answer is how many more
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -18,10 +18,20 @@ from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.hub import hub_name
 from rocm_ext.base.registry import BY_STEP, DPO, SAMPLED
 from rocm_ext.runs.folder import RunFolder, held_out, running_time
-from rocm_ext.runs.intervals import BATCHES, Interval, mcnemar, paired_gain, ratio_of_medians, relative_difference
-from rocm_ext.runs.records import Columns, number
+from rocm_ext.runs.intervals import (
+    BATCHES,
+    Interval,
+    gained_and_lost,
+    mcnemar,
+    paired_gain,
+    ratio_of_medians,
+    relative_difference,
+)
+from rocm_ext.runs.records import Columns, first_and_last
 
 Pair = tuple[float, float]  # A's value, B's
+_Columns = tuple[np.ndarray, np.ndarray]  # A's values, B's
+_Losses = tuple[str, float, float]  # name of a loss, A's value, B's
 Settings = Mapping[str, tuple[object, object]]  # settings that differ, with A's value and B's
 _UNKNOWN = Interval(math.nan)
 
@@ -106,9 +116,10 @@ class _Common:
         steps, *self._rows = np.intersect1d(a["step"], b["step"], return_indices=True)
         self.steps: list[int] = steps.astype(int).tolist()
 
-    def __getitem__(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        a, b = (run[key][rows] for run, rows in zip(self._runs, self._rows, strict=True))
-        return a, b
+    def __getitem__(self, key: str) -> _Columns:
+        a, b = self._runs
+        rows_a, rows_b = self._rows
+        return a[key][rows_a], b[key][rows_b]
 
 
 @np.errstate(all="ignore")  # damaged files may hold 1e308
@@ -126,51 +137,70 @@ def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float
     refuse(_mismatches(a, b))
     settings = a.differing_settings(b)
     speed, measured = _speed(a, b)
-    memory = _peak_memory(a), _peak_memory(b)
-    lost = [int((~np.isfinite(run.updates["loss"]) & run.updates.has("loss")).sum()) for run in (a, b)]
+    lost_a, lost_b = _lost_losses(a), _lost_losses(b)
     measured |= {
-        "peak memory, MiB": (memory[0] / 2**20, memory[1] / 2**20),
-        "losses not finite": (lost[0], lost[1]),
-        "times resumed": (len(running_time(a.hardware)[1]), len(running_time(b.hardware)[1])),
+        "peak memory, MiB": (a.peak_memory / 2**20, b.peak_memory / 2**20),
+        "losses not finite": (lost_a, lost_b),
+        "times resumed": (_pauses(a), _pauses(b)),
     }
     if a.family in SAMPLED:
         quality = _by_scores(a, b, settings, score_tolerance)
     else:
         quality = _by_losses(a, b, settings, tolerance)
         if quality.state == "unknown" and a.evaluations and b.evaluations:  # the losses decide nothing
-            scored = _by_scores(a, b, settings, score_tolerance)
-            quality = replace(scored, measured=quality.measured | scored.measured, notes=quality.notes)
-    if lost[1] > lost[0]:
-        quality.state, quality.text = "worse", f"{lost[1]} losses of B are not finite"
-    saved = memory[1] / memory[0] if memory[0] > 0 else math.nan
+            by_losses = quality
+            quality = _by_scores(a, b, settings, score_tolerance)
+            quality.measured = by_losses.measured | quality.measured
+            quality.notes = by_losses.notes
+    if lost_b > lost_a:
+        quality.state = "worse"
+        quality.text = f"{lost_b} losses of B are not finite"
+    saved = b.peak_memory / a.peak_memory if a.peak_memory > 0 else math.nan
+    answer, text = _answer(speed, saved, quality)
     return Comparison(
-        *(a.path, b.path, settings, speed, quality.difference, quality.p),
-        measured | quality.measured,
-        quality.notes + _notes(a, b),
-        *_answer(speed, saved, quality),
+        a=a.path,
+        b=b.path,
+        settings=settings,
+        speed=speed,
+        difference=quality.difference,
+        p=quality.p,
+        measured=measured | quality.measured,
+        notes=quality.notes + _notes(a, b),
+        answer=answer,
+        text=text,
     )
 
 
 def _mismatches(a: RunFolder, b: RunFolder) -> Iterator[str]:
-    """Why two runs cannot be compared: they are the same folder, or of two recipes or models.
-
-    A run's summary has a hash of its base model, as its builder reads it. Before the run's end, and for two builders,
-    the names of the models' folders decide.
-    """
+    """Why two runs cannot be compared: they are the same folder, or of two recipes or models."""
     if a.path.resolve() == b.path.resolve():
         yield f"{a.path} and {b.path} are the same folder; name two runs"
     if a.family != b.family and not (a.is_evaluation and b.is_evaluation):
         yield f"{a.path} is a run of {a.recipe}, {b.path} of {b.recipe}; compare two runs of one recipe"
-    folders = [str(run.setting("checkpointer.checkpoint_dir") or "") for run in (a, b)]
-    weights = [run.fact("base_model") for run in (a, b)]
-    if None not in weights and a.setting("model._component_") == b.setting("model._component_"):
-        other = weights[0] != weights[1]
-    else:
-        names = [(hub_name(Path(folder)) or PurePath(folder).name).lower() for folder in folders]
-        other = all(names) and names[0] != names[1]
-    if other:
-        models = f"{a.path} is a run of the model in {folders[0]}, {b.path} of another one, in {folders[1]}"
+    if _models_differ(a, b):
+        folder_a, folder_b = _model_folder(a), _model_folder(b)
+        models = f"{a.path} is a run of the model in {folder_a}, {b.path} of another one, in {folder_b}"
         yield f"{models}; compare two runs of one model"
+
+
+def _models_differ(a: RunFolder, b: RunFolder) -> bool:
+    """Whether two runs began with different base models.
+
+    A run's summary has a hash of its base model, as its builder reads it. Before the run's end, and for two builders,
+    the names of the models' folders decide.
+    """
+    hashes = [run.summary.get("base_model") for run in (a, b)]
+    if None not in hashes and a.setting("model._component_") == b.setting("model._component_"):
+        return bool(hashes[0] != hashes[1])
+    names = []
+    for folder in (_model_folder(a), _model_folder(b)):
+        name = hub_name(Path(folder)) or PurePath(folder).name
+        names.append(name.lower())
+    return all(names) and names[0] != names[1]
+
+
+def _model_folder(run: RunFolder) -> str:
+    return str(run.setting("checkpointer.checkpoint_dir") or "")
 
 
 def _notes(a: RunFolder, b: RunFolder) -> list[str]:
@@ -178,8 +208,9 @@ def _notes(a: RunFolder, b: RunFolder) -> list[str]:
     for name, run in (("A", a), ("B", b)):
         if not run.finished:
             notes.append(f"{name} has not finished: its later steps are unknown")
-        notes += [f"{name}: {problem}" for problem in run.problems]
-    machines = a.fact("machine"), b.fact("machine")
+        for problem in run.problems:
+            notes.append(f"{name}: {problem}")
+    machines = [run.summary.get("machine") for run in (a, b)]
     if None not in machines and machines[0] != machines[1]:
         notes.append(f"different machines: A on {machines[0]}, B on {machines[1]}")
     return notes
@@ -187,14 +218,7 @@ def _notes(a: RunFolder, b: RunFolder) -> list[str]:
 
 def _answer(speed: Interval, saved: float, quality: _Quality) -> tuple[str, str]:
     """The answer and its reason; ``saved``: B's peak of memory over A's, NaN if unknown."""
-    if math.isnan(speed.value):
-        fast = "the speed of B is unknown"
-    elif not (math.isfinite(speed.low) and math.isfinite(speed.high)):
-        fast = f"B is {speed.value:.2f}x as fast (too few steps or cycles for an interval)"
-    else:
-        near = "about " if speed.low <= 1 - _NOTICED or speed.high >= 1 + _NOTICED else ""
-        times = f"{near}as fast as A" if abs(speed.value - 1) <= _NOTICED else f"{speed.value:.2f}x as fast"
-        fast = f"B is {times} ({speed.low:.2f}-{speed.high:.2f})"
+    fast = _speed_in_words(speed)
     slower = speed.value <= _SLOW and speed.high < 1
     if quality.state == "worse":
         return "reject", f"{fast}, but {quality.text}: do not take it"
@@ -211,86 +235,127 @@ def _answer(speed: Interval, saved: float, quality: _Quality) -> tuple[str, str]
     return "take", f"{fast}, {quality.text}: take it"
 
 
+def _speed_in_words(speed: Interval) -> str:
+    if math.isnan(speed.value):
+        return "the speed of B is unknown"
+    if math.isinf(speed.high - speed.low):
+        return f"B is {speed.value:.2f}x as fast (too few steps or cycles for an interval)"
+    interval = f"({speed.low:.2f}-{speed.high:.2f})"
+    if abs(speed.value - 1) > _NOTICED:
+        return f"B is {speed.value:.2f}x as fast {interval}"
+    if speed.low > 1 - _NOTICED and speed.high < 1 + _NOTICED:
+        return f"B is as fast as A {interval}"
+    return f"B is about as fast as A {interval}"
+
+
 # ---- speed and memory
 
 
-def _of_finite(of: Callable[[np.ndarray], Any], pair: Sequence[np.ndarray]) -> Pair:
-    """``of`` the finite values of A and of B; NaN without any."""
-    a, b = (float(of(values[np.isfinite(values)])) if np.isfinite(values).any() else math.nan for values in pair)
-    return a, b
+def _finite(reduce: Callable[[np.ndarray], Any], values: np.ndarray) -> float:
+    """``reduce`` the finite values; NaN without any."""
+    finite = values[np.isfinite(values)]
+    return float(reduce(finite)) if len(finite) else math.nan
 
 
-def _peak_memory(run: RunFolder) -> float:
-    peaks = [*run.updates["peak_memory"], *run.steps["peak_memory"], number(run.summary.get("peak_memory"))]
-    return max(filter(math.isfinite, peaks), default=math.nan)
+def _lost_losses(run: RunFolder) -> int:
+    """The number of losses that are not finite."""
+    lost = run.updates.has("loss") & ~np.isfinite(run.updates["loss"])
+    return int(lost.sum())
+
+
+def _pauses(run: RunFolder) -> int:
+    _, pauses = running_time(run.hardware)
+    return len(pauses)
 
 
 def _speed(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
     """The speed of B against A's, and the measurements behind it, by name."""
-    rounds = [_rounds(run) for run in (a, b)]
-    common = _Common(*rounds)
+    steps_a, steps_b = _timed_steps(a), _timed_steps(b)
+    common = _Common(steps_a, steps_b)
     first = min(_WARM_UP, len(common.steps) // 4)
-    seconds, name = [values[first:] for values in common["seconds"]], "tokens/s"
-    fast = [values[first:] for values in common["tokens_per_second"]]
+    seconds_a, seconds_b = common["seconds"]
     if a.family in SAMPLED:
-        sampled, name = [values[first:] for values in common["sampled_tokens"]], "sampled tokens/s"
-        fast = [sampled[0] / seconds[0], sampled[1] / seconds[1]]
-    finite = np.isfinite(fast).all(axis=0)
-    return ratio_of_medians(fast[0][finite], fast[1][finite]), {
-        f"{a.unit}s": (float(len(rounds[0])), float(len(rounds[1]))),
-        f"{name}, median": _of_finite(np.median, fast),
-        f"seconds per {a.unit}, median": _of_finite(np.median, seconds),
+        kind = "sampled tokens/s"
+        tokens_a, tokens_b = common["sampled_tokens"]
+        fast_a, fast_b = tokens_a / seconds_a, tokens_b / seconds_b
+    else:
+        kind = "tokens/s"
+        fast_a, fast_b = common["tokens_per_second"]
+    fast_a, fast_b = fast_a[first:], fast_b[first:]
+    seconds_a, seconds_b = seconds_a[first:], seconds_b[first:]
+    finite = np.isfinite(fast_a) & np.isfinite(fast_b)
+    measured = {
+        f"{a.unit}s": (float(len(steps_a)), float(len(steps_b))),
+        f"{kind}, median": (_finite(np.median, fast_a), _finite(np.median, fast_b)),
+        f"seconds per {a.unit}, median": (_finite(np.median, seconds_a), _finite(np.median, seconds_b)),
     }
+    return ratio_of_medians(fast_a[finite], fast_b[finite]), measured
 
 
-def _rounds(run: RunFolder) -> Columns:
+def _timed_steps(run: RunFolder) -> Columns:
     """The steps of a run; of two evaluations, their lines, with the tokens that they sampled and their seconds."""
     if not run.is_evaluation:
         return run.steps
-    return Columns([{**line, "step": 0, "sampled_tokens": line.get("tokens")} for line in run.evaluated.lines])
+    steps = []
+    for line in run.evaluated.lines:
+        steps.append({**line, "step": 0, "sampled_tokens": line.get("tokens")})
+    return Columns(steps)
 
 
 # ---- SFT and DPO: losses
 
 
 def _by_losses(a: RunFolder, b: RunFolder, settings: Settings, tolerance: float) -> _Quality:
-    steps, quality, seeds = _Common(a.steps, b.steps), _Quality(), "seed" in settings
-    finite = np.isfinite(steps["loss"]).all(axis=0)
-    x, y = (values[finite] for values in steps["loss"])
-    half = len(x) // 2
-    functions = _functions_differ(a, settings)
-    if np.isnan(a.steps["loss"]).sum() > len(x):
+    """By the validation losses, and by the training losses if these can be compared."""
+    steps = _Common(a.steps, b.steps)
+    loss_a, loss_b = steps["loss"]
+    finite = np.isfinite(loss_a) & np.isfinite(loss_b)
+    loss_a, loss_b = loss_a[finite], loss_b[finite]
+    if np.isnan(a.steps["loss"]).sum() > len(loss_a):
         raise UserError(f"{a.path}: most losses are not finite, so there is nothing to compare with")
-    why = functions or _rows_differ(steps, settings) or _rate_differs(steps)
-    validation = None if functions else _best_validations(a, b) if why else _last_validation(a, b)
-    if seeds:
+    functions = _functions_differ(a, settings)
+    obstacle = functions or _rows_differ(steps, settings) or _rate_differs(steps)
+    seeds_differ = "seed" in settings
+    quality = _Quality()
+    if seeds_differ:
         quality.notes.append("the seeds differ, so part of any difference is chance: give both runs the same seed")
-    if why:
-        quality.notes.append(f"training losses cannot be compared: {why}")
+    if obstacle:
+        quality.notes.append(f"training losses cannot be compared: {obstacle}")
     else:
-        last = f"loss, last {len(x) - half:,} of {len(x):,} common steps"
-        quality.measured[last] = _of_finite(np.mean, (x[half:], y[half:]))
-        quality.difference = relative_difference(x[half:], y[half:])
+        half = len(loss_a) // 2
+        name = f"loss, last {len(loss_a) - half:,} of {len(loss_a):,} common steps"
+        last_a, last_b = loss_a[half:], loss_b[half:]
+        quality.measured[name] = _finite(np.mean, last_a), _finite(np.mean, last_b)
+        quality.difference = relative_difference(last_a, last_b)
+    validation = None
+    if not obstacle:
+        validation = _last_validation(a, b)
+    elif not functions:
+        validation = _best_validations(a, b)
     if validation is not None:
-        name, *losses = validation
-        quality.measured[name] = losses[0], losses[1]
-        higher = losses[1] / losses[0] - 1
+        name, val_a, val_b = validation
+        quality.measured[name] = val_a, val_b
+        higher = val_b / val_a - 1
         if higher > tolerance:
+            quality.state = "worse"
             quality.text = f"its {name} is {_percent(higher)} higher"
-            quality.text += ", which different seeds can cause" if seeds else ""
-            quality.state = "unknown" if seeds else "worse"
+            if seeds_differ:
+                quality.state = "unknown"
+                quality.text += ", which different seeds can cause"
             return quality
-        if why:
-            lower = f"{name} {_percent(-higher)} lower"
+        if obstacle:
             quality.state = "same"
-            quality.text = lower if higher < -tolerance else f"{name} the same within {_percent(tolerance)}"
+            quality.text = f"{name} the same within {_percent(tolerance)}"
+            if higher < -tolerance:
+                quality.text = f"{name} {_percent(-higher)} lower"
             return quality
-    if why:
-        quality.text = f"losses cannot be compared: {why}"
-    elif len(x) < 2 * BATCHES:
-        quality.text = f"{len(x)} common steps are too few; it takes at least {2 * BATCHES}"
+    if obstacle:
+        quality.text = f"losses cannot be compared: {obstacle}"
+    elif len(loss_a) < 2 * BATCHES:
+        quality.text = f"{len(loss_a)} common steps are too few; it takes at least {2 * BATCHES}"
     else:
-        quality.state, quality.text = _judge(quality.difference, len(x), tolerance, seeds, validation is not None)
+        validated = validation is not None
+        quality.state, quality.text = _judge(quality.difference, len(loss_a), tolerance, seeds_differ, validated)
     return quality
 
 
@@ -304,44 +369,60 @@ def _judge(difference: Interval, steps: int, tolerance: float, seeds: bool, vali
         seeds: whether the seeds differ.
         validated: whether the validation loss is known to be no higher.
     """
-    around, limit = f"({100 * difference.low:+.1f} to {100 * difference.high:+.1f} %)", _percent(tolerance)
+    limit = _percent(tolerance)
+    interval = f"({100 * difference.low:+.1f} to {100 * difference.high:+.1f} %)"
+    size = abs(difference.value)
     if difference.within(tolerance):
         if not difference.excludes(0):
-            return "same", f"loss the same within {_percent(max(abs(difference.low), abs(difference.high)))}"
+            bound = max(abs(difference.low), abs(difference.high))
+            return "same", f"loss the same within {_percent(bound)}"
         way = "higher" if difference.value > 0 else "lower"
-        return "same", f"loss {_percent(abs(difference.value))} {way}, within the tolerance of {limit}"
-    if not (difference.excludes(0) and abs(difference.value) > tolerance):
-        # the interval narrows with the square root of the steps' number; a difference under the tolerance must be shown
-        # to stay there, one above it to exclude zero
-        half, off = (difference.high - difference.low) / 2, abs(difference.value)
-        goal = max(tolerance - off if off < tolerance else off, 1e-9)
-        more = math.ceil(min(1e12, steps * ((half / goal) ** 2 - 1)))
-        advice = f"run about {max(more, 1):,} more steps"
-        advice = advice if more <= _PATIENCE * steps else "more steps alone will not decide"
-        return "unknown", f"it is not clear yet whether its loss is the same within {limit} {around}: {advice}"
+        return "same", f"loss {_percent(size)} {way}, within the tolerance of {limit}"
+    if not difference.excludes(0) or size <= tolerance:
+        advice = _advice(difference, steps, tolerance)
+        return "unknown", f"it is not clear yet whether its loss is the same within {limit} {interval}: {advice}"
     if seeds:
         return "unknown", f"its loss differs by {100 * difference.value:+.1f} %, which different seeds can cause"
     if difference.value > 0:
-        return "worse", f"its loss is {_percent(difference.value)} higher {around}"
-    lower = f"loss {_percent(-difference.value)} lower {around}"
+        return "worse", f"its loss is {_percent(size)} higher {interval}"
     if validated:
-        return "same", lower
+        return "same", f"loss {_percent(size)} lower {interval}"
     # a mask that fails to hide labels, or rows that are cut off, look like this
-    return "unknown", f"training {lower}, which a faster setting does not explain: set validation_fraction"
+    lower = f"training loss {_percent(size)} lower {interval}"
+    return "unknown", f"{lower}, which a faster setting does not explain: set validation_fraction"
+
+
+def _advice(difference: Interval, steps: int, tolerance: float) -> str:
+    """How many more steps it takes, roughly.
+
+    The interval narrows with the square root of the steps' number. A difference under the tolerance must be shown to
+    stay there, one above it to exclude zero.
+    """
+    size = abs(difference.value)
+    half = (difference.high - difference.low) / 2
+    needed = tolerance - size if size < tolerance else size
+    growth = (half / max(needed, 1e-9)) ** 2
+    missing = math.ceil(min(1e12, steps * (growth - 1)))
+    if missing > _PATIENCE * steps:
+        return "more steps alone will not decide"
+    return f"run about {max(missing, 1):,} more steps"
 
 
 def _functions_differ(run: RunFolder, settings: Settings) -> str:
-    """Why the losses of the two runs are different functions; empty if they are the same."""
-    named = [key for key in settings if key.split(".")[0] == "loss" and key not in _CHUNKS]
-    if _CROSS_ENTROPIES.issuperset(settings.get("loss._component_", ())):
-        named = [key for key in named if key != "loss._component_"]
-    if run.family == DPO:  # whose losses measure against the model that the run began with
-        named += [key for key in settings if key == "checkpointer.adapter_checkpoint"]
-    return f"the runs have different losses ({', '.join(named)})" if named else ""
+    """Why the losses of the two runs are different functions. Empty if they are the same."""
+    differing = [key for key in _named(settings, ("loss",)) if key not in _CHUNKS]
+    if _CROSS_ENTROPIES.issuperset(settings.get("loss._component_", ())) and "loss._component_" in differing:
+        differing.remove("loss._component_")
+    start = "checkpointer.adapter_checkpoint"
+    if run.family == DPO and start in settings:  # its losses measure against the model that the run began with
+        differing.append(start)
+    if not differing:
+        return ""
+    return f"the runs have different losses ({', '.join(differing)})"
 
 
-def _rows_differ(steps: _Common, settings: Collection[str]) -> str:
-    """Why the steps of the two runs saw different rows; empty if they saw the same.
+def _rows_differ(steps: _Common, settings: Settings) -> str:
+    """Why the steps of the two runs saw different rows. Empty if they saw the same.
 
     Steps with different numbers of tokens saw different rows. If the numbers vary from step to step and are always
     equal, the rows are the same, even if the data set has moved. The settings decide if the numbers do not vary, and
@@ -350,46 +431,68 @@ def _rows_differ(steps: _Common, settings: Collection[str]) -> str:
     tokens_a, tokens_b = steps["tokens"]
     known = np.isfinite(tokens_a) & np.isfinite(tokens_b)
     other = np.flatnonzero(known & (tokens_a != tokens_b))
-    named = [key for key in settings if key.split(".")[0] in _DATA + _STEP_SIZE]
     if len(other):
-        because = f" (different {', '.join(named)})" if named else ""
-        return f"from step {steps.steps[other[0]]} on the runs see different rows{because}"
+        return f"from step {steps.steps[other[0]]} on the runs see different rows{_because(settings)}"
     proven = known.all() and len(set(tokens_a)) > 1
-    of_data = [key for key in named if key.split(".")[0] in _DATA and not key.endswith(_PATHS)]
-    decisive = [key for key in of_data if key.startswith(("dataset.", *_TEMPLATE)) or not proven]
-    return f"the runs see different rows (different {', '.join(decisive)})" if decisive else ""
+    differing = []
+    for key in _named(settings, _DATA):
+        about_labels = key.startswith(("dataset.", *_TEMPLATE))
+        if not key.endswith(_PATHS) and (about_labels or not proven):
+            differing.append(key)
+    if not differing:
+        return ""
+    return f"the runs see different rows (different {', '.join(differing)})"
+
+
+def _because(settings: Settings) -> str:
+    differing = _named(settings, _DATA + _STEP_SIZE)
+    return f" (different {', '.join(differing)})" if differing else ""
+
+
+def _named(settings: Settings, names: Collection[str]) -> list[str]:
+    """The settings with one of these names, or in a section with such a name."""
+    return [key for key in settings if key.split(".")[0] in names]
 
 
 def _rate_differs(steps: _Common) -> str:
     a, b = steps["lr"]
-    other = np.flatnonzero(np.abs(a - b) > 1e-6 * np.maximum(np.abs(a), np.abs(b)))
+    larger = np.maximum(np.abs(a), np.abs(b))
+    other = np.flatnonzero(np.abs(a - b) > 1e-6 * larger)
     if not len(other):
         return ""
-    at = other[0]
-    return f"from step {steps.steps[at]} on the learning rates differ ({a[at]:.3g} and {b[at]:.3g})"
+    i = other[0]
+    return f"from step {steps.steps[i]} on the learning rates differ ({a[i]:.3g} and {b[i]:.3g})"
 
 
-def _last_validation(a: RunFolder, b: RunFolder) -> tuple[str, float, float] | None:
+def _last_validation(a: RunFolder, b: RunFolder) -> _Losses | None:
     """Name, A's and B's loss of the last validation at the same step with equally many labels."""
     common = _Common(a.validations, b.validations)
-    (labels_a, labels_b), (x, y) = common["val_tokens"], common["val_loss"]
-    rows = np.flatnonzero((labels_a == labels_b) & np.isfinite(x) & np.isfinite(y) & (x > 0))
-    if not len(rows):
+    labels_a, labels_b = common["val_tokens"]
+    loss_a, loss_b = common["val_loss"]
+    known = np.isfinite(loss_a) & np.isfinite(loss_b)
+    comparable = np.flatnonzero(known & (loss_a > 0) & (labels_a == labels_b))
+    if not len(comparable):
         return None
-    return f"validation loss at step {common.steps[rows[-1]]:,}", float(x[rows[-1]]), float(y[rows[-1]])
+    i = comparable[-1]
+    return f"validation loss at step {common.steps[i]:,}", float(loss_a[i]), float(loss_b[i])
 
 
-def _best_validations(a: RunFolder, b: RunFolder) -> tuple[str, float, float] | None:
+def _best_validations(a: RunFolder, b: RunFolder) -> _Losses | None:
     """The best losses, if both runs are finished and all their validations have equally many labels."""
     labels = {*a.validations["val_tokens"], *b.validations["val_tokens"]}
-    best = _of_finite(np.min, [run.validations["val_loss"] for run in (a, b)])
-    if a.finished and b.finished and len(labels) == 1 and best[0] > 0 and math.isfinite(best[1]):
-        return "best validation loss", *best
-    return None
+    if not a.finished or not b.finished or len(labels) != 1:
+        return None
+    best_a = _finite(np.min, a.validations["val_loss"])
+    best_b = _finite(np.min, b.validations["val_loss"])
+    if not best_a > 0 or math.isnan(best_b):
+        return None
+    return "best validation loss", best_a, best_b
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:,.0f} %"
+    if share < 0.995:
+        return f"{100 * share:.2g} %"
+    return f"{100 * share:,.0f} %"
 
 
 # ---- RAFT and GRPO: held-out scores
@@ -401,45 +504,53 @@ def _by_scores(a: RunFolder, b: RunFolder, settings: Settings, tolerance: float)
     B is not worse if the interval of the gain lies above ``-tolerance``; it is worse if that is not so and chance
     does not explain the difference.
     """
-    quality, evaluations = _Quality(), a.is_evaluation and b.is_evaluation
-    of_b = {scored.number: scored for scored in held_out(b)}
-    both = [(scored, of_b[scored.number]) for scored in held_out(a) if scored.number in of_b]
-    for scores in both[:1] + both[1:][-1:]:
-        shares = [scored.scores.passed[0] for scored in scores]
-        quality.measured[f"held-out pass@1, {scores[0].after}"] = shares[0], shares[1]
-    if not both or not (both[-1][0].number or evaluations):  # before training, settings can affect sampling alone
+    quality = _Quality()
+    of_b = {evaluation.number: evaluation for evaluation in held_out(b)}
+    both = [evaluation for evaluation in held_out(a) if evaluation.number in of_b]
+    for scored_a in first_and_last(both):
+        scored_b = of_b[scored_a.number]
+        share_a, *_ = scored_a.scores.passed
+        share_b, *_ = scored_b.scores.passed
+        quality.measured[f"held-out pass@1, {scored_a.after}"] = share_a, share_b
+    evaluations = a.is_evaluation and b.is_evaluation
+    if not both or not (scored_a.number or evaluations):  # before training, settings can affect sampling alone
         quality.text = f"no trained {a.unit} of both runs has held-out scores yet (eval_prompts)"
         return quality
-    last = both[-1]
-    right_a, right_b = (scored.greedy() for scored in last)
-    judges = [key for key in settings if key.split(".")[0] in _JUDGED_BY and not key.endswith(_PATHS)]
-    limits = [key for key in settings if key.split(".")[0] in _ANSWERED_WITH]
+    limits = _named(settings, _ANSWERED_WITH)
     if limits:
         quality.notes.append(f"the held-out answers were sampled with different {', '.join(limits)}")
-    sizes = [key for key in settings if a.family in BY_STEP and key in _ROLLOUT_SIZE]
-    why = f"they were asked or judged differently (different {', '.join(judges)})" if judges else ""
-    if sizes:
-        why = why or f"their steps have different numbers of answers (different {', '.join(sizes)})"
-    if any(len(right) != scored.scores.prompts for right, scored in zip((right_a, right_b), last, strict=True)):
-        why = why or "verdicts.jsonl lacks verdicts"
+    right_a, right_b = scored_a.greedy(), scored_b.greedy()
+    judges = [key for key in _named(settings, _JUDGED_BY) if not key.endswith(_PATHS)]
+    sizes = _named(settings, _ROLLOUT_SIZE) if a.family in BY_STEP else []
+    obstacle = ""
+    if judges:
+        obstacle = f"they were asked or judged differently (different {', '.join(judges)})"
+    elif sizes:
+        obstacle = f"their steps have different numbers of answers (different {', '.join(sizes)})"
+    elif (len(right_a), len(right_b)) != (scored_a.scores.prompts, scored_b.scores.prompts):
+        obstacle = "verdicts.jsonl lacks verdicts"
     elif right_a.keys() != right_b.keys():
-        why = why or "they are of different prompts"
-    if why:
-        quality.text = f"held-out scores cannot be compared: {why}"
+        obstacle = "they are of different prompts"
+    if obstacle:
+        quality.text = f"held-out scores cannot be compared: {obstacle}"
         return quality
-    a_only = sum(right and not right_b[prompt] for prompt, right in right_a.items())
-    b_only = sum(right and not right_a[prompt] for prompt, right in right_b.items())
-    gain = quality.difference = paired_gain(a_only, b_only, len(right_a))
+    b_only, a_only = gained_and_lost(right_a, right_b)
+    gain = paired_gain(a_only, b_only, len(right_a))
+    quality.difference = gain
     quality.p = mcnemar(a_only, b_only)
     points = f"{100 * gain.value:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f}; p = {quality.p:.2g})"
-    name = "held-out pass@1" + ("" if evaluations else f" after {last[0].after}")
+    name = "held-out pass@1" if evaluations else f"held-out pass@1 after {scored_a.after}"
     if gain.low > -tolerance:
-        quality.state, quality.text = "same", f"{name} {points}"
+        quality.state = "same"
+        quality.text = f"{name} {points}"
     elif gain.high < 0 or (quality.p < 0.05 and gain.value < 0):
-        quality.state, quality.text = "worse", f"its {name} is worse, {points}"
+        quality.state = "worse"
+        quality.text = f"its {name} is worse, {points}"
     else:
         quality.text = f"{name} {points} does not show whether it is worse by {100 * tolerance:g} points"
-        half, room = (gain.high - gain.low) / 2, tolerance + gain.value
+        room = tolerance + gain.value
         if room > 0.001:
-            quality.text += f": about {math.ceil(len(right_a) * (half / room) ** 2):,} prompts are needed"
+            half = (gain.high - gain.low) / 2
+            prompts = math.ceil(len(right_a) * (half / room) ** 2)
+            quality.text += f": about {prompts:,} prompts are needed"
     return quality

@@ -5,13 +5,14 @@ are empty, and ``problems`` lists those that cannot be read. The recipes' reader
 continue from damaged files; and they import torch, which takes longer than all of this module's work.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -35,9 +36,10 @@ from rocm_ext.runs.records import (
     read_json,
     read_yaml,
 )
-from rocm_ext.runs.tails import Record, Tails
+from rocm_ext.runs.tails import JsonLines, Record, Tails
 
 _PAUSE = 60.0  # seconds without a line in hardware.jsonl after which a run counts as paused
+_Kept = TypeVar("_Kept", bound=JsonLines)
 _BOOKKEEPING = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir"}
 
 
@@ -54,7 +56,7 @@ class RunFolder:
         family: the recipe, or the one that it extends; it decides the kind of records.
         unit: what it counts: ``cycle`` in RAFT, else ``step``.
         config: content of ``config.yaml``.
-        summary: content of ``summary.json``; empty before the run's end.
+        summary: content of ``summary.json``. Empty before the run's end.
         rows: content of ``rows.json``.
         steps: the run's steps in order: ``step``, ``loss``, ``lr`` … A step of GRPO may have several updates, or none
             and no loss; a step of RAFT is a cycle.
@@ -75,32 +77,44 @@ class RunFolder:
         if not path.is_dir():
             what = "is a file" if path.exists() else "does not exist"
             raise UserError(f"{path} {what}; expected the folder of a run (its output_dir)")
-        self.path, self.name = path, path.resolve().name
+        self.path = path
+        self.name = path.resolve().name
         self.problems: list[str] = []
-        self.tails = tails = tails or Tails()
-        self.config = deepcopy(tails.content(path / "config.yaml", read_yaml, self.problems))
+        self.tails = tails or Tails()
+        config = self.tails.content(path / "config.yaml", read_yaml, self.problems)
+        self.config = deepcopy(config)
         self.summary = read_json(path / "summary.json", self.problems)
-        self.rows = tails.content(path / ROWS, read_json, self.problems)
+        self.rows = self.tails.content(path / ROWS, read_json, self.problems)
         shape = self._shape()
         self.recipe = str(self.config.get("recipe", shape))
         self.family = self.recipe if self.recipe in TITLES else shape
         self.unit = "cycle" if self.family == RAFT else "step"
-        self.answers = AnswerLog(path, self.problems, tails)
-        kind = SampledLines if self.family in SAMPLED else MetricLines
-        lines = tails.lines(path / "metrics.jsonl", kind, self.problems)
-        self.steps, self.validations, self.evaluated = lines.steps, lines.validations, lines.evaluated
+        self.answers = AnswerLog(path, self.problems, self.tails)
+        lines = self._lines("metrics.jsonl", SampledLines if self.family in SAMPLED else MetricLines)
+        self.steps = lines.steps
+        self.validations = lines.validations
+        self.evaluated = lines.evaluated
         self.updates = self._updates() if self.family == RAFT else self.steps
         self.evaluations = dict(sorted(lines.evaluations.items()))
-        if not self.evaluations and (scores := parse_scores(read_json(path / "cycle_0" / "eval.json", self.problems))):
-            self.evaluations = {0: scores}  # of a rocm-ext eval of an earlier version
-        known = {"model", "checkpointer", "output_dir"} <= self.config.keys()
-        if not (known or len(self.steps) or len(self.updates) or len(self.validations) or self.evaluations):
+        if not self.evaluations:
+            # rocm-ext eval of an earlier version wrote its scores here
+            scores = parse_scores(read_json(path / "cycle_0" / "eval.json", self.problems))
+            if scores is not None:
+                self.evaluations[0] = scores
+        configured = {"model", "checkpointer", "output_dir"} <= self.config.keys()
+        if not (configured or self.steps or self.updates or self.validations or self.evaluations):
             *others, last = TITLES
-            raise UserError(
+            message = (
                 f"{path} holds no run: neither its config.yaml nor its metrics.jsonl can be read; expected the "
-                f"output_dir of {', '.join(others)} or {last}" + "".join(f" ({p})" for p in self.problems[:1])
+                f"output_dir of {', '.join(others)} or {last}"
             )
-        self.hardware = tails.lines(path / HARDWARE_LOG, Readings, self.problems)
+            if self.problems:
+                message += f" ({self.problems[0]})"
+            raise UserError(message)
+        self.hardware = self._lines(HARDWARE_LOG, Readings)
+
+    def _lines(self, name: str, kind: type[_Kept]) -> _Kept:
+        return self.tails.lines(self.path / name, kind, self.problems)
 
     def _shape(self) -> str:
         """The recipe whose records the folder has; for a user's recipe, the one that it extends."""
@@ -117,8 +131,7 @@ class RunFolder:
         """Read the updates of RAFT's cycles, and number them."""
         updates: list[Record] = []
         for cycle in begun_cycles(self.path):
-            path = self.path / f"cycle_{cycle}" / "metrics.jsonl"
-            for line in self.tails.lines(path, MetricLines, self.problems).steps.lines:
+            for line in self._lines(f"cycle_{cycle}/metrics.jsonl", MetricLines).steps.lines:
                 updates.append({**line, "cycle": cycle, "step": len(updates) + 1})
         return Columns(updates)
 
@@ -127,20 +140,29 @@ class RunFolder:
         """Whether the run has ended by itself."""
         if self.is_evaluation:
             return bool(self.evaluations)
-        last = self.steps["step"][-1] if len(self.steps) else 0.0
         if self.family not in SAMPLED:
             return number(self.summary.get("steps")) == len(self.steps)
-        if "cycles" in self.summary:  # of an earlier version, which wrote it after each cycle
-            return (self.path / "adapter").exists() and max(begun_cycles(self.path), default=0) == last
+        last = self.steps["step"][-1] if self.steps else 0.0
+        if "cycles" in self.summary:  # an earlier version, which wrote the summary after each cycle
+            newest = max(begun_cycles(self.path), default=0)
+            return newest == last and (self.path / "adapter").exists()
         return steps_finished(self.summary, self.config, last)
+
+    @property
+    def peak_memory(self) -> float:
+        """The most bytes that the run used on its device; NaN if it says none."""
+        at_end = number(self.summary.get("peak_memory"))
+        peaks = [*self.updates["peak_memory"], *self.steps["peak_memory"], at_end]
+        return max(filter(math.isfinite, peaks), default=math.nan)
 
     @property
     def is_evaluation(self) -> bool:
         """Whether ``rocm-ext eval --output`` wrote this folder: the evaluation of one adapter, without training."""
-        return [*self.evaluations] == [0] and not len(self.steps) and self.config.get("prompts", "") is None
+        only_at_0 = list(self.evaluations) == [0] and not self.steps
+        return only_at_0 and self.config.get("prompts", "") is None
 
     def setting(self, key: str) -> Any:
-        """A value of ``config.yaml`` by its dotted name; None if the file has no such key."""
+        """A value of ``config.yaml`` by its dotted name. None if the file has no such key."""
         value: Any = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -155,25 +177,24 @@ class RunFolder:
 
         The output folder does not count as a setting, and paths below it are equal in both runs.
         """
-        mine, theirs = self._comparable_settings(), other._comparable_settings()
-        return {
-            key: (mine.get(key), theirs.get(key))
-            for key in sorted({*mine, *theirs} - _BOOKKEEPING)
-            if mine.get(key) != theirs.get(key)
-        }
+        mine = self._comparable_settings()
+        theirs = other._comparable_settings()
+        differing = {}
+        for key in sorted(mine.keys() | theirs.keys()):
+            values = mine.get(key), theirs.get(key)
+            if values[0] != values[1]:
+                differing[key] = values
+        return differing
 
     def _comparable_settings(self) -> dict[str, object]:
         out = str(self.config.get("output_dir") or "")
-        return {
-            key: "${output_dir}" + value[len(out) :]
-            if out and isinstance(value, str) and value.startswith(out)
-            else value
-            for key, value in self.settings().items()
-        }
-
-    def fact(self, key: str) -> Any:
-        """A value of the summary: ``machine``, ``dtype``, ``ranks`` or ``base_model``; None before the run's end."""
-        return self.summary.get(key)
+        settings = self.settings()
+        for key, value in self.settings().items():
+            if key in _BOOKKEEPING:
+                del settings[key]
+            elif out and isinstance(value, str) and value.startswith(out):
+                settings[key] = "${output_dir}" + value.removeprefix(out)
+        return settings
 
 
 @dataclass(frozen=True)
@@ -201,12 +222,19 @@ class HeldOut:
 
 def held_out(run: RunFolder) -> list[HeldOut]:
     """The evaluations of a run, in order; SFT and DPO have them with ``eval_prompts``."""
-    counts = np.clip(np.nan_to_num(run.steps["answers"]), 0, MOST)
-    answers = np.concatenate([[0.0], np.cumsum(counts)])
+    steps = run.steps["step"]
+    known = np.nan_to_num(run.steps["answers"])
+    answers = np.clip(known, 0, MOST)
     evaluations = []
     for step, scores in run.evaluations.items():
-        before = int(answers[np.searchsorted(run.steps["step"], step, side="right")])
-        evaluations.append(HeldOut(f"{run.unit} {step}", step, before, scores, run))
+        evaluation = HeldOut(
+            after=f"{run.unit} {step}",
+            number=step,
+            answers=int(answers[steps <= step].sum()),
+            scores=scores,
+            run=run,
+        )
+        evaluations.append(evaluation)
     return evaluations
 
 
@@ -218,15 +246,22 @@ def learns_from_samples(config: Json, lines: Sequence[Record], sampled: bool) ->
         lines: some lines.
         sampled: whether the run has samples; SFT and DPO may have them, too, of evaluations.
     """
-    if config.get("dataset") or any("loss" in line and "reward" not in line for line in lines):
+    if config.get("dataset"):
         return False
-    return sampled or any({"reward", "eval"} & line.keys() for line in lines)
+    for line in lines:
+        if "loss" in line and "reward" not in line:
+            return False
+        sampled = sampled or "reward" in line or "eval" in line
+    return sampled
 
 
 def begun_cycles(path: Path) -> list[int]:
     """The cycles of a RAFT run that have a folder, in order."""
-    names = [folder.name for folder in path.glob("cycle_*") if folder.is_dir()]
-    return sorted(int(name[6:]) for name in names if re.fullmatch(r"cycle_[1-9]\d{0,8}", name))
+    cycles = []
+    for folder in path.glob("cycle_*"):
+        if folder.is_dir() and re.fullmatch(r"cycle_[1-9]\d{0,8}", folder.name):
+            cycles.append(int(folder.name.removeprefix("cycle_")))
+    return sorted(cycles)
 
 
 def steps_finished(summary: Json, config: Json, last: float) -> bool:
@@ -251,7 +286,7 @@ def running_time(readings: Readings) -> tuple[np.ndarray, np.ndarray]:
     """
     times = np.array(readings.times, dtype=np.float64)
     steps = np.diff(times, prepend=times[:1])
-    usual = float(np.median(steps[1:])) if len(steps) > 1 else 0.0
+    usual = np.median(steps[1:]) if len(steps) > 1 else 0.0
     pauses = np.flatnonzero(steps > max(_PAUSE, 10 * usual))
     steps[pauses] = usual
     return np.cumsum(steps), pauses

@@ -3,10 +3,10 @@
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, TypeGuard
+from typing import Any, TypedDict, TypeGuard, TypeVar
 
 import numpy as np
 import yaml
@@ -20,6 +20,7 @@ GREEDY = -1  # index of a held-out prompt's greedy answer; drawn answers count f
 MOST = 1e12  # seconds or prompts; a file with more is damaged
 MOST_STEPS = 2**31
 ROWS = "rows.json"  # a run's data, see rocm_ext.data.overview
+_Item = TypeVar("_Item")
 SampleKey = tuple[str, int]  # prompt id, index of the sample
 
 
@@ -49,12 +50,12 @@ class Columns:
 
         All lines come this way, or all come at the start.
         """
-        at = bisect_left(self._steps, step)
-        if at < len(self._steps):
+        i = bisect_left(self._steps, step)
+        end = bisect_right(self._steps, step)
+        if i < len(self._steps):
             self._read.clear()
-        again = self._steps[at : at + 1] == [step]
-        self._steps[at : at + again] = [step]
-        self.lines[at : at + again] = [line]
+        self._steps[i:end] = [step]
+        self.lines[i:end] = [line]
 
 
 class MetricLines(JsonLines):
@@ -67,20 +68,25 @@ class MetricLines(JsonLines):
     """
 
     def __init__(self) -> None:
-        self.steps, self.validations, self.evaluated = Columns(), Columns(), Columns()
+        self.steps = Columns()
+        self.validations = Columns()
+        self.evaluated = Columns()
         self.evaluations: dict[int, Scores] = {}
 
     def take(self, record: Record, position: int) -> None:
         """Take a line."""
-        if math.isfinite(step := number(record.get("step"))):
-            if "loss" in record:
-                self.steps.put(step, record)
-            if "val_loss" in record:
-                self.validations.put(step, record)
-            self._add_scores(step, record)
+        step = number(record.get("step"))
+        if not math.isfinite(step):
+            return
+        if "loss" in record:
+            self.steps.put(step, record)
+        if "val_loss" in record:
+            self.validations.put(step, record)
+        self._take_scores(step, record)
 
-    def _add_scores(self, step: float, line: Record) -> None:
-        if (scores := parse_scores(line.get("eval"))) is not None and 0 <= step < MOST_STEPS:
+    def _take_scores(self, step: float, line: Record) -> None:
+        scores = parse_scores(line.get("eval"))
+        if scores is not None and 0 <= step < MOST_STEPS:
             self.evaluations[int(step)] = scores
             self.evaluated.put(step, line)
 
@@ -97,45 +103,49 @@ class SampledLines(MetricLines):
 
     def take(self, record: Record, position: int) -> None:
         """Take a line."""
-        step = number(record.get("step"))
         phase = record.get("phase")
-        if phase is not None:
-            step = number(record.get("cycle"))
+        step = number(record.get("step" if phase is None else "cycle"))
         if not 0 <= step < MOST_STEPS or step != int(step):
             return
-        self._add_scores(step, record)
+        self._take_scores(step, record)
         if "reward" in record:
-            self.steps.put(step, {key: value for key, value in record.items() if value is not None})
+            known = {key: value for key, value in record.items() if value is not None}
+            self.steps.put(step, known)
         elif phase == "sample":
             self._sampling[step] = record
-            if self._counts(step).get("kept") == 0:
-                self.steps.put(step, self._joined(step, {}))
+            line = _joined(step, record, {})
+            if line.get("kept") == 0:  # no training follows
+                self.steps.put(step, line)
         elif phase == "train":
-            self.steps.put(step, self._joined(step, record))
+            sampling = self._sampling.get(step, {})
+            self.steps.put(step, _joined(step, sampling, record))
 
-    def _counts(self, cycle: float) -> Record:
-        counts = self._sampling.get(cycle, {}).get("counts")
-        return counts if isinstance(counts, dict) else {}
 
-    def _joined(self, cycle: float, training: Record) -> Record:
-        """Join an earlier version's lines about a cycle to the line that a step has now."""
-        sampling, counts = self._sampling.get(cycle, {}), self._counts(cycle)
-        verdicts = counts.get("verdicts")
-        right = number(verdicts.get("CORRECT", 0)) if isinstance(verdicts, dict) else math.nan
-        seconds = number(sampling.get("seconds")), number(training.get("seconds", 0))
-        return {
-            **counts,
-            "step": cycle,
-            "answers": counts.get("samples"),
-            "sampled_tokens": sampling.get("tokens"),
-            "sample_seconds": seconds[0],
-            "wait_seconds": sampling.get("waiting"),
-            "right": right / max(1.0, number(counts.get("samples"))),
-            "updates": training.get("steps", 0),
-            "train_seconds": seconds[1],
-            "seconds": sum(seconds),
-            **{key: training[key] for key in ("tokens", "tokens_per_second", "peak_memory") if key in training},
-        }
+def _joined(cycle: float, sampling: Record, training: Record) -> Record:
+    """Join an earlier version's lines about a cycle to the line that a step has now."""
+    counts = as_object(sampling.get("counts"))
+    verdicts = counts.get("verdicts")
+    right = math.nan
+    if isinstance(verdicts, dict):
+        right = number(verdicts.get("CORRECT", 0))
+    sample_seconds = number(sampling.get("seconds"))
+    train_seconds = number(training.get("seconds", 0))
+    line = {
+        **counts,
+        "step": cycle,
+        "answers": counts.get("samples"),
+        "sampled_tokens": sampling.get("tokens"),
+        "sample_seconds": sample_seconds,
+        "wait_seconds": sampling.get("waiting"),
+        "right": right / max(1.0, number(counts.get("samples"))),
+        "updates": training.get("steps", 0),
+        "train_seconds": train_seconds,
+        "seconds": sample_seconds + train_seconds,
+    }
+    for key in ("tokens", "tokens_per_second", "peak_memory"):
+        if key in training:
+            line[key] = training[key]
+    return line
 
 
 class Readings(JsonLines, list[Record]):
@@ -154,15 +164,18 @@ class Readings(JsonLines, list[Record]):
 
     def take(self, record: Record, position: int = 0) -> None:
         """Take a reading, unless its time is damaged."""
-        if not 0 <= (time := number(record.get("time"))) < MOST:
+        time = number(record.get("time"))
+        if not 0 <= time < MOST:
             return
-        at = bisect_right(self.times, time)
-        if at < len(self):
+        i = bisect_right(self.times, time)
+        if i < len(self):
             self._columns.clear()
-        self.times.insert(at, time)
-        self.insert(at, record)
-        if is_rows(gpus := record.get("gpus")):
-            self.gpus |= dict.fromkeys(str(gpu.get("id", i)) for i, gpu in enumerate(gpus))
+        self.times.insert(i, time)
+        self.insert(i, record)
+        gpus = record.get("gpus")
+        if is_rows(gpus):
+            for index, gpu in enumerate(gpus):
+                self.gpus[str(gpu.get("id", index))] = None
 
     def column(self, name: Any, read: Callable[[Record], float]) -> np.ndarray:
         """[n] float64: ``read``'s results, by line.
@@ -203,13 +216,13 @@ class Scores:
         prompts: number of prompts.
         correct: number of right greedy answers.
         passed: pass@1.
-        at: pass@k of drawn answers, by k.
+        drawn: pass@k of drawn answers, by k.
     """
 
     prompts: int
     correct: int
     passed: Share
-    at: dict[int, Share]
+    drawn: dict[int, Share]
 
 
 @dataclass(frozen=True)
@@ -231,24 +244,45 @@ def number(value: object) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def parse_scores(read: object) -> Scores | None:
-    """The scores of an evaluation with their intervals; None without a number of prompts and of right answers.
+def parse_scores(value: object) -> Scores | None:
+    """The scores of an evaluation with their intervals.
 
     Args:
-        read: result of :func:`rocm_ext.rl.evaluation.score`, or any other value.
+        value: result of :func:`rocm_ext.rl.evaluation.score`, or any other value.
+
+    Returns:
+        The scores. None without a number of prompts and of right answers.
     """
-    read = read if isinstance(read, Mapping) else {}
-    total, correct = number(read.get("prompts")), number(read.get("correct"))
-    if not 0 <= correct <= total < MOST or total < 1:
+    scores = as_object(value)
+    prompts = number(scores.get("prompts"))
+    correct = number(scores.get("correct"))
+    if not 0 <= correct <= prompts < MOST or prompts < 1:
         return None
-    drawn = read.get("pass_at_k")
-    shares = {
-        int(k): (p, *wilson(p * total, int(total)))
-        for k, at in (drawn.items() if isinstance(drawn, dict) else ())
-        if k.isdecimal() and len(k) < 9 and isinstance(at, dict) and 0 <= (p := number(at.get("pass"))) <= 1
-    }
-    interval = wilson(correct, int(total))
-    return Scores(int(total), int(correct), (correct / total, *interval), shares)
+    total = int(prompts)
+    drawn = {}
+    pass_at_k = as_object(scores.get("pass_at_k"))
+    for k, measured in pass_at_k.items():
+        share = number(as_object(measured).get("pass"))
+        if k.isdecimal() and len(k) < 9 and 0 <= share <= 1:
+            low, high = wilson(share * prompts, total)
+            drawn[int(k)] = (share, low, high)
+    low, high = wilson(correct, total)
+    return Scores(
+        prompts=total,
+        correct=int(correct),
+        passed=(correct / prompts, low, high),
+        drawn=drawn,
+    )
+
+
+def first_and_last(items: list[_Item]) -> list[_Item]:
+    """The ends of a list. A list of one item has one end."""
+    return items[:1] + items[1:][-1:]
+
+
+def as_object(value: object) -> Json:
+    """A JSON object as it is; an empty one for any other value."""
+    return value if isinstance(value, dict) else {}
 
 
 def is_rows(value: object) -> TypeGuard[list[Record]]:
@@ -257,20 +291,23 @@ def is_rows(value: object) -> TypeGuard[list[Record]]:
 
 
 def read_json(path: Path, problems: list[str]) -> Json:
-    """The JSON object in a file; empty if the file is missing or, with a message in ``problems``, damaged."""
+    """The JSON object in a file. Empty if the file is missing or, with a message in ``problems``, damaged."""
     content = _read_bytes(path, problems)
-    value = {} if content is None else json_object(content)
+    if content is None:
+        return {}
+    value = json_object(content)
     if value is None:
         problems.append(f"{path} holds no JSON object and is skipped")
-        return {}
-    return value
+    return value or {}
 
 
 def read_yaml(path: Path, problems: list[str]) -> Json:
-    """The YAML mapping in a file; empty if the file is missing or, with a message in ``problems``, damaged."""
+    """The YAML mapping in a file. Empty if the file is missing or, with a message in ``problems``, damaged."""
     content = _read_bytes(path, problems)
+    if content is None:
+        return {}
     try:
-        value = {} if content is None else yaml.safe_load(content.decode())
+        value = yaml.safe_load(content.decode())
     except (yaml.YAMLError, ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
@@ -281,7 +318,9 @@ def read_yaml(path: Path, problems: list[str]) -> Json:
 
 def _read_bytes(path: Path, problems: list[str]) -> bytes | None:
     try:
-        return path.read_bytes() if path.exists() else None
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except OSError as error:
         problems.append(f"{path} cannot be read: {error.strerror or error}")
         return None
