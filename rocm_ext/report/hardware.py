@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rocm_ext.report.charts import Chart, Line, line_chart, time_unit
+from rocm_ext.report.charts import Chart, Line, Table, colour_and_dash, line_chart, time_unit
 from rocm_ext.runs.folder import running_time
 from rocm_ext.runs.records import Readings, is_rows, number
 from rocm_ext.runs.tails import Record
@@ -22,78 +22,121 @@ _COUNTERS = (  # title, unit, keys whose values are added
     ("Host memory in use", "bytes", ("memory_used",)),
     ("Memory of the process", "bytes", ("process_memory",)),
 )
-_CELLS = (  # column, key of a number and its unit, or of a pool of memory
-    ("load", "busy", "%"),
-    ("load", "cpu", "%"),
-    ("memory", "vram", "GiB"),
-    ("memory", "memory", "GiB"),
-    ("GTT", "gtt", "GiB"),
-    ("power", "power", "W"),
-    ("temperature", "temperature", "°C"),
-    ("clock", "clock", "MHz"),
-)
+_COLUMNS = ("load", "memory", "GTT", "power", "temperature", "clock")
+_POOLS = {"vram": "memory", "memory": "memory", "gtt": "GTT"}  # pools of memory, with their columns
+_UNITS = {"busy": "%", "cpu": "%", "power": "W", "temperature": "°C", "clock": "MHz"}
 
 
 def charts(runs: Sequence[tuple[str, Readings]], from_now: bool = False) -> list[Chart]:
-    """Charts of the recorded counters over the running time, or over the time before the last reading (``from_now``).
+    """Charts of the recorded counters over the running time.
 
     A single run has a line for each GPU; several runs have a line each, the mean of their GPUs.
+
+    Args:
+        runs: names of runs, and their readings.
+        from_now: draw over the time before the last reading instead.
     """
+    several = len(runs) != 1
     clocks = [running_time(readings) for _, readings in runs]
-    size, x_title = time_unit(max((float(clock[-1]) for clock, _ in clocks if len(clock)), default=0.0))
+    ends = [seconds[-1] for seconds, _ in clocks if len(seconds)]
+    size, x_title = time_unit(max(ends, default=0.0))
+    marks = []
+    if not several:
+        seconds, pauses = clocks[0]
+        marks = [(float(seconds[pause]) / size, "resumed") for pause in pauses]
     if from_now:
-        clocks, x_title = [(clock - clock[-1:], pauses) for clock, pauses in clocks], f"{x_title} from now"
-    single = len(runs) == 1
-    marks = [(float(clocks[0][0][i]) / size, "resumed") for i in clocks[0][1]] if single else []
+        x_title += " from now"
     drawn = []
     for title, unit, keys in _COUNTERS:
         lines = []
         for i, (name, readings) in enumerate(runs):
-            gpus = list(readings.gpus) if title.startswith("GPU") else []
-            sources = [[gpu] for gpu in gpus] if single and gpus else [gpus]
-            for j, ids in enumerate(sources):
-                y = readings.column((title, *ids), partial(_counted, ids, keys, title.startswith("GPU")))
-                if np.isfinite(y).any():
-                    clock, pauses = clocks[i]
-                    # a NaN at a pause breaks the line
-                    x, y = np.insert(clock, pauses, clock[pauses]) / size, np.insert(y, pauses, np.nan)
-                    label = name if not single else title if len(sources) == 1 else f"GPU {j}"
-                    lines.append(Line(label, x, y, j if single else i))
+            seconds, pauses = clocks[i]
+            if from_now:
+                seconds = seconds - seconds[-1:]
+            # a NaN at a pause breaks the line
+            x = np.insert(seconds, pauses, seconds[pauses]) / size
+            for j, gpus in enumerate(_sources(title, readings, several)):
+                counter = partial(_counted, title, keys, gpus)
+                values = readings.column((title, *gpus), counter)
+                if not np.isfinite(values).any():
+                    continue
+                y = np.insert(values, pauses, np.nan)
+                label = title
+                if several:
+                    label = name
+                elif len(gpus) < len(readings.gpus) and gpus:
+                    label = f"GPU {j}"
+                colour, dash = colour_and_dash(i, j, several)
+                lines.append(Line(label, x, y, colour, dash))
         if lines:
-            legend = single and len(lines) > 1
-            drawn.append(line_chart(title, unit, lines, x_title=x_title, zero=True, marks=marks, legend=legend))
+            legend = not several and len(lines) > 1
+            chart = line_chart(title, unit, lines, x_title=x_title, zero=True, marks=marks, legend=legend)
+            drawn.append(chart)
     return drawn
 
 
-def _counted(ids: Sequence[str], keys: Sequence[str], gpu: bool, reading: Record) -> float:
-    """Add up counters of a reading: the host's, or the mean over the GPUs with these ids."""
-    rows = reading.get("gpus") if gpu else [reading.get("host")]
+def _sources(title: str, readings: Readings, several: bool) -> list[list[str]]:
+    """Ids of the GPUs of each line. A line of the host has none."""
+    gpus = list(readings.gpus)
+    if not title.startswith("GPU"):
+        return [[]]
+    if several or not gpus:
+        return [gpus]
+    return [[gpu] for gpu in gpus]
+
+
+def _counted(title: str, keys: Sequence[str], gpus: Sequence[str], reading: Record) -> float:
+    """Add up counters of a reading: the host's, or the mean over some GPUs."""
+    on_gpu = title.startswith("GPU")
+    rows = reading.get("gpus") if on_gpu else [reading.get("host")]
+    if not is_rows(rows):
+        return math.nan
     sums = []
-    for i, row in enumerate(rows if is_rows(rows) else ()):
-        known = [value for key in keys if math.isfinite(value := number(row.get(key)))]
-        if known and (not gpu or str(row.get("id", i)) in ids):
+    for i, row in enumerate(rows):
+        if on_gpu and str(row.get("id", i)) not in gpus:
+            continue
+        counters = [number(row.get(key)) for key in keys]
+        known = [value for value in counters if math.isfinite(value)]
+        if known:
             sums.append(sum(known))
-    return sum(sums) / len(sums) if sums else math.nan
+    if not sums:
+        return math.nan
+    return sum(sums) / len(sums)
 
 
-def table(reading: Mapping[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:
+def table(reading: Mapping[str, Any]) -> tuple[list[str], Table, list[str]]:
     """Return columns with values, rows that begin with the name of a GPU or "Host", and notes that name the GPUs."""
-    rows = {f"GPU {i}": _cells(gpu) for i, gpu in enumerate(reading["gpus"])} | {"Host": _cells(reading["host"])}
-    columns = [name for name in dict.fromkeys(cell[0] for cell in _CELLS) if any(name in row for row in rows.values())]
-    names: dict[str, list[str]] = {}
+    cells = {}
+    numbers: dict[str, list[str]] = {}
     for i, gpu in enumerate(reading["gpus"]):
-        names.setdefault(str(gpu.get("name", gpu.get("id", "unknown"))), []).append(str(i))
-    notes = [f"GPU {', '.join(numbers)}: {name}" for name, numbers in names.items()]
-    return columns, [[name, *(row.get(column, "") for column in columns)] for name, row in rows.items() if row], notes
+        cells[f"GPU {i}"] = _cells(gpu)
+        name = str(gpu.get("name", gpu.get("id", "unknown")))
+        numbers.setdefault(name, []).append(str(i))
+    cells["Host"] = _cells(reading["host"])
+    filled = set[str]().union(*cells.values())
+    columns = [column for column in _COLUMNS if column in filled]
+    rows = []
+    for name, row in cells.items():
+        if row:
+            values = [row.get(column, "") for column in columns]
+            rows.append([name, *values])
+    notes = [f"GPU {', '.join(gpus)}: {name}" for name, gpus in numbers.items()]
+    return columns, rows, notes
 
 
 def _cells(counters: Mapping[str, Any]) -> dict[str, str]:
     """``{"load": "97 %", "memory": "12.3 of 64.0 GiB", …}``."""
     cells = {}
-    for column, key, unit in _CELLS:
-        sizes = [size / 2**30 for what in ("used", "total") if (size := counters.get(f"{key}_{what}")) is not None]
-        if unit == "GiB" and sizes:
-            cells[column] = " of ".join(f"{size:.{int(size < 100)}f}" for size in sizes) + " GiB"
-        elif key in counters:
+    for pool, column in _POOLS.items():
+        sizes = []
+        for key in (f"{pool}_used", f"{pool}_total"):
+            if key in counters:
+                size = counters[key] / 2**30
+                sizes.append(f"{size:.0f}" if size >= 100 else f"{size:.1f}")
+        if sizes:
+            cells[column] = " of ".join(sizes) + " GiB"
+    for key, unit in _UNITS.items():
+        if key in counters:
+            column = "load" if unit == "%" else key
             cells[column] = f"{counters[key]:.0f} {unit}"
     return cells
