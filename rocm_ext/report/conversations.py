@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from rocm_ext.base.types import Json
 from rocm_ext.data.messages import REASONING_KEYS
+from rocm_ext.runs.records import as_object
 from rocm_ext.verifiers.extract import REASONING
 
 _TAGS = re.compile(r"</?think>|\[/?THINK\]")
@@ -53,12 +54,26 @@ def turns_of(messages: object) -> list[Turn]:
     for message in _objects(messages):
         calls = []
         for call in _objects(message.get("tool_calls")):
-            function = _object(call.get("function", call))
-            arguments = tuple((name, _text(value)) for name, value in _object(function.get("arguments")).items())
-            calls.append(Function(_text(function.get("name")), _text(call.get("problem")), arguments))
-            called[_text(call.get("id"))] = calls[-1].name
-        name = message.get("name") or called.get(_text(message.get("tool_call_id")))
-        turns.append(Turn(_text(message.get("role")), _text(name), *_split(message), tuple(calls)))
+            function = as_object(call.get("function", call))
+            arguments = as_object(function.get("arguments"))
+            values = {key: _text(value) for key, value in arguments.items()}
+            parsed = Function(
+                name=_text(function.get("name")),
+                about=_text(call.get("problem")),
+                parameters=tuple(values.items()),
+            )
+            calls.append(parsed)
+            called[_text(call.get("id"))] = parsed.name
+        tool = called.get(_text(message.get("tool_call_id")), "")
+        reasoning, text = _split(message)
+        turn = Turn(
+            role=_text(message.get("role")),
+            name=_text(message.get("name") or tool),
+            reasoning=reasoning,
+            text=text,
+            calls=tuple(calls),
+        )
+        turns.append(turn)
     return turns
 
 
@@ -66,10 +81,19 @@ def tools_of(schemas: object) -> list[Function]:
     """Return the functions that JSON schemas in OpenAI's form describe."""
     tools = []
     for schema in _objects(schemas):
-        function = _object(schema.get("function", schema))
-        properties = _object(_object(function.get("parameters")).get("properties"))
-        parameters = tuple((name, _described(_object(value))) for name, value in properties.items())
-        tools.append(Function(_text(function.get("name")), _text(function.get("description")), parameters))
+        function = as_object(schema.get("function", schema))
+        parameters = as_object(function.get("parameters"))
+        described = {}
+        for key, value in as_object(parameters.get("properties")).items():
+            parameter = as_object(value)
+            kind = parameter.get("type") or parameter.get("enum") or parameter.get("anyOf")
+            described[key] = f"{_text(kind)} {_text(parameter.get('description'))}"
+        tool = Function(
+            name=_text(function.get("name")),
+            about=_text(function.get("description")),
+            parameters=tuple(described.items()),
+        )
+        tools.append(tool)
     return tools
 
 
@@ -79,28 +103,23 @@ def _split(message: Json) -> tuple[str, str]:
     for key in REASONING_KEYS:
         if message.get(key):
             return _text(message[key]), text
-    inline = REASONING.match(text) if message.get("role") == "assistant" else None
-    if inline is None:
+    inline = REASONING.match(text)
+    if inline is None or message.get("role") != "assistant":
         return "", text
     return _TAGS.sub("", inline[0]), text[inline.end() :]
 
 
-def _described(parameter: Json) -> str:
-    kind = parameter.get("type") or parameter.get("enum") or parameter.get("anyOf")
-    return f"{_text(kind)} {_text(parameter.get('description'))}"
-
-
 def _text(value: object) -> str:
     """Return a text as it is, any other value as JSON; nothing is an empty text."""
+    if value is None:
+        return ""
     if isinstance(value, str):
         return value
-    return "" if value is None else json.dumps(value, ensure_ascii=False)
-
-
-def _object(value: object) -> Json:
-    return value if isinstance(value, dict) else {}
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _objects(values: object) -> list[Json]:
     """Return the objects in a list."""
-    return [value for value in values if isinstance(value, dict)] if isinstance(values, list | tuple) else []
+    if not isinstance(values, list | tuple):
+        return []
+    return [value for value in values if isinstance(value, dict)]

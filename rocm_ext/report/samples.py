@@ -5,7 +5,7 @@ A step of RAFT is a cycle.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,9 +17,10 @@ from rocm_ext.base.registry import SAMPLED
 from rocm_ext.report.conversations import Function, Turn, tools_of, turns_of
 from rocm_ext.runs.answers import Verdicts
 from rocm_ext.runs.folder import RunFolder
-from rocm_ext.runs.records import Judged
+from rocm_ext.runs.records import Judged, SampleKey, first_and_last
 from rocm_ext.runs.tails import Record
 
+_KINDS = ("unequal rewards", "all wrong", "all right", "with an ERROR", "cut off")
 _PER_GROUP = 8  # most answers that are shown
 _PROMPTS = "rocm_ext.data.prompt_dataset"
 _Verified = tuple[Record, Judged]  # an answer's record and its verdict
@@ -32,7 +33,7 @@ class Answer:
 
     Attributes:
         text: the answer; of a conversation, the model's last message.
-        turns: the turns of a conversation that are not in the group's prompt; None: it is no conversation.
+        turns: the turns of a conversation that are not in the group's prompt. None if it is no conversation.
         tokens: number of sampled tokens.
         cut: whether a limit of the run cut it off.
         judged: its verdict.
@@ -52,7 +53,7 @@ class Group:
     Attributes:
         kind: step and kind of the group.
         prompt_id: id of the prompt.
-        prompt: turns that all answers follow; empty if the run's data no longer has them.
+        prompt: turns that all answers follow. Empty if the run's data no longer has them.
         tools: functions that the model may call.
         answers: answers by index; of large groups, the answers with the highest and lowest rewards.
         total: number of answers in the group.
@@ -71,105 +72,134 @@ def groups(run: RunFolder) -> tuple[str, list[Group]]:
 
     Both are empty without answers.
     """
+    held_out = run.family not in SAMPLED
+    recorded = run.answers.steps(held_out)
     last = max(run.steps["step"], default=0)
-    unit, held_out = run.unit, run.family not in SAMPLED
-    kept = run.answers.steps(held_out)
-    done = [step for step in kept if step <= last] or kept
-    steps = list(dict.fromkeys(done[:1] + done[-1:]))
-    shown = [group for step in steps for group in _of_step(run, step, f"{unit.capitalize()} {step}")]
-    which = f"{unit} {steps[0]}" if len(steps) == 1 else f"{unit}s {' and '.join(map(str, steps))}"
-    about = f"{len(shown)} groups of {which}, one of each kind: all answers that a {unit} sampled to a prompt."
+    steps = first_and_last([step for step in recorded if step <= last] or recorded)
+    groups = []
+    for step in steps:
+        groups += _of_step(run, step)
+    if not groups:
+        return "", []
+    numbers = " and ".join(map(str, steps))
+    plural = "s" if len(steps) > 1 else ""
+    scope = f"{run.unit}{plural} {numbers}"
+    about = f"{len(groups)} groups of {scope}, one of each kind: all answers that a {run.unit} sampled to a prompt."
     if held_out:
-        about = f"{len(shown)} answers of the evaluations after {which}, one of each kind."
-    return (about, shown) if shown else ("", [])
+        about = f"{len(groups)} answers of the evaluations after {scope}, one of each kind."
+    return about, groups
 
 
-def _of_step(run: RunFolder, step: int, name: str) -> list[Group]:
-    verdicts, held_out = run.answers.verdicts, run.family not in SAMPLED
-    answers = run.answers.answers(step, held_out)
-    read = {key: (position, record.get("finish_reason")) for key, position, record in answers}
-    cut = {prompt for (prompt, _), (_, reason) in read.items() if reason == "length"}
-    rows = {verdicts.prompts[int(verdicts.prompt[group[0]])]: group for group in verdicts.groups(step, held_out)}
-    # by a hash: an order by chance, but equal in every report
-    free = sorted(rows.keys() & {prompt for prompt, _ in read}, key=lambda prompt: _hash(prompt, step))
-    chosen = {}
-    for kind, fit in _kinds(verdicts, rows, cut).items():
-        fits = {prompt: value for prompt in free if (value := fit(prompt)) > 0}
-        if fits:
-            chosen[kind] = max(fits, key=lambda prompt: fits[prompt])  # the first of equals
-            free.remove(chosen[kind])
-    prompts = prompts_of(run) if chosen else {}
-    shown = []
-    for kind, prompt in chosen.items():
-        positions = {sample: position for (of, sample), (position, _) in read.items() if of == prompt}
-        records = _records(run, rows[prompt], positions)
-        shown.append(_group(f"{name}: {kind}", prompt, prompts.get(prompt, ((), ())), records, len(rows[prompt])))
-    return shown
+def _of_step(run: RunFolder, step: int) -> list[Group]:
+    """A group of every kind that a step, or the evaluation after it, has."""
+    held_out = run.family not in SAMPLED
+    verdicts = run.answers.verdicts
+    rows = {}
+    for group in verdicts.groups(step, held_out):
+        prompt, _ = verdicts.key(group[0])
+        rows[prompt] = group
+    positions = {}
+    cut: dict[str, bool] = {}  # whether an answer to the prompt was cut off
+    for key, position, record in run.answers.answers(step, held_out):
+        prompt, _ = key
+        positions[key] = position
+        cut[prompt] = cut.get(prompt, False) or record.get("finish_reason") == "length"
+    free = [prompt for prompt in rows if prompt in cut]
+    free.sort(key=lambda prompt: _hash(prompt, step))  # an order by chance, but equal in every report
+    groups = []
+    for kind in _KINDS:
+        fits = [_fit(kind, verdicts, rows[prompt], cut[prompt]) for prompt in free]
+        best = max(fits, default=0.0)
+        if best > 0:
+            prompt = free.pop(fits.index(best))
+            name = f"{run.unit.capitalize()} {step}: {kind}"
+            group = rows[prompt]
+            answers = _answers(run, group, positions)
+            groups.append(_group(run, name, prompt, answers, len(group)))
+    return groups
 
 
 def _hash(prompt: str, step: int) -> str:
     return hashlib.sha256(f"{prompt}\0{step}".encode(errors="backslashreplace")).hexdigest()
 
 
-def _kinds(verdicts: Verdicts, rows: Mapping[str, np.ndarray], cut: set[str]) -> dict[str, Callable[[str], float]]:
-    """Kinds of groups, with functions that rate how well a prompt's group shows the kind; 0: not at all."""
+def _fit(kind: str, verdicts: Verdicts, rows: np.ndarray, cut: bool) -> float:
+    """How well a group shows a kind; 0 means not at all.
 
-    def spread(prompt: str) -> float:
-        rewards = verdicts.reward[rows[prompt]]
+    Args:
+        kind: one of :data:`_KINDS`.
+        verdicts: the run's verdicts.
+        rows: rows of the group in them.
+        cut: whether a limit cut off one of its answers.
+    """
+    if kind == "unequal rewards":
+        rewards = verdicts.reward[rows]
         finite = rewards[np.isfinite(rewards)]
         return float(np.std(finite)) if len(finite) > 1 else 0.0
-
-    def named(prompt: str) -> set[str]:
-        return {verdicts.name(row) for row in rows[prompt]}
-
-    return {
-        "unequal rewards": spread,
-        "all wrong": lambda prompt: not {"CORRECT", "ERROR"} & named(prompt),
-        "all right": lambda prompt: named(prompt) == {"CORRECT"},
-        "with an ERROR": lambda prompt: "ERROR" in named(prompt),
-        "cut off": lambda prompt: prompt in cut,
-    }
+    names = {verdicts.name(row) for row in rows}
+    if kind == "all wrong":
+        return names.isdisjoint({"CORRECT", "ERROR"})
+    if kind == "all right":
+        return names == {"CORRECT"}
+    if kind == "with an ERROR":
+        return "ERROR" in names
+    return cut
 
 
-def _group(kind: str, prompt: str, asked: _Asked, records: Sequence[_Verified], total: int) -> Group:
-    """Return a prompt's group from the messages and tools of its row and the records of its answers.
+def _group(run: RunFolder, name: str, prompt: str, records: Sequence[_Verified], total: int) -> Group:
+    """Return a prompt's group from the records of its answers.
 
     The turns with which all conversations begin are shown once, behind the prompt, unless a program sent the prompt.
     """
-    talks = [turns_of(record["messages"]) if "messages" in record else None for record, _ in records]
-    begun: list[Turn] = []
-    for same in zip(*filter(None, talks), strict=False):
-        if same[0].role == "assistant" or len({*same}) > 1:
+    conversations = [turns_of(record.get("messages")) for record, _ in records]
+    common: list[Turn] = []
+    for turns in zip(*filter(None, conversations), strict=False):
+        if turns[0].role == "assistant" or len(set(turns)) > 1:
             break
-        begun.append(same[0])
-    tools = dict.fromkeys(tools_of(asked[1]))
+        common.append(turns[0])
+    messages, schemas = prompts_of(run).get(prompt, ((), ()))
+    tools = tools_of(schemas)
     answers = []
-    for (record, judged), talk in zip(records, talks, strict=True):
-        tools |= dict.fromkeys(tools_of(record.get("tools")))
-        rest = talk and talk[len(begun) :]
+    for (record, judged), conversation in zip(records, conversations, strict=True):
+        tools += tools_of(record.get("tools"))
+        rest = conversation[len(common) :] if "messages" in record else None
         tokens = record.get("tokens")
-        length = len(tokens) if isinstance(tokens, list) else 0
-        cut = record.get("finish_reason") == "length"
-        answers.append(Answer(str(record.get("text", "")), rest, length, cut, judged))
-    turns = turns_of(asked[0])
-    sent = turns and turns[-1] in begun
-    shown = begun if sent else [*turns, *begun]
-    return Group(kind, prompt, shown, [*tools], answers, total)
+        answer = Answer(
+            text=str(record.get("text", "")),
+            turns=rest,
+            tokens=len(tokens) if isinstance(tokens, list) else 0,
+            cut=record.get("finish_reason") == "length",
+            judged=judged,
+        )
+        answers.append(answer)
+    opening = turns_of(messages)
+    if opening and opening[-1] in common:
+        opening = []  # the conversations begin with it
+    return Group(
+        kind=name,
+        prompt_id=prompt,
+        prompt=opening + common,
+        tools=list(dict.fromkeys(tools)),
+        answers=answers,
+        total=total,
+    )
 
 
-def _records(run: RunFolder, rows: np.ndarray, positions: Mapping[int, int]) -> list[_Verified]:
+def _answers(run: RunFolder, rows: np.ndarray, positions: Mapping[SampleKey, int]) -> list[_Verified]:
     """A group's kept answers with verdicts, by index; of many, the ones with the highest and lowest rewards."""
     verdicts = run.answers.verdicts
-    numbers = dict(zip(rows.tolist(), verdicts.sample[rows].tolist(), strict=True))
-    samples = {row: sample for row, sample in numbers.items() if sample in positions}
-    order = sorted(samples, key=lambda row: (-np.nan_to_num(verdicts.reward[row]), samples[row]))
-    if len(order) > _PER_GROUP:
-        order = order[: _PER_GROUP // 2] + order[-(_PER_GROUP // 2) :]
-    order.sort(key=lambda row: samples[row])
-    judged = run.answers.judged(order)
-    found = run.answers.records(positions[samples[row]] for row in order)
-    records = {sample: record for (_, sample), record in found.items()}
-    return [(records[samples[row]], judged[row]) for row in order if samples[row] in records]
+    keys = {row: verdicts.key(row) for row in rows.tolist()}
+    kept = [row for row, key in keys.items() if key in positions]
+    if len(kept) > _PER_GROUP:
+        half = _PER_GROUP // 2
+        kept.sort(key=lambda row: -np.nan_to_num(verdicts.reward[row]))
+        kept = sorted(kept[:half] + kept[-half:])
+    records = run.answers.records(positions[keys[row]] for row in kept)
+    answers = []
+    for row, judged in run.answers.judged(kept).items():
+        if keys[row] in records:
+            answers.append((records[keys[row]], judged))
+    return answers
 
 
 def prompts_of(run: RunFolder) -> dict[str, _Asked]:
@@ -183,17 +213,18 @@ def prompts_of(run: RunFolder) -> dict[str, _Asked]:
     source = setting.get("source")
     if not isinstance(source, str) or not Path(source).is_file():
         return {}
-    return _asked(json.dumps(setting, sort_keys=True, default=str), Path(source).stat().st_mtime_ns)
+    arguments = {key: value for key, value in setting.items() if key != "_component_"}
+    written = Path(source).stat().st_mtime_ns
+    return _asked(json.dumps(arguments, sort_keys=True, default=str), written)
 
 
 @lru_cache(maxsize=4)  # a live page asks again and again
-def _asked(setting: str, written: int) -> dict[str, _Asked]:
-    """Prompts by id. ``setting`` is JSON; the time when its file was ``written`` is for the cache."""
+def _asked(arguments: str, written: int) -> dict[str, _Asked]:
+    """Prompts by id. ``arguments`` is JSON; the time when its file was ``written`` is for the cache."""
     from rocm_ext.data.prompts import prompt_dataset  # here: `datasets` takes a second to import
 
-    settings = {key: value for key, value in json.loads(setting).items() if key != "_component_"}
     try:
-        prompts = prompt_dataset(**settings)
+        prompts = prompt_dataset(**json.loads(arguments))
         return {prompt.id: (prompt.messages, prompt.tools) for prompt in prompts}
     except Exception:  # the file may have changed since; the report is useful without prompts
         return {}
