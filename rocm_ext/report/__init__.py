@@ -22,9 +22,10 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.registry import BY_STEP, DPO, RAFT, SFT
 from rocm_ext.report import cards, curves, hardware, rollouts, rows, samples
-from rocm_ext.report.charts import Chart, library, style, visible
+from rocm_ext.report.charts import Chart, Table, library, style, visible
 from rocm_ext.runs.folder import RunFolder
 
+_Content = Mapping[str, object]  # values by the template's names
 _HERE = Path(__file__).parent
 _SCRIPT = (_HERE / "page.js").read_text()
 _STYLE = (_HERE / "style.css").read_text()
@@ -38,7 +39,7 @@ class _Section:
     name: str
     charts: list[Chart]
     runs: list[RunFolder]
-    tables: Sequence[tuple[RunFolder, list[list[str]]]] = ()
+    tables: Sequence[tuple[RunFolder, Table]] = ()
 
 
 def write(folders: Sequence[Path], output: Path | None = None) -> Path:
@@ -46,7 +47,7 @@ def write(folders: Sequence[Path], output: Path | None = None) -> Path:
 
     Args:
         folders: output_dirs; a repeated folder is shown once.
-        output: the file; None: ``report.html`` in the folder, or in the current folder if there are several.
+        output: the file. None means ``report.html`` in the folder, or in the current folder if there are several.
 
     Returns:
         the file.
@@ -54,28 +55,35 @@ def write(folders: Sequence[Path], output: Path | None = None) -> Path:
     Raises:
         UserError: a folder holds no run, or the file cannot be written. Then an earlier file stays as it is.
     """
-    runs = [RunFolder(path) for path in {path.resolve(): path for path in folders}.values()]
-    target = output or (runs[0].path if len(runs) == 1 else Path()) / "report.html"
-    if target.is_dir():
-        raise UserError(f"{target} is a folder; name a file, such as {target / 'report.html'}")
+    different = {path.resolve(): path for path in folders}
+    runs = [RunFolder(path) for path in different.values()]
+    if output is None:
+        folder = runs[0].path if len(runs) == 1 else Path()
+        output = folder / "report.html"
+    if output.is_dir():
+        raise UserError(f"{output} is a folder; name a file, such as {output / 'report.html'}")
     # as character references: replace_text writes the machine's encoding, whatever it is
-    replace_text(target, render(content(runs)).encode("ascii", "xmlcharrefreplace").decode("ascii"))
-    return target
+    page = render(content(runs)).encode("ascii", "xmlcharrefreplace")
+    replace_text(output, page.decode("ascii"))
+    return output
 
 
-def render(shown: Mapping[str, object], live: Mapping[str, object] | None = None, with_script: bool = True) -> str:
+def render(page: _Content, live: _Content | None = None, with_script: bool = True) -> str:
     """The page as HTML.
 
     Args:
-        shown: result of :func:`content`.
-        live: further content of a live page; None: a report.
-        with_script: False: the next state of a page that a browser already has.
+        page: result of :func:`content`.
+        live: further content of a live page. None renders a report.
+        with_script: whether the browser needs the scripts. They are left out of the next state of a live page.
     """
+    packed, plotly_hash = _library()
     network = "connect-src 'self'; " if live else ""
-    policy = f"default-src 'none'; {network}script-src {_hash(_SCRIPT)} {_library()[1]}; style-src 'unsafe-inline'; "
-    policy += "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; {network}script-src {_hash(_SCRIPT)} {plotly_hash}; style-src 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
     return _template().render(
-        **shown,
+        **page,
         live=live,
         style=Markup(_STYLE),
         verdicts=rollouts.VERDICTS,
@@ -83,24 +91,27 @@ def render(shown: Mapping[str, object], live: Mapping[str, object] | None = None
         length_columns=["tokens of a", *rows.COLUMNS.values()],
         policy=Markup(policy),
         script=Markup(_SCRIPT),
-        library=Markup(_library()[0]) if with_script else "",
+        library=Markup(packed) if with_script else "",
     )
 
 
 def _hash(script: str) -> str:
     """An inline script as a Content-Security-Policy names it."""
-    return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
+    digest = b64encode(sha256(script.encode()).digest())
+    return f"'sha256-{digest.decode()}'"
 
 
 @cache
 def _library() -> tuple[str, str]:
     """plotly.js compressed, and its hash."""
-    return b64encode(gzip.compress(library().encode(), 6, mtime=0)).decode(), _hash(library())
+    script = library()
+    packed = b64encode(gzip.compress(script.encode(), 6, mtime=0))
+    return packed.decode(), _hash(script)
 
 
 @cache
 def _template() -> Template:
-    page = Environment(
+    environment = Environment(
         loader=FileSystemLoader(_HERE),
         autoescape=True,
         finalize=lambda value: visible(value, limit=400) if type(value) is str else value,
@@ -108,57 +119,97 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page.filters["long"] = lambda text: escape(visible(text, limit=3000))
-    page.filters["clock"] = lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
-    return page.get_template("page.html.jinja")
+    environment.filters["long"] = lambda text: escape(visible(text, limit=3000))
+    environment.filters["clock"] = _clock
+    return environment.get_template("page.html.jinja")
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 @np.errstate(all="ignore")  # damaged files may hold 1e308
 def content(runs: Sequence[RunFolder]) -> dict[str, object]:
     """Return the page's content by the template's names."""
     _name_apart(runs)
-    several = len(runs) > 1
-    shown = [(run, *samples.groups(run)) for run in runs]
-    keys = [style(i) for i in range(len(runs))]
+    title = "rocm-ext monitor"
+    if len(runs) > 1:
+        title = f"{len(runs)} runs"
+    elif runs and runs[0].name:
+        title = runs[0].name
+    summaries = []
+    answers = []
+    data = []
+    differing: set[str] = set()
+    for i, run in enumerate(runs):
+        line = style(i)
+        border = f"border-color: {line['color']}; border-style: {_BORDERS[line['dash']]}"
+        summaries.append((run, border, cards.facts(run)))
+        about, groups = samples.groups(run)
+        if groups:
+            answers.append((run, about, groups))
+        run_data = rows.data(run)
+        if run_data is not None:
+            data.append((run, run_data))
+        differing.update(runs[0].differing_settings(run))
     settings = [run.settings() for run in runs]
-    differing = {key for run in runs[1:] for key in runs[0].differing_settings(run)}
+    differences = []
+    for key in sorted(differing):
+        values = [of_run.get(key) for of_run in settings]
+        differences.append([key, *values])
+    sections = [section for section in _sections(runs) if section.charts]
+    problems: list[str] = []
+    for run in runs:
+        problems += dict.fromkeys(run.problems)
     return {
-        "title": f"{len(runs)} runs" if several else (runs and runs[0].name) or "rocm-ext monitor",
-        "runs": [
-            (run, f"border-color: {key['color']}; border-style: {_BORDERS[key['dash']]}", cards.facts(run))
-            for run, key in zip(runs, keys, strict=True)
-        ],
-        "several": several,
-        "sections": [section for section in _sections(runs) if section.charts],
-        "groups": [choice for choice in shown if choice[2]],
-        "data": [(run, data) for run in runs if (data := rows.data(run))],
-        "differences": [[key, *(of_run.get(key) for of_run in settings)] for key in sorted(differing)],
-        "settings": [(run, sorted(of_run.items())) for run, of_run in zip(runs, settings, strict=True) if run.config],
-        "problems": [problem for run in runs for problem in dict.fromkeys(run.problems)],
+        "title": title,
+        "runs": summaries,
+        "sections": sections,
+        "groups": answers,
+        "data": data,
+        "differences": differences,
+        "problems": problems,
     }
 
 
 def _sections(runs: Sequence[RunFolder]) -> list[_Section]:
-    def bars(*families: str) -> list[Chart]:
-        suffixes = [(run, f", {run.name}" if len(runs) > 1 else "") for run in runs if run.family in families]
-        return [chart for run, suffix in suffixes for chart in rollouts.bar_charts(run, suffix)]
-
-    def tables(*families: str) -> list[tuple[RunFolder, list[list[str]]]]:
-        made = [(run, rollouts.evaluation_table(run)) for run in runs if run.family in families]
-        return [(run, table) for run, table in made if table]
-
-    def sampled(*families: str) -> list[Chart]:
-        policy = curves.charts(curves.POLICY, runs, *families)
-        return [*rollouts.score_charts(runs, *families), *policy, *bars(*families)]
-
-    training = [*rollouts.score_charts(runs, SFT, DPO), *curves.charts(curves.TRAINING, runs)]
+    trained = [run for run in runs if len(run.updates)]
+    training = rollouts.score_charts(runs, SFT, DPO)
+    training += curves.charts(curves.TRAINING, runs)
+    measured = [run for run in runs if run.hardware]
+    counters = hardware.charts([(run.name, run.hardware) for run in runs])
+    preferences = curves.charts(curves.PREFERENCES, runs, DPO)
     return [
-        _Section("Cycles", sampled(RAFT), [run for run in runs if run.family == RAFT], tables(RAFT)),
-        _Section("Rewards", sampled(*BY_STEP), [run for run in runs if run.family in BY_STEP], tables(*BY_STEP)),
-        _Section("Preferences", curves.charts(curves.PREFERENCES, runs, DPO), [r for r in runs if r.family == DPO]),
-        _Section("Training", training, [run for run in runs if len(run.updates)], tables(SFT, DPO)),
-        _Section("Hardware", hardware.charts([(r.name, r.hardware) for r in runs]), [r for r in runs if r.hardware]),
+        _sampled("Cycles", runs, RAFT),
+        _sampled("Rewards", runs, *BY_STEP),
+        _Section("Preferences", preferences, _runs_of(runs, DPO)),
+        _Section("Training", training, trained, _tables(runs, SFT, DPO)),
+        _Section("Hardware", counters, measured),
     ]
+
+
+def _sampled(name: str, runs: Sequence[RunFolder], *families: str) -> _Section:
+    """The section of recipes that learn from sampled answers."""
+    charts = rollouts.score_charts(runs, *families)
+    charts += curves.charts(curves.POLICY, runs, *families)
+    drawn = _runs_of(runs, *families)
+    for run in drawn:
+        charts += rollouts.bar_charts(run, f", {run.name}" if len(runs) > 1 else "")
+    return _Section(name, charts, drawn, _tables(runs, *families))
+
+
+def _runs_of(runs: Sequence[RunFolder], *families: str) -> list[RunFolder]:
+    return [run for run in runs if run.family in families]
+
+
+def _tables(runs: Sequence[RunFolder], *families: str) -> list[tuple[RunFolder, Table]]:
+    """The evaluations of runs."""
+    tables = []
+    for run in _runs_of(runs, *families):
+        table = rollouts.evaluation_table(run)
+        if table:
+            tables.append((run, table))
+    return tables
 
 
 def _name_apart(runs: Sequence[RunFolder]) -> None:
@@ -167,4 +218,5 @@ def _name_apart(runs: Sequence[RunFolder]) -> None:
         names = [run.name for run in runs]
         for run in runs:
             if names.count(run.name) > 1:
-                run.name = str(Path(*run.path.resolve().parts[-depth:]))
+                parts = run.path.resolve().parts
+                run.name = str(Path(*parts[-depth:]))

@@ -1,11 +1,10 @@
 """A run's data from ``rows.json``: numbers, and some rows with their trained parts."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from rocm_ext.base.types import Json
-from rocm_ext.report.charts import Chart
+from rocm_ext.report.charts import Chart, Table
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import ROWS
 
@@ -21,14 +20,6 @@ Parts = list[tuple[str, bool]]  # text, and whether it is trained
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A row: its title, and the headings and parts of its sequences."""
-
-    title: str
-    sequences: list[tuple[str, Parts]]
-
-
-@dataclass(frozen=True)
 class Data:
     """The data of a run.
 
@@ -37,18 +28,18 @@ class Data:
         lengths: rows of :func:`length_table`.
         sets: name, rows, share of an epoch and weight of the data sets, if there are several.
         chart: histogram of the rows' lengths.
-        rows: some rows.
+        rows: titles of some rows, with the headings and parts of their sequences.
     """
 
     facts: list[str]
-    lengths: list[list[str]]
-    sets: list[list[str]]
+    lengths: Table
+    sets: Table
     chart: Chart
-    rows: list[Shown]
+    rows: list[tuple[str, list[tuple[str, Parts]]]]
 
 
 def data(run: RunFolder) -> Data | None:
-    """Return a run's data; None if the run has not written it, or if it is damaged (a message in ``run.problems``)."""
+    """Return a run's data. None if the run has not written it, or if it is damaged (a message in ``run.problems``)."""
     if not run.rows:
         return None
     try:
@@ -59,34 +50,53 @@ def data(run: RunFolder) -> Data | None:
 
 
 def _data(content: Json) -> Data:
-    parts = {key: content[key] for key in ("dataset", "validation") if key in content}
-    name = {"dataset": "", "validation": "validation: "}
-    rows = [[name[key] + what, *lengths] for key, of in parts.items() for what, *lengths in length_table(of)]
-    sets = [
-        [str(part["name"]), f"{part['rows']:,}", f"{part['share']:.1%}", str(part["weight"] or "")]
-        for part in content.get("data_sets", ())
-    ]
-    shown = [Shown(title(row), [(heading(s), shown_parts(s)) for s in row["sequences"]]) for row in content["shown"]]
-    facts = [line for key, of in parts.items() for line in facts_of(key, of)]
-    return Data([*facts, ends(content)], rows, sets, _histogram(content["dataset"]), shown)
+    facts = []
+    lengths = []
+    for key, prefix in (("dataset", ""), ("validation", "validation: ")):
+        if key in content:
+            facts += facts_of(key, content[key])
+            for what, *columns in length_table(content[key]):
+                lengths.append([prefix + what, *columns])
+    facts.append(ends(content))
+    sets = []
+    for part in content.get("data_sets", ()):
+        weight = str(part["weight"] or "")
+        sets.append([str(part["name"]), f"{part['rows']:,}", f"{part['share']:.1%}", weight])
+    rows = []
+    for row in content["shown"]:
+        sequences = []
+        for sequence in row["sequences"]:
+            sequences.append((heading(sequence), shown_parts(sequence)))
+        rows.append((title(row), sequences))
+    return Data(facts, lengths, sets, _histogram(content["dataset"]), rows)
 
 
-def facts_of(key: str, of: Json) -> list[str]:
-    """Return sentences on rows that are kept, left out or repeated, and on the share of trained tokens."""
-    lines = [f"{key}: {of['kept']:,} of {of['rows']:,} rows"]
-    lines += [f"{what.replace('_', ' ')}: {of['counts'][what]:,}, first {first}" for what, first in of["first"].items()]
-    for what, said in _EQUAL.items():
-        lines += [f"{said}: {of[what]:,}, first {this} as {other}" for this, other in of.get(f"first_{what}", ())]
-    if "trained_share" in of:
-        lines.append(f"trained: {of['trained_share']:.1%} of all tokens")
-    if "weights" in of:
-        lines.append("weights of rows: {:g} to {:g}".format(*of["weights"]))
+def facts_of(key: str, data: Json) -> list[str]:
+    """Return sentences on rows that are kept, left out or repeated, and on the share of trained tokens.
+
+    Args:
+        key: ``dataset`` or ``validation``.
+        data: its value in ``rows.json``.
+    """
+    lines = [f"{key}: {data['kept']:,} of {data['rows']:,} rows"]
+    for reason, first in data["first"].items():
+        lines.append(f"{reason.replace('_', ' ')}: {data['counts'][reason]:,}, first {first}")
+    for kind, words in _EQUAL.items():
+        for row, other in data.get(f"first_{kind}", ()):
+            lines.append(f"{words}: {data[kind]:,}, first {row} as {other}")
+    if "trained_share" in data:
+        lines.append(f"trained: {data['trained_share']:.1%} of all tokens")
+    if "weights" in data:
+        lines.append("weights of rows: {:g} to {:g}".format(*data["weights"]))
     return lines
 
 
-def length_table(of: Json) -> list[list[str]]:
+def length_table(data: Json) -> Table:
     """Return rows of a name and lengths in tokens by :data:`COLUMNS`, for rows, prompts and so on."""
-    return [[name, *(f"{lengths[column]:,}" for column in COLUMNS)] for name, lengths in of["tokens"].items()]
+    table = []
+    for name, lengths in data["tokens"].items():
+        table.append([name, *(f"{lengths[column]:,}" for column in COLUMNS)])
+    return table
 
 
 def ends(content: Json) -> str:
@@ -99,36 +109,55 @@ def ends(content: Json) -> str:
 
 def title(row: Json) -> str:
     """Name a row."""
-    return f"row {row['row']}, {row['origin']}" + (f", weight {row['weight']:g}" if "weight" in row else "")
+    name = f"row {row['row']}, {row['origin']}"
+    if "weight" in row:
+        name += f", weight {row['weight']:g}"
+    return name
 
 
 def heading(sequence: Json) -> str:
     """Name a sequence of a row."""
-    side = f"{sequence['side']}: " if "side" in sequence else ""
-    trained = f", {sequence['trained_tokens']:,} trained" if sequence["trained"] else ""
-    return f"{side}{sequence['tokens']:,} tokens{trained}"
+    name = f"{sequence['tokens']:,} tokens"
+    if "side" in sequence:
+        name = f"{sequence['side']}: {name}"
+    if sequence["trained"]:
+        name += f", {sequence['trained_tokens']:,} trained"
+    return name
 
 
 def shown_parts(sequence: Json) -> Parts:
     """Return the parts of a sequence; of many, the first and the last ones. A rejected answer goes without prompt."""
-    parts = list(_parts(str(sequence["text"]), sequence["trained"]))
+    text = str(sequence["text"])
+    spans = sequence["trained"]
+    bounds = sorted({0, len(text)}.union(*spans))
+    parts = []
+    for start, end in pairwise(bounds):
+        trained = [start, end] in spans
+        parts.append((text[start:end], trained))
     if sequence.get("side") == "rejected" and not parts[0][1]:
         parts = parts[1:]  # the chosen side has shown it
-    if len(parts) > _PARTS:
+    omitted = len(parts) - _PARTS
+    if omitted > 0:
         half = _PARTS // 2
-        return [*parts[:half], (f"\n… {len(parts) - _PARTS:,} parts …\n", False), *parts[-half:]]
+        parts[half:-half] = [(f"\n… {omitted:,} parts …\n", False)]
     return parts
 
 
-def _parts(text: str, spans: Sequence[Sequence[int]]) -> Iterator[tuple[str, bool]]:
-    for start, end in pairwise(sorted({0, len(text), *(end for span in spans for end in span)})):
-        yield text[start:end], [start, end] in spans
-
-
-def _histogram(of: Json) -> Chart:
-    name, lengths = next(iter(of["tokens"].items()))
-    bars = {f"{low:,}" if low == high else f"{low:,}–{high:,}": int(count) for low, high, count in lengths["histogram"]}
+def _histogram(data: Json) -> Chart:
+    """The lengths of the rows."""
+    name, lengths = next(iter(data["tokens"].items()))
+    bars = {}
+    for low, high, count in lengths["histogram"]:
+        bar = f"{low:,}" if low == high else f"{low:,}–{high:,}"
+        bars[bar] = int(count)
     words = f"from {lengths['min']:,} to {lengths['max']:,}, half of them up to {lengths['median']:,}"
-    trace = {"type": "bar", "x": [*bars], "y": [*bars.values()], "marker": {"color": "var(--c0)"}}
-    layout = {"xaxis": {"type": "category", "title": {"text": f"tokens of a {name}"}}, "showlegend": False}
-    return Chart("Lengths", "rows", words, {"data": [trace], "layout": layout})
+    trace = {
+        "type": "bar",
+        "x": list(bars),
+        "y": list(bars.values()),
+        "marker": {"color": "var(--c0)"},
+    }
+    x_axis = {"type": "category", "title": {"text": f"tokens of a {name}"}}
+    layout = {"xaxis": x_axis, "showlegend": False}
+    figure = {"data": [trace], "layout": layout}
+    return Chart("Lengths", "rows", words, figure)
