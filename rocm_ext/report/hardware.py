@@ -12,7 +12,7 @@ from rocm_ext.runs.folder import running_time
 from rocm_ext.runs.records import Readings, is_rows, number
 from rocm_ext.runs.tails import Record
 
-_COUNTERS = (  # title, unit, keys whose values are added
+_COUNTERS = (  # title, unit, keys whose values are added; of the host unless the title says GPU
     ("GPU load", "%", ("busy",)),
     ("GPU memory", "bytes", ("vram_used", "gtt_used")),  # the GPU's memory, and the host's that it uses
     ("GPU power", "W", ("power",)),
@@ -56,8 +56,7 @@ def charts(runs: Sequence[tuple[str, Readings]], from_now: bool = False) -> list
             # a NaN at a pause breaks the line
             x = np.insert(seconds, pauses, seconds[pauses]) / size
             for j, gpus in enumerate(_sources(title, readings, several)):
-                counter = partial(_counted, title, keys, gpus)
-                values = readings.column((title, *gpus), counter)
+                values = readings.column((title, *gpus), partial(_sum, keys, gpus))
                 if not np.isfinite(values).any():
                     continue
                 y = np.insert(values, pauses, np.nan)
@@ -77,31 +76,27 @@ def charts(runs: Sequence[tuple[str, Readings]], from_now: bool = False) -> list
 
 def _sources(title: str, readings: Readings, several: bool) -> list[list[str]]:
     """Ids of the GPUs of each line. A line of the host has none."""
-    gpus = list(readings.gpus)
     if not title.startswith("GPU"):
         return [[]]
-    if several or not gpus:
-        return [gpus]
-    return [[gpu] for gpu in gpus]
+    if several:
+        return [list(readings.gpus)] if readings.gpus else []
+    return [[gpu] for gpu in readings.gpus]
 
 
-def _counted(title: str, keys: Sequence[str], gpus: Sequence[str], reading: Record) -> float:
-    """Add up counters of a reading: the host's, or the mean over some GPUs."""
-    on_gpu = title.startswith("GPU")
-    rows = reading.get("gpus") if on_gpu else [reading.get("host")]
+def _sum(keys: Sequence[str], gpus: Sequence[str], reading: Record) -> float:
+    """Add up counters of a reading: the host's, or the mean over GPUs with these ids."""
+    rows: object = [reading.get("host")]
+    if gpus:
+        rows = reading.get("gpus")
     if not is_rows(rows):
         return math.nan
     sums = []
     for i, row in enumerate(rows):
-        if on_gpu and str(row.get("id", i)) not in gpus:
-            continue
         counters = [number(row.get(key)) for key in keys]
         known = [value for value in counters if math.isfinite(value)]
-        if known:
+        if known and (not gpus or str(row.get("id", i)) in gpus):
             sums.append(sum(known))
-    if not sums:
-        return math.nan
-    return sum(sums) / len(sums)
+    return sum(sums) / len(sums) if sums else math.nan
 
 
 def table(reading: Mapping[str, Any]) -> tuple[list[str], Table, list[str]]:

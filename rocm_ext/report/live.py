@@ -269,8 +269,9 @@ class _Handler(BaseHTTPRequestHandler):
             parts = iter([page.draw(with_script=False)])
         packer = zlib.compressobj(1, wbits=_GZIP)
         for part in parts:
-            packed = packer.compress(part.encode("ascii", "xmlcharrefreplace"))
-            self.wfile.write(packed + packer.flush(zlib.Z_SYNC_FLUSH))
+            text = part.encode("ascii", "xmlcharrefreplace")
+            self.wfile.write(packer.compress(text))
+            self.wfile.write(packer.flush(zlib.Z_SYNC_FLUSH))
         self.wfile.write(packer.flush())
 
     def log_message(self, *args: Any) -> None:

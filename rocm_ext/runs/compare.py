@@ -192,15 +192,18 @@ def _models_differ(a: RunFolder, b: RunFolder) -> bool:
     hashes = [run.summary.get("base_model") for run in (a, b)]
     if None not in hashes and a.setting("model._component_") == b.setting("model._component_"):
         return bool(hashes[0] != hashes[1])
-    names = []
-    for folder in (_model_folder(a), _model_folder(b)):
-        name = hub_name(Path(folder)) or PurePath(folder).name
-        names.append(name.lower())
-    return all(names) and names[0] != names[1]
+    name_a, name_b = _model_name(a), _model_name(b)
+    return bool(name_a and name_b) and name_a != name_b
 
 
 def _model_folder(run: RunFolder) -> str:
     return str(run.setting("checkpointer.checkpoint_dir") or "")
+
+
+def _model_name(run: RunFolder) -> str:
+    folder = _model_folder(run)
+    name = hub_name(Path(folder)) or PurePath(folder).name
+    return name.lower()
 
 
 def _notes(a: RunFolder, b: RunFolder) -> list[str]:
@@ -281,6 +284,7 @@ def _speed(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
     else:
         kind = "tokens/s"
         fast_a, fast_b = common["tokens_per_second"]
+    # without the first steps, which do not show the speed
     fast_a, fast_b = fast_a[first:], fast_b[first:]
     seconds_a, seconds_b = seconds_a[first:], seconds_b[first:]
     finite = np.isfinite(fast_a) & np.isfinite(fast_b)

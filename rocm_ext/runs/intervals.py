@@ -58,12 +58,13 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> Interval:
     size = len(difference) // BATCHES
     if not size:
         return Interval(value)
-    batches = difference[len(difference) - size * BATCHES :].reshape(BATCHES, size)
-    means = batches.mean(axis=1)
+    newest = difference[len(difference) - size * BATCHES :]
+    means = newest.reshape(BATCHES, size).mean(axis=1)
     off = means - means.mean()
     r = 0.0
     if off.any():
-        r = float(off[1:] @ off[:-1] / (off @ off)) + 1 / BATCHES
+        bias = -1 / BATCHES
+        r = float(off[1:] @ off[:-1] / (off @ off)) - bias
     r = min(max(r, 0.0), 0.9)
     widening = math.sqrt((1 + r) / (1 - r))
     half = _half_width(means) * widening / base
