@@ -111,7 +111,7 @@ def pair(fields: Row, columns: Collection[str]) -> Json:
     chosen, worse = row.get("chosen"), {"rejected_response", "rejected_messages"} & {*columns}
     if "preferred_output" in row and isinstance(given := row.get("input"), Mapping):  # OpenAI
         sides = {"chosen": row.pop("preferred_output"), "rejected": row.pop("non_preferred_output", [])}
-        row = _present({**row, **sides, "input": None, "prompt": given.get("messages"), "tools": given.get("tools")})
+        row = present({**row, **sides, "input": None, "prompt": given.get("messages"), "tools": given.get("tools")})
     elif talk and chosen is None and worse:  # ms-swift
         row["chosen"], answer = listed(row.pop(talk), talk), row.pop("rejected_response", "")
         answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else conversation(answer)
@@ -154,7 +154,7 @@ def conversation(value: Any, tools: list[Json] | None = None) -> Any:
         return value
     functions = [tool.get("function", tool) for tool in tools or ()]
     schemas = {str(f.get("name")): f.get("parameters") for f in functions if isinstance(f, Mapping)}
-    messages = [_present(message) for message in (value if isinstance(value, list) else [value])]
+    messages = [present(message) for message in (value if isinstance(value, list) else [value])]
     for message in messages:
         if isinstance(message, dict) and "function_call" in message:  # OpenAI's, before tools
             message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
@@ -164,7 +164,7 @@ def conversation(value: Any, tools: list[Json] | None = None) -> Any:
 
 
 def _call(call: Any, schemas: Json) -> Any:
-    call = _present(call)
+    call = present(call)
     if isinstance(call, dict) and "function" in call:
         call["function"] = _call(call["function"], schemas)
     elif isinstance(call, dict) and "arguments" in call:
@@ -172,8 +172,11 @@ def _call(call: Any, schemas: Json) -> Any:
     return call
 
 
-def _present(value: Any) -> Any:
-    return {key: part for key, part in value.items() if part is not None} if isinstance(value, Mapping) else value
+def present(value: Any) -> Any:
+    """Return an object without its nulls, which Arrow fills gaps with; any other value as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key: part for key, part in value.items() if part is not None}
 
 
 def _arguments(value: Any, schema: Any) -> Any:

@@ -1,7 +1,7 @@
 """Read preferences from files or the hub: pairs of a chosen and a rejected answer, or answers that are good or bad."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,9 @@ from rocm_ext.base.types import Json, Row
 from rocm_ext.data.dialects import KTO, PAIRED, conversation, expect, pair, role_of, single
 from rocm_ext.data.loading import open_source
 from rocm_ext.data.messages import REASONING_KEYS, Turn, to_tools, to_turns, with_system
-from rocm_ext.data.render import Steps, render_turns
+from rocm_ext.data.render import Conversation, Labelled, returned
 from rocm_ext.data.rows import SIDE, SIDES
-from rocm_ext.data.sources import EXTRAS, SourceDataset, weight_in
+from rocm_ext.data.sources import EXTRAS, ReadRow, SourceDataset, weight_in
 
 FIELDS = ("prompt", *SIDES, "completion", *KTO, *EXTRAS)
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")  # of Anthropic's hh-rlhf
@@ -72,29 +72,39 @@ class PreferenceDataset(SourceDataset):
     if it is bad. An empty answer has no tokens and labels.
     """
 
-    def _item(self, index: int) -> Steps:
+    def _read_row(self, index: int) -> ReadRow:
         fields = self._fields(index)
         tools = to_tools(fields.get("tools"))
-        keys = {"prompt", "completion", *SIDES} & fields.keys()
-        fields |= {key: conversation(fields[key], tools) for key in keys}
+        for key in ("prompt", "completion", *SIDES):
+            if key in fields:
+                fields[key] = conversation(fields[key], tools)
         if "completion" in fields:
-            sides = [_turns("completion", fields, self.system_prompt)]
-            shared = max((i for i, turn in enumerate(sides[0], 1) if turn.role == "user"), default=0)
+            turns = _turns("completion", fields, self.system_prompt)
+            sides = [turns]
+            shared = _last(turns, "user", -1) + 1
         else:
-            sides, shared = _conversations(fields, self.system_prompt)
-        sequences: list[list[int]] = []  # tokens and labels, by side
+            sides, shared = _sides(fields, self.system_prompt)
+        conversations: list[Conversation | None] = []
         noted: list[Turn] = []
         for turns in sides:
-            answers = [turn._replace(masked=turn.masked or i < shared) for i, turn in enumerate(turns)]
-            noted += answers
-            empty = len(turns) == shared
-            sequences += ([], []) if empty else (yield from render_turns(self.tokenizer, answers, tools=tools))
-        self._note(index, noted)
-        if "completion" in fields:
-            tokens, labels = sequences
-            return {"tokens": tokens, "labels": labels, SIDE: 1 if fields["label"] else -1, **weight_in(fields)}
-        names = [f"{side}_{what}" for side in SIDES for what in ("input_ids", "labels")]
-        return {**dict(zip(names, sequences, strict=True)), **weight_in(fields)}
+            prompt = [turn._replace(masked=True) for turn in turns[:shared]]
+            answer = turns[shared:]
+            noted += [*prompt, *answer]
+            conversations.append(Conversation([*prompt, *answer], tools) if answer else None)
+        return ReadRow(fields, conversations, noted)
+
+    def _item(self, index: int, row: ReadRow, rendered: Sequence[Labelled | Exception]) -> Row:
+        sides = [returned(side) for side in rendered]
+        self._note(index, row.turns)
+        item: Json = {}
+        if "completion" in row.fields:
+            ((tokens, labels),) = sides
+            item = {"tokens": tokens, "labels": labels, SIDE: 1 if row.fields["label"] else -1}
+        else:
+            for side, (tokens, labels) in zip(SIDES, sides, strict=True):
+                item[f"{side}_input_ids"] = tokens
+                item[f"{side}_labels"] = labels
+        return item | weight_in(row.fields)
 
     def _fields(self, index: int) -> Json:
         """Return a row under our column names, ``chosen`` and ``rejected``, or ``completion`` and ``label``."""
@@ -103,12 +113,15 @@ class PreferenceDataset(SourceDataset):
         named = {*columns, *given}
         if not named & {*PAIRED} and named & {*KTO}:
             fields = single(given)
-            self._use({"prompt", "completion", *KTO, *EXTRAS, *(given.keys() - fields.keys())})
+            self._use(["prompt", "completion", *KTO, *EXTRAS, *(given.keys() - fields.keys())])
             return fields
-        fields = pair({key: value for key, value in given.items() if key != "completion"}, columns)
-        nulls = (side for side in SIDES if side not in fields and self.column_map.get(side, side) in columns)
-        fields |= {side: [] for side in nulls}  # no answer
-        if missing := [side for side in SIDES if side not in fields]:
+        given.pop("completion", None)
+        fields = pair(given, columns)
+        for side in SIDES:
+            if side not in fields and self.column_map.get(side, side) in columns:
+                fields[side] = []  # a null is no answer
+        missing = [side for side in SIDES if side not in fields]
+        if missing:
             what = f"the columns {list(row)} lack {' and '.join(missing)}"
             if len(missing) == 1:
                 raise ValueError(f"{what}; use column_map")
@@ -116,11 +129,11 @@ class PreferenceDataset(SourceDataset):
                 f"{what}, or label (true or false) for single answers; use column_map, or lora_finetune_rocm with "
                 "rocm_ext.data.sft_dataset to train on right answers alone"
             )
-        self._use({"prompt", *SIDES, *EXTRAS, *(given.keys() - fields.keys() - {"completion"})})
+        self._use(["prompt", *SIDES, *EXTRAS, *(given.keys() - fields.keys())])
         return fields
 
 
-def _conversations(fields: Row, system_prompt: str | None) -> tuple[list[list[Turn]], int]:
+def _sides(fields: Row, system_prompt: str | None) -> tuple[list[list[Turn]], int]:
     """Return the turns of both sides, and the number of turns before the answers, which may be empty."""
     sides = []
     for side in SIDES:
@@ -129,17 +142,28 @@ def _conversations(fields: Row, system_prompt: str | None) -> tuple[list[list[Tu
         except ValueError as error:
             raise ValueError(f"{side}: {error}") from error
     chosen, rejected = sides
-    shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-    if shared is None:
-        shared = min(map(len, sides))
-        if len(chosen) == len(rejected):  # equal sides: show the last answers, so that the pair is counted as equal
-            shared = max((i for i, turn in enumerate(chosen) if turn.role == "assistant"), default=shared)
-        return sides, shared
-    if other := next((turns[shared] for turns in sides if turns[shared].role != "assistant"), None):
-        raise ValueError(
-            f"the prompts of chosen and rejected differ: message {shared} is of the {other.role}, and not the same"
-        )
+    shortest = min(len(chosen), len(rejected))
+    shared = 0
+    while shared < shortest and chosen[shared] == rejected[shared]:
+        shared += 1
+    if shared < shortest:
+        for turns in sides:
+            role = turns[shared].role
+            if role != "assistant":
+                raise ValueError(
+                    f"the prompts of chosen and rejected differ: message {shared} is of the {role}, and not the same"
+                )
+    elif len(chosen) == len(rejected):  # equal sides: show the last answers, so that the pair is counted as equal
+        shared = _last(chosen, "assistant", shared)
     return sides, shared
+
+
+def _last(turns: Sequence[Turn], role: str, default: int) -> int:
+    """Return the index of the last turn of a role, or ``default`` without one."""
+    for i in reversed(range(len(turns))):
+        if turns[i].role == role:
+            return i
+    return default
 
 
 def _turns(side: str, fields: Row, system_prompt: str | None) -> list[Turn]:
@@ -149,16 +173,13 @@ def _turns(side: str, fields: Row, system_prompt: str | None) -> list[Turn]:
 
 def _conversation(side: str, fields: Row) -> list[Any]:
     """Return the messages of one side with its prompt; an empty answer is left out."""
-    value, prompt = fields[side], fields.get("prompt")
-    if isinstance(value, str) and prompt is None:
+    value = fields[side]
+    prompt = fields.get("prompt")
+    if prompt is None and isinstance(value, str):
         return _dialogue(value)
-    asked = prompt if isinstance(prompt, list) else []
-    if isinstance(prompt, str):
-        asked = [{"role": "user", "content": prompt}]
-    elif prompt is not None and not asked:
-        raise ValueError(f"prompt must be a text or a list of messages, found {prompt!r}")
+    asked = _messages_of(prompt)
     if isinstance(value, str):
-        return [*asked, *([{"role": "assistant", "content": value}] if value.strip() else [])]
+        return [*asked, {"role": "assistant", "content": value}] if value.strip() else asked
     expect(value, list, "it must be a text or a list of messages")
     messages = value[:-1] if value and _is_empty_answer(value[-1]) else value
     if prompt is None:
@@ -170,6 +191,17 @@ def _conversation(side: str, fields: Row) -> list[Any]:
     return messages
 
 
+def _messages_of(prompt: Any) -> list[Any]:
+    """Return a prompt's messages; a text is a user's."""
+    if prompt is None:
+        return []
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and prompt:
+        return prompt
+    raise ValueError(f"prompt must be a text or a list of messages, found {prompt!r}")
+
+
 def _dialogue(text: str) -> list[dict[str, str]]:
     """Return the messages of a text of hh-rlhf."""
     before, *parts = _SPEAKER.split(text)
@@ -177,20 +209,24 @@ def _dialogue(text: str) -> list[dict[str, str]]:
         raise ValueError(
             "it is a text, so the row needs a prompt as well; or write both as \\n\\nHuman: …\\n\\nAssistant: …"
         )
-    texts, roles = zip(parts[::2], parts[1::2], strict=True), {"Human": "user", "Assistant": "assistant"}
-    turns = [{"role": roles[speaker], "content": content.strip()} for speaker, content in texts]
-    return turns[:-1] if _is_empty_answer(turns[-1]) else turns
+    messages = []
+    for speaker, content in zip(parts[::2], parts[1::2], strict=True):
+        role = "user" if speaker == "Human" else "assistant"
+        messages.append({"role": role, "content": content.strip()})
+    return messages[:-1] if _is_empty_answer(messages[-1]) else messages
 
 
 def _contains(messages: list[Any], prompt: Any) -> bool:
+    turns = to_turns(messages)
     if isinstance(prompt, str):
-        return prompt.strip() in [turn.content.strip() for turn in to_turns(messages) if turn.role == "user"]
-    return to_turns(messages)[: len(prompt)] == to_turns(prompt)
+        return any(turn.role == "user" and turn.content.strip() == prompt.strip() for turn in turns)
+    return turns[: len(prompt)] == to_turns(prompt)
 
 
 def _is_empty_answer(message: Any) -> bool:
     if role_of(message) != "assistant":
         return False
+    if any(message.get(key) for key in ("tool_calls", "function_call", *REASONING_KEYS)):
+        return False
     content = message.get("content", message.get("value"))
-    calls = any(message.get(key) for key in ("tool_calls", "function_call", *REASONING_KEYS))
-    return (content is None or (isinstance(content, str) and not content.strip())) and not calls
+    return content is None or (isinstance(content, str) and not content.strip())

@@ -7,12 +7,12 @@ Labels follow torchtune: ``labels[t]`` is the token at ``t`` itself, or -100 for
 """
 
 import copy
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import groupby, pairwise
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NamedTuple
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.encoder import TextEncoder, to_text
@@ -20,9 +20,10 @@ from rocm_ext.data.messages import Turn, to_turns
 from rocm_ext.data.template import ChatTemplate
 
 IGNORE = -100
+Turns = Sequence[Turn]
 Tools = Sequence[Mapping] | None
-Steps = Generator[str, list[int] | None, Any]  # yields texts to tokenise, and receives their tokens or None
-Rendering = Generator[str, list[int] | None, tuple[list[int], list[int]]]
+Labelled = tuple[list[int], list[int]]  # tokens [s] and labels [s]
+Spans = list[tuple[int, int]]  # start and end of the trained turns in a text, in characters
 _CALL = {"type": "function", "function": {"name": "a", "arguments": {}}}
 _EACH_ROLE = (
     Turn("system", "a", True),
@@ -30,6 +31,34 @@ _EACH_ROLE = (
     Turn("assistant", "", False, {"tool_calls": [_CALL], "reasoning_content": "a"}),
     Turn("tool", "a", True),
 )
+
+
+class Conversation(NamedTuple):
+    """A conversation to train on.
+
+    Attributes:
+        turns: the messages.
+        tools, train_on_input, last_turn: see :func:`render_conversation`.
+    """
+
+    turns: Turns
+    tools: Tools = None
+    train_on_input: bool = False
+    last_turn: bool = False
+
+    def trained(self) -> "Conversation":
+        """Return the conversation up to its last turn with labels; UserError: no turn has labels."""
+        trained = [i for i, turn in enumerate(self.turns) if not turn.masked]
+        if not trained:
+            raise UserError("no assistant turn to train on")
+        *before, last = self.turns[: trained[-1] + 1]
+        if self.last_turn or self.train_on_input:
+            before = [turn._replace(masked=True) for turn in before]
+        return self._replace(turns=[*before, last])
+
+
+Conversations = Sequence[Conversation | Exception]
+Rendered = list[Labelled | Exception]  # by conversation, see `each`
 
 
 def render_prompt(tokenizer: Any, messages: Sequence[Mapping], tools: Tools = None) -> list[int]:
@@ -53,7 +82,7 @@ def render_prompt(tokenizer: Any, messages: Sequence[Mapping], tools: Tools = No
     return render_history(tokenizer, to_turns(messages), tools)
 
 
-def render_history(tokenizer: Any, turns: Sequence[Turn], tools: Tools = None) -> list[int]:
+def render_history(tokenizer: Any, turns: Turns, tools: Tools = None) -> list[int]:
     """Render turns as :func:`render_prompt` renders messages; assistant turns may be empty."""
     return _renderer(tokenizer).prompt(turns, tools)
 
@@ -64,7 +93,7 @@ def render_conversation(
     train_on_input: bool = False,
     tools: Tools = None,
     last_turn: bool = False,
-) -> tuple[list[int], list[int]]:
+) -> Labelled:
     """Render a conversation to train on.
 
     Labels cover the content and the end-of-turn token of every assistant turn, except turns with ``weight: 0``. They
@@ -84,59 +113,67 @@ def render_conversation(
             to train on.
         ValueError: a message is malformed.
     """
-    return alone(render_turns(tokenizer, to_turns(messages), train_on_input, tools, last_turn))
+    conversation = Conversation(to_turns(messages), tools, train_on_input, last_turn)
+    (rendered,) = render_conversations(tokenizer, [conversation])
+    return returned(rendered)
 
 
-def render_turns(
-    tokenizer: Any, turns: Sequence[Turn], train_on_input: bool = False, tools: Tools = None, last_turn: bool = False
-) -> Rendering:
-    """Render turns as :func:`render_conversation` does, as steps for :func:`together`."""
-    last = max((i for i, turn in enumerate(turns) if not turn.masked), default=None)
-    if last is None:
-        raise UserError("no assistant turn to train on")
-    turns = turns[: last + 1]
-    if last_turn or train_on_input:
-        turns = [*(turn._replace(masked=True) for turn in turns[:-1]), turns[-1]]
-    tokens, labels = yield from _renderer(tokenizer).conversation(turns, tools)
-    return tokens, list(tokens) if train_on_input else labels
+def render_conversations(tokenizer: Any, conversations: Sequence[Conversation]) -> Rendered:
+    """Render conversations to train on; a chat template's texts are tokenised in one batch, which takes less time.
 
-
-def together(steps: Sequence[Steps], encode: Callable[[list[str]], Sequence] | None = None) -> list:
-    """Run steps to their ends, and return their results or exceptions.
-
-    With ``encode``, the texts that they yield are tokenised at once, which takes less time and gives the same tokens.
-    Without it, every step tokenises its text.
+    Returns:
+        For each conversation what :func:`render_conversation` returns, or the exception that it raises.
     """
-    results: list = [None] * len(steps)
-    sent = dict.fromkeys(range(len(steps)))
-    while sent:
-        texts = {}
-        for i, tokens in sent.items():
-            try:
-                texts[i] = steps[i].send(tokens)
-            except StopIteration as end:
-                results[i] = end.value
-            except Exception as error:  # a tokenizer of the user's may raise anything
-                results[i] = error
-        sent = dict(zip(texts, encode(list(texts.values())), strict=True)) if encode else dict.fromkeys(texts)
+    trained = each(Conversation.trained, conversations)
+    rendered = _renderer(tokenizer).conversations(trained)
+    return each(_with_input, conversations, rendered)
+
+
+def _with_input(conversation: Conversation, rendered: Labelled) -> Labelled:
+    if not conversation.train_on_input:
+        return rendered
+    tokens, _ = rendered
+    return tokens, list(tokens)
+
+
+def each(function: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
+    """Apply a function to the values of each row.
+
+    Args:
+        function: takes one value of each column.
+        columns: values by row.
+
+    Returns:
+        By row the function's result, or an exception: the one that the function raises, or the first among the values.
+        So one bad row does not stop the others.
+    """
+    results: list[Any] = []
+    for values in zip(*columns, strict=True):
+        error = next((value for value in values if isinstance(value, Exception)), None)
+        if error is not None:
+            results.append(error)
+            continue
+        try:
+            results.append(function(*values))
+        except Exception as raised:  # a tokenizer of the user's may raise anything
+            results.append(raised)
     return results
 
 
-def alone(step: Steps) -> Any:
-    """Run one step to its end, and return its result or raise its exception."""
-    (result,) = together([step])
-    return returned(result)
-
-
 def returned(result: Any) -> Any:
-    """Return a result of :func:`together`, or raise it if it is an exception."""
+    """Return a result of :func:`each`, or raise it if it is an exception."""
     if isinstance(result, Exception):
         raise result
     return result
 
 
 def render_reply(
-    tokenizer: Any, before: Sequence[Turn], answer: Turn, sampled: str, reply: Sequence[Turn], tools: Tools = None
+    tokenizer: Any,
+    before: Turns,
+    answer: Turn,
+    sampled: str,
+    reply: Turns,
+    tools: Tools = None,
 ) -> tuple[list[int], bool]:
     """Render the continuation of an answer: the end of its turn, the reply, and the header of the next answer.
 
@@ -163,6 +200,14 @@ def _renderer(tokenizer: Any) -> "Renderer":
     return getattr(tokenizer, "renderer", None) or TorchtuneRenderer(tokenizer)
 
 
+class _Text(NamedTuple):
+    """A conversation as a chat template writes it."""
+
+    conversation: Conversation
+    text: str
+    spans: Spans
+
+
 class TemplateRenderer:
     """Renders with a chat template, to the ids that ``apply_chat_template`` gives.
 
@@ -176,14 +221,9 @@ class TemplateRenderer:
     """
 
     def __init__(self, template: ChatTemplate, encoder: TextEncoder, stops: Sequence[int]) -> None:
-        self.template, self._encoder, self._stops = template, encoder, frozenset(stops)
-
-    def encode_all(self, texts: Sequence[str]) -> Sequence[list[int] | None]:
-        """Tokenise the texts of several conversations for :func:`together`."""
-        try:
-            return self._encoder.encode_all(texts)
-        except Exception:  # any tokenizer's; the faulty conversation raises it again
-            return [None] * len(texts)
+        self.template = template
+        self._encoder = encoder
+        self._stops = frozenset(stops)
 
     @property
     def added_tokens(self) -> frozenset[str]:
@@ -203,23 +243,44 @@ class TemplateRenderer:
         """Return the text of ``tokens`` with special tokens."""
         return self._encoder.decode(tokens, special=True)
 
-    def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
+    def prompt(self, turns: Turns, tools: Tools) -> list[int]:
         """Implement :func:`render_prompt` with the template."""
         return self._encoder.encode(self.template.render(turns, tools, prompt=True))
 
-    def conversation(self, turns: Sequence[Turn], tools: Tools) -> Rendering:
-        """Implement :func:`render_conversation` with the template."""
-        if all(turn.masked for turn in turns[1:]):  # nothing prompts a turn that begins a conversation
+    def conversations(self, conversations: Conversations) -> Rendered:
+        """Implement :func:`render_conversations` with the template."""
+        texts = each(self._text_of, conversations)
+        tokens = self._encode_all(texts)
+        return each(self._labelled, texts, tokens)
+
+    def _text_of(self, conversation: Conversation) -> _Text:
+        if all(turn.masked for turn in conversation.turns[1:]):  # nothing prompts a turn that begins a conversation
             raise UserError("no assistant turn to train on: the only one begins the conversation")
-        text, spans = self._marked(turns, tools) if self.template.marked else self._nested(turns, tools)
-        tokens, cuts = self._encoder.encode_apart(text, [cut for span in spans for cut in span], (yield text))
-        if spans and not self._stops.intersection(tokens[cuts[-2] :]):
-            tokens += self._next_marker(text, turns, tools)
-        labels, stopped = [IGNORE] * len(tokens), []
+        find_spans = self._marked if self.template.marked else self._nested
+        text, spans = find_spans(conversation.turns, conversation.tools)
+        return _Text(conversation, text, spans)
+
+    def _encode_all(self, texts: Sequence[_Text | Exception]) -> list[list[int] | None]:
+        """Tokenise the texts in one batch; None instead of tokens if an exception is there, or the batch fails."""
+        batch = [text.text for text in texts if isinstance(text, _Text)]
+        try:
+            encoded = iter(self._encoder.encode_all(batch))
+        except Exception:  # any tokenizer's; the faulty text raises it again when it is tokenised alone
+            return [None] * len(texts)
+        return [next(encoded) if isinstance(text, _Text) else None for text in texts]
+
+    def _labelled(self, text: _Text, encoded: list[int] | None) -> Labelled:
+        """Return the tokens and labels of a text; ``encoded`` are its tokens, if they are known."""
+        edges = [edge for span in text.spans for edge in span]
+        tokens, cuts = self._encoder.encode_apart(text.text, edges, encoded)
+        if text.spans and not self._has_stop(tokens[cuts[-2] :]):
+            tokens += self._next_marker(text)
+        labels = [IGNORE] * len(tokens)
+        stopped: list[bool] = []
         for start, end in zip(cuts[::2], cuts[1::2], strict=True):
-            if not self._stops.intersection(tokens[start:end]):
+            if not self._has_stop(tokens[start:end]):
                 end += len(self._up_to_stop(tokens[end:]))
-            stopped.append(bool(self._stops.intersection(tokens[start:end])))
+            stopped.append(self._has_stop(tokens[start:end]))
             _label(labels, tokens, range(start, end), self._stops)
         if any(stopped) and not all(stopped):  # gpt-oss: <|return|> is <|end|> once there are later turns
             raise UserError(
@@ -229,13 +290,19 @@ class TemplateRenderer:
             )
         return tokens, labels
 
-    def _next_marker(self, text: str, turns: Sequence[Turn], tools: Tools) -> list[int]:
+    def _has_stop(self, tokens: Sequence[int]) -> bool:
+        return not self._stops.isdisjoint(tokens)
+
+    def _next_marker(self, text: _Text) -> list[int]:
         """Return the next turn's marker if it ends the last turn, like GLM's ``<|user|>``; else nothing."""
+        question = Turn("user", "a", True)
         try:
-            longer = self.template.render([*turns, Turn("user", "a", True)], tools)
+            longer = self.template.render([*text.conversation.turns, question], text.conversation.tools)
         except UserError:
             return []
-        return self._up_to_stop(self._encoder.encode(longer[len(text) :])) if longer.startswith(text) else []
+        if not longer.startswith(text.text):
+            return []
+        return self._up_to_stop(self._encoder.encode(longer.removeprefix(text.text)))
 
     def _up_to_stop(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens up to a stop token with only white space before it, or []."""
@@ -246,34 +313,37 @@ class TemplateRenderer:
                 break
         return []
 
-    def reply(
-        self, before: Sequence[Turn], answer: Turn, sampled: str, reply: Sequence[Turn], tools: Tools
-    ) -> tuple[list[int], bool]:
+    def reply(self, before: Turns, answer: Turn, sampled: str, reply: Turns, tools: Tools) -> tuple[list[int], bool]:
         """Implement :func:`render_reply` with the template."""
         prompt = self.template.render(before, tools, prompt=True)
         replied = self.template.render([*before, answer, *reply], tools, prompt=True)
         if replied.startswith(prompt + sampled):
-            tokens, (end,) = self._encoder.encode_apart(replied, [len(prompt + sampled)])
-            return tokens[_behind_stop(tokens, end, self._stops) :], False
+            return self._behind(replied, len(prompt + sampled)), False
         answered = self.template.render([*before, answer], tools)
         if answered.startswith(prompt) and replied.startswith(answered):
-            tokens, (start,) = self._encoder.encode_apart(replied, [len(prompt)])
-            return tokens[_behind_stop(tokens, start, self._stops) :], False
+            return self._behind(replied, len(prompt)), False
         return self._encoder.encode(replied), True
 
-    def _nested(self, turns: Sequence[Turn], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
+    def _behind(self, text: str, cut: int) -> list[int]:
+        """Tokenise a text, and return its tokens behind the first stop token after character ``cut``."""
+        tokens, (start,) = self._encoder.encode_apart(text, [cut])
+        return tokens[_behind_stop(tokens, start, self._stops) :]
+
+    def _nested(self, turns: Turns, tools: Tools) -> tuple[str, Spans]:
         """Return the text and the spans of trained turns, by rendering the conversation up to them."""
-        text, spans = self.template.render(turns, tools), []
+        text = self.template.render(turns, tools)
+        spans: Spans = []
         for i, turn in enumerate(turns):
             if turn.masked or i == 0:
                 continue
+            last = i == len(turns) - 1
             before = self.template.render(turns[:i], tools, prompt=True)
-            after = text if i == len(turns) - 1 else self.template.render(turns[: i + 1], tools)
+            after = text if last else self.template.render(turns[: i + 1], tools)
             if not (after.startswith(before) and text.startswith(after)):
                 raise UserError(
                     f"message {i}: chat template {self.template.origin} renders this assistant turn differently "
                     "when it is generated and inside the conversation, so training would teach text that is never "
-                    f"generated; {self._cure(turn, last=after is text)}"
+                    f"generated; {self._cure(turn, last)}"
                 )
             spans.append((len(before), len(after)))
         return text, spans
@@ -287,7 +357,9 @@ class TemplateRenderer:
             )
         if not turn.reasons:
             return "use a template whose prompt begins the turn, or chat_template: torchtune with torchtune's tokenizer"
-        switch = " or set chat_template_args: {enable_thinking: True}," if self.template.switches_reasoning else ""
+        switch = ""
+        if self.template.switches_reasoning:
+            switch = " or set chat_template_args: {enable_thinking: True},"
         return f"the prompt leaves no room for its reasoning: remove it from the row,{switch} or use another template"
 
     @cached_property
@@ -299,26 +371,32 @@ class TemplateRenderer:
             return False
         return prompt.rstrip().endswith("<think>")
 
-    def _marked(self, turns: Sequence[Turn], tools: Tools) -> tuple[str, list[tuple[int, int]]]:
+    def _marked(self, turns: Turns, tools: Tools) -> tuple[str, Spans]:
         """Return the text and the spans of trained turns, from the template's generation blocks."""
-        text, spans = self.template.render_marked(turns, tools)
-        answered = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
-        if len(answered) != len(spans):
+        text, blocks = self.template.render_marked(turns, tools)
+        answers = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
+        if len(answers) != len(blocks):
             raise UserError(
-                f"chat template {self.template.origin} marked {len(spans)} parts of a conversation with "
-                f"{len(answered)} assistant turns; expected one generation block per turn"
+                f"chat template {self.template.origin} marked {len(blocks)} parts of a conversation with "
+                f"{len(answers)} assistant turns; expected one generation block per turn"
             )
-        trained = []
-        for i, (start, end) in zip(answered, spans, strict=True):
+        spans: Spans = []
+        for i, (start, end) in zip(answers, blocks, strict=True):
             if turns[i].masked or i == 0:
                 continue
-            before = self.template.render(turns[:i], tools, prompt=True)  # a block may include the header
-            shared = commonprefix([before, text])  # noqa: RUF071 - by characters
-            if shared != before:  # DeepSeek's prompt adds <think>: cut the shared text behind a line or a token
-                marks = [mark for mark in ("\n", *self.added_tokens) if mark in shared]
-                shared = shared[: max((shared.rindex(mark) + len(mark) for mark in marks), default=0)]
-            trained.append((max(start, len(shared)), end))
-        return text, trained
+            prompted = self._prompted(text, turns[:i], tools)
+            spans.append((max(start, prompted), end))  # a block may include the header, which the prompt contains
+        return text, spans
+
+    def _prompted(self, text: str, before: Turns, tools: Tools) -> int:
+        """Return the number of first characters of ``text`` that the prompt of the turns ``before`` has."""
+        prompt = self.template.render(before, tools, prompt=True)
+        shared = commonprefix([prompt, text])  # noqa: RUF071 - by characters
+        if shared == prompt:
+            return len(shared)
+        # DeepSeek's prompt adds <think>, so the texts part somewhere: go back to the end of a line or of a token
+        ends = [shared.rindex(mark) + len(mark) for mark in ("\n", *self.added_tokens) if mark in shared]
+        return max(ends, default=0)
 
 
 class PlainRenderer:
@@ -328,9 +406,10 @@ class PlainRenderer:
     """
 
     def __init__(self, tokenizer: Any, end: int) -> None:
-        self._tokenizer, self._end = tokenizer, end
+        self._tokenizer = tokenizer
+        self._end = end
 
-    def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
+    def prompt(self, turns: Turns, tools: Tools) -> list[int]:
         """Tokenise the only turn, a user's."""
         if tools or len(turns) != 1 or turns[0].role != "user":
             roles = ", ".join(turn.role for turn in turns)
@@ -340,19 +419,21 @@ class PlainRenderer:
             )
         return self._tokenizer.encode(turns[0].content, add_bos=True, add_eos=False)
 
-    def reply(
-        self, before: Sequence[Turn], answer: Turn, sampled: str, reply: Sequence[Turn], tools: Tools
-    ) -> tuple[list[int], bool]:
+    def reply(self, before: Turns, answer: Turn, sampled: str, reply: Turns, tools: Tools) -> tuple[list[int], bool]:
         """Refuse: there are no turns."""
         return self.prompt([*before, answer, *reply], tools), True
 
-    def conversation(self, turns: Sequence[Turn], tools: Tools) -> Rendering:
-        """Return prompt and completion; only the completion has labels."""
-        yield from ()  # the tokenizer takes one text at a time
-        prompt = self.prompt(turns[:-1], tools)
-        answer = self._tokenizer.encode(turns[-1].content, add_bos=False, add_eos=False)
+    def conversations(self, conversations: Conversations) -> Rendered:
+        """Implement :func:`render_conversations`: prompts and completions, of which only completions have labels."""
+        return each(self._conversation, conversations)
+
+    def _conversation(self, conversation: Conversation) -> Labelled:
+        *asked, completion = conversation.turns
+        prompt = self.prompt(asked, conversation.tools)
+        answer = self._tokenizer.encode(completion.content, add_bos=False, add_eos=False)
         answer = [*answer, *end_of(answer, self._tokenizer, self._end)]
-        return [*prompt, *answer], [*[IGNORE] * len(prompt), *answer]
+        masked = [IGNORE] * len(prompt)
+        return [*prompt, *answer], [*masked, *answer]
 
 
 class TorchtuneRenderer:
@@ -361,25 +442,30 @@ class TorchtuneRenderer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = unlimited(tokenizer)
 
-    def prompt(self, turns: Sequence[Turn], tools: Tools) -> list[int]:
+    def prompt(self, turns: Turns, tools: Tools) -> list[int]:
         """Implement :func:`render_prompt` with the tokenizer."""
         _refuse_tools(turns, tools)
-        conversation = [*turns, Turn("assistant", "", False)]
-        tokens, mask = self._render(conversation, unmasked=[len(turns)])
+        answer = Turn("assistant", "", False)
+        tokens, mask = self._render([*turns, answer], unmasked=[len(turns)])
         start = mask.index(False) if False in mask else len(mask)
         return tokens[: start + self._header_length()]
 
-    def conversation(self, turns: Sequence[Turn], tools: Tools) -> Rendering:
-        """Implement :func:`render_conversation` with the tokenizer."""
-        yield from ()  # the tokenizer takes one conversation at a time
-        _refuse_tools(turns, tools)
+    def conversations(self, conversations: Conversations) -> Rendered:
+        """Implement :func:`render_conversations` with the tokenizer."""
+        return each(self._conversation, conversations)
+
+    def _conversation(self, conversation: Conversation) -> Labelled:
+        turns = conversation.turns
+        _refuse_tools(turns, conversation.tools)
         trained = [i for i, turn in enumerate(turns) if not turn.masked]
-        labels: list[int] = []
-        header, stops = self._header_length(), frozenset(getattr(self._tokenizer, "stop_tokens", ()))
         # A run of unmasked tokens must be one turn. If assistant turns are adjacent, render twice, with every second
         # one unmasked.
-        adjacent = any(b - a == 1 for a, b in pairwise(trained))
-        for group in (trained[::2], trained[1::2]) if adjacent else (trained,):
+        adjacent = any(following - i == 1 for i, following in pairwise(trained))
+        groups = [trained[::2], trained[1::2]] if adjacent else [trained]
+        header = self._header_length()
+        stops = frozenset(getattr(self._tokenizer, "stop_tokens", ()))
+        labels: list[int] = []
+        for group in groups:
             tokens, mask = self._render(turns, unmasked=group)
             labels = labels or [IGNORE] * len(tokens)
             for masked, run in groupby(range(len(mask)), key=mask.__getitem__):
@@ -387,22 +473,23 @@ class TorchtuneRenderer:
                     _label(labels, tokens, list(run)[header:], stops)
         return tokens, labels
 
-    def reply(
-        self, before: Sequence[Turn], answer: Turn, sampled: str, reply: Sequence[Turn], tools: Tools
-    ) -> tuple[list[int], bool]:
+    def reply(self, before: Turns, answer: Turn, sampled: str, reply: Turns, tools: Tools) -> tuple[list[int], bool]:
         """Implement :func:`render_reply` with the tokenizer."""
-        prompt, replied = self.prompt(before, tools), self.prompt([*before, answer, *reply], tools)
+        prompt = self.prompt(before, tools)
+        replied = self.prompt([*before, answer, *reply], tools)
         if replied[: len(prompt)] != prompt:
             return replied, True
-        return replied[_behind_stop(replied, len(prompt), frozenset(self._tokenizer.stop_tokens)) :], False
+        start = _behind_stop(replied, len(prompt), frozenset(self._tokenizer.stop_tokens))
+        return replied[start:], False
 
-    def _render(self, turns: Sequence[Turn], unmasked: Sequence[int]) -> tuple[list[int], list[bool]]:
+    def _render(self, turns: Turns, unmasked: Sequence[int]) -> tuple[list[int], list[bool]]:
         """Return tokens and mask; only the turns at these indices are unmasked."""
         from torchtune.data import Message  # here, because it takes seconds, and most models bring a chat template
 
-        roles = ("ipython" if turn.role == "tool" else turn.role for turn in turns)
-        parts = enumerate(zip(roles, turns, strict=True))
-        messages = [Message(role, turn.content, masked=i not in unmasked) for i, (role, turn) in parts]
+        messages = []
+        for i, turn in enumerate(turns):
+            role = "ipython" if turn.role == "tool" else turn.role
+            messages.append(Message(role, turn.content, masked=i not in unmasked))
         out = self._tokenizer({"messages": messages})
         return out["tokens"], out["mask"]
 
@@ -415,36 +502,45 @@ class TorchtuneRenderer:
         """
 
         def turn(content: str) -> list[int]:
-            tokens, mask = self._render([Turn("user", "a", True), Turn("assistant", content, False)], unmasked=[1])
+            question, answer = Turn("user", "a", True), Turn("assistant", content, False)
+            tokens, mask = self._render([question, answer], unmasked=[1])
             return [token for token, masked in zip(tokens, mask, strict=True) if not masked]
 
-        empty, other = turn(""), turn("a")
-        return next((i for i, (a, b) in enumerate(zip(empty, other, strict=False)) if a != b), len(empty))
+        return len(commonprefix([turn(""), turn("a")]))  # noqa: RUF071 - of tokens
 
 
 Renderer = TemplateRenderer | PlainRenderer | TorchtuneRenderer
 
 
-def _refuse_tools(turns: Sequence[Turn], tools: Tools) -> None:
+def _refuse_tools(turns: Turns, tools: Tools) -> None:
     if tools or any("tool_calls" in turn.more for turn in turns):
         raise UserError("tools and tool_calls need the model's chat template (chat_template: auto)")
 
 
 def end_of(tokens: Sequence[int], tokenizer: Any, end: int) -> list[int]:
     """Return [``end``] to append to a text's tokens, or [] if they already end with a stop token and white space."""
-    last = next((token for token in reversed(tokens) if not tokenizer.decode([token]).isspace()), None)
-    return [] if {last} & {end, *getattr(tokenizer, "stop_tokens", ())} else [end]
+    stops = {end, *getattr(tokenizer, "stop_tokens", ())}
+    for token in reversed(tokens):
+        if not tokenizer.decode([token]).isspace():
+            return [] if token in stops else [end]
+    return [end]
 
 
 def _behind_stop(tokens: Sequence[int], start: int, stops: frozenset[int]) -> int:
     """Return the index behind the first stop token from ``start`` on, or ``start``."""
-    return next((i + 1 for i in range(start, len(tokens)) if tokens[i] in stops), start)
+    for i in range(start, len(tokens)):
+        if tokens[i] in stops:
+            return i + 1
+    return start
 
 
 def _label(labels: list[int], tokens: Sequence[int], indices: Sequence[int], stops: frozenset[int]) -> None:
-    """Label the tokens at ``indices``, one turn, up to its stop token: the model does not generate the ``"\\n"`` that
-    a template may put behind it."""
-    end = next((n for n in range(len(indices), 0, -1) if tokens[indices[n - 1]] in stops), len(indices))
+    """Label the tokens at ``indices``, one turn, up to its last stop token.
+
+    The model does not generate the ``"\\n"`` that a template may put behind it.
+    """
+    ends = [n for n, i in enumerate(indices, 1) if tokens[i] in stops]
+    end = ends[-1] if ends else len(indices)
     for i in indices[:end]:
         labels[i] = tokens[i]
 
@@ -463,6 +559,10 @@ def unlimited(tokenizer: Any) -> Any:
 
 def marked_text(tokenizer: Any, tokens: Sequence[int]) -> str:
     """Decode an answer with special tokens, which mark calls of tools, but without the final stop token."""
-    renderer, stops = getattr(tokenizer, "renderer", None), frozenset(tokenizer.stop_tokens)
-    tokens = list(tokens[:-1] if tokens and tokens[-1] in stops else tokens)
-    return renderer.text(tokens) if isinstance(renderer, TemplateRenderer) else to_text(tokenizer, tokens)
+    tokens = list(tokens)
+    if tokens and tokens[-1] in tokenizer.stop_tokens:
+        tokens.pop()
+    renderer = getattr(tokenizer, "renderer", None)
+    if isinstance(renderer, TemplateRenderer):
+        return renderer.text(tokens)
+    return to_text(tokenizer, tokens)

@@ -4,17 +4,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
 from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.kinds import check, one_of
 from rocm_ext.base.types import Json, Row
-from rocm_ext.data.dialects import ALPACA, asked, conversation, listed, refuse_kto, refuse_pair, string
+from rocm_ext.data.dialects import ALPACA, asked, conversation, listed, present, refuse_kto, refuse_pair, string
 from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import REASONING_KEYS, Turn, to_tools, to_turns, with_system
-from rocm_ext.data.render import PlainRenderer, Steps, TemplateRenderer, end_of, render_turns, returned, together
+from rocm_ext.data.render import (
+    Conversation,
+    Labelled,
+    PlainRenderer,
+    TemplateRenderer,
+    each,
+    end_of,
+    render_conversations,
+    returned,
+)
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
 
 SCHEMAS = {  # required columns; the others of ALPACA are optional
@@ -27,7 +36,8 @@ SCHEMAS = {  # required columns; the others of ALPACA are optional
 ROW_WEIGHT = "weight"  # column of any schema
 EXTRAS = ("system", "tools", ROW_WEIGHT)  # optional columns of every schema; text has only the weight
 FIELDS = (*ALPACA, *EXTRAS, *(field for fields in SCHEMAS.values() for field in fields))
-_TOGETHER = 128  # rows that are tokenised at once
+_BATCH = 128  # rows that are tokenised at once
+_NO_TOKENS: Labelled = ([], [])
 NEEDS = ", ".join(f"{name} ({' + '.join(fields)})" for name, fields in SCHEMAS.items())
 
 
@@ -105,6 +115,21 @@ def weight_in(fields: Row) -> Json:
     return {ROW_WEIGHT: fields[ROW_WEIGHT]} if ROW_WEIGHT in fields else {}
 
 
+class ReadRow(NamedTuple):
+    """A row that is checked, but not tokenised.
+
+    Attributes:
+        fields: its values under our column names.
+        conversations: what to tokenise; none for a text without turns. None instead of a conversation is an empty
+            answer, which has no tokens.
+        turns: its turns, which :meth:`SourceDataset.warnings` may be about.
+    """
+
+    fields: Row
+    conversations: Sequence[Conversation | None]
+    turns: Sequence[Turn]
+
+
 @dataclass(eq=False, kw_only=True)
 class SourceDataset(Dataset, ABC):
     """Rows of a source that are tokenised on access.
@@ -136,30 +161,48 @@ class SourceDataset(Dataset, ABC):
 
     def items(self, indices: Sequence[int]) -> Iterator[dict[str, list[int]] | Exception]:
         """Tokenise rows; yield an exception instead of a malformed row."""
-        renderer = getattr(self.tokenizer, "renderer", None)
-        encode = renderer.encode_all if isinstance(renderer, TemplateRenderer) else None
-        for start in range(0, len(indices), _TOGETHER):
-            part = indices[start : start + _TOGETHER]
-            for index, item in zip(part, together([self._item(index) for index in part], encode), strict=True):
+        for start in range(0, len(indices), _BATCH):
+            batch = indices[start : start + _BATCH]
+            read = each(self._read_row, batch)
+            items = each(self._item, batch, read, self._rendered(read))
+            for index, item in zip(batch, items, strict=True):
                 # ValueError: the tokenizer cannot encode the text
                 wrong = isinstance(item, UserError | ValueError)
                 yield UserError(f"{self.origin(index)}: {one_line(item)}") if wrong else item
 
+    def _rendered(self, read: Sequence[ReadRow | Exception]) -> list[list[Labelled | Exception]]:
+        """Render the conversations of all rows at once; return the results by row."""
+        conversations: list[Conversation] = []
+        for row in read:
+            if isinstance(row, ReadRow):
+                conversations += filter(None, row.conversations)
+        rendered = iter(render_conversations(self.tokenizer, conversations))
+        by_row: list[list[Labelled | Exception]] = []
+        for row in read:
+            wanted = row.conversations if isinstance(row, ReadRow) else ()
+            by_row.append([next(rendered) if part else _NO_TOKENS for part in wanted])
+        return by_row
+
     @abstractmethod
-    def _item(self, index: int) -> Steps:
-        """Tokenise row ``index``; return the item."""
+    def _read_row(self, index: int) -> ReadRow:
+        """Read and check row ``index``."""
+
+    @abstractmethod
+    def _item(self, index: int, row: ReadRow, rendered: Sequence[Labelled | Exception]) -> Row:
+        """Return the item of a row from its conversations' tokens and labels, or raise the exception among them."""
 
     def warnings(self) -> list[str]:
         """Return warnings about the rows read so far, in one line each."""
         lines = []
-        if unused := self._seen - self._used:
+        unused = self._seen - self._used
+        if unused:
             lines.append(f"{self.source}: the columns {', '.join(sorted(unused))} are not used")
         if self._unread:
             keys = ", ".join(sorted(self._unread))
             lines.append(f"{self.source}: {keys} of the messages are not used, because the chat template lacks them")
         if self._unreasoned:
             lines.append(self._about_unreasoned())
-        reserved = [(self._reserved[index], self.origin(index)) for index in sorted(self._reserved)]
+        reserved = [(token, self.origin(index)) for index, token in sorted(self._reserved.items())]
         lines += special_token_lines(f"rows of {self.source}", len(self), reserved)
         return lines
 
@@ -176,33 +219,50 @@ class SourceDataset(Dataset, ABC):
     def _mapped(self, index: int) -> tuple[Row, Json]:
         """Return a row, and its values under our column names."""
         row = row_at(self.rows, index)
-        # Arrow fills gaps with None.
-        present = {key: value for key, value in row.items() if value is not None}
-        fields = {key: value for key, value in present.items() if key not in self.column_map}
-        fields |= {ours: present[yours] for ours, yours in self.column_map.items() if yours in present}
-        self._seen.update(present)
+        values = present(row)
+        self._seen.update(values)
+        fields = {key: value for key, value in values.items() if key not in self.column_map}
+        for ours, yours in self.column_map.items():
+            if yours in values:
+                fields[ours] = values[yours]
         return row, fields
 
     def _use(self, columns: Iterable[str]) -> None:
         """Note used columns, given by our names; ``tools`` counts only if the template reads it."""
-        self._used.update(self.column_map.get(ours, ours) for ours in columns if ours != "tools" or ours in self._read)
+        for ours in columns:
+            if ours != "tools" or ours in self._names_read:
+                self._used.add(self.column_map.get(ours, ours))
 
     def _note(self, index: int, turns: Sequence[Turn]) -> None:
         """Note what :meth:`warnings` says of a row: unread keys, special tokens in its texts, missing reasoning."""
-        renderer = getattr(self.tokenizer, "renderer", None)
-        opens = isinstance(renderer, TemplateRenderer) and renderer.opens_reasoning
-        if opens and not all(turn.masked or turn.reasons for turn in turns):
+        if self._opens_reasoning and not all(turn.masked or turn.reasons for turn in turns):
             self._unreasoned.add(index)
-        self._unread.update(key for turn in turns for key in turn.more if key not in self._read)
-        if special := self._special_token(turn.content for turn in turns):
+        for turn in turns:
+            self._unread.update(turn.more.keys() - self._names_read)
+        special = self._special_token(turn.content for turn in turns)
+        if special:
             self._reserved[index] = special
 
-    @cached_property
-    def _read(self) -> frozenset[str]:
-        """Keys of messages that the template reads; all names of the reasoning if it reads one."""
+    @property
+    def _template_renderer(self) -> TemplateRenderer | None:
+        """The renderer, if it has a chat template."""
         renderer = getattr(self.tokenizer, "renderer", None)
-        names = renderer.template.names if isinstance(renderer, TemplateRenderer) else frozenset()
-        return names | {"tool_call_id"} | (set(REASONING_KEYS) if names & set(REASONING_KEYS) else set())
+        return renderer if isinstance(renderer, TemplateRenderer) else None
+
+    @property
+    def _opens_reasoning(self) -> bool:
+        renderer = self._template_renderer
+        return renderer is not None and renderer.opens_reasoning
+
+    @cached_property
+    def _names_read(self) -> frozenset[str]:
+        """Keys of messages that the template reads; all names of the reasoning if it reads one."""
+        renderer = self._template_renderer
+        names = frozenset({"tool_call_id"})
+        if renderer is None:
+            return names
+        names |= renderer.template.names
+        return names if names.isdisjoint(REASONING_KEYS) else names.union(REASONING_KEYS)
 
     @cached_property
     def _special_token(self) -> Callable[[Iterable[str]], str | None]:
@@ -222,46 +282,70 @@ class ConversationDataset(SourceDataset):
     last_turn: bool
     train_on_input: bool
 
-    def _item(self, index: int) -> Steps:
+    def _read_row(self, index: int) -> ReadRow:
         schema, fields = self._fields(index)
         if schema == "text":
-            if not (text := string(fields["text"], "text")):
-                raise ValueError("text is empty")
-            end = getattr(self.tokenizer, "end_of_text", self.tokenizer.eos_id)
-            tokens = self.tokenizer.encode(text, add_bos=True, add_eos=False)
-            tokens = [*tokens, *end_of(tokens, self.tokenizer, end)]
-            return {"tokens": tokens, "labels": list(tokens), **weight_in(fields)}
-        plain = isinstance(getattr(self.tokenizer, "renderer", None), PlainRenderer)
+            return ReadRow(fields, [], [])
         tools = to_tools(fields.get("tools"))
         messages = self._messages(schema, fields, tools)
-        if plain and (schema != "prompt_completion" or any(isinstance(fields[key], list) for key in SCHEMAS[schema])):
-            found = " and ".join(f"{column} ({type(fields[column]).__name__})" for column in SCHEMAS[schema])
-            raise ValueError(
-                f"chat_template none trains on prompt and completion, or text, as strings, found {found}; convert the "
-                "rows, or set chat_template to a template's file"
-            )
+        self._refuse_turns_without_template(schema, fields)
         turns = to_turns(messages)
         if turns and turns[-1].role != "assistant":
             refuse_pair(fields)
-        tokens, labels = yield from render_turns(self.tokenizer, turns, self.train_on_input, tools, self.last_turn)
-        self._note(index, turns)
-        return {"tokens": tokens, "labels": labels, **weight_in(fields)}
+        conversation = Conversation(turns, tools, self.train_on_input, self.last_turn)
+        return ReadRow(fields, [conversation], turns)
+
+    def _item(self, index: int, row: ReadRow, rendered: Sequence[Labelled | Exception]) -> Row:
+        if row.conversations:
+            tokens, labels = returned(rendered[0])
+            self._note(index, row.turns)
+        else:
+            tokens = self._tokens_of_text(row.fields["text"])
+            labels = list(tokens)
+        return {"tokens": tokens, "labels": labels, **weight_in(row.fields)}
+
+    def _tokens_of_text(self, value: Any) -> list[int]:
+        text = string(value, "text")
+        if not text:
+            raise ValueError("text is empty")
+        tokens = self.tokenizer.encode(text, add_bos=True, add_eos=False)
+        end = getattr(self.tokenizer, "end_of_text", self.tokenizer.eos_id)
+        return [*tokens, *end_of(tokens, self.tokenizer, end)]
+
+    def _refuse_turns_without_template(self, schema: str, fields: Row) -> None:
+        """Raise a ValueError if there is no chat template, and the row is not a prompt and a completion in strings."""
+        if not isinstance(getattr(self.tokenizer, "renderer", None), PlainRenderer):
+            return
+        columns = SCHEMAS[schema]
+        if schema == "prompt_completion" and not any(isinstance(fields[column], list) for column in columns):
+            return
+        found = " and ".join(f"{column} ({type(fields[column]).__name__})" for column in columns)
+        raise ValueError(
+            f"chat_template none trains on prompt and completion, or text, as strings, found {found}; convert the "
+            "rows, or set chat_template to a template's file"
+        )
 
     def _fields(self, index: int) -> tuple[str, Json]:
         """Return the matching schema of a row, and its values under our column names."""
         row, fields = self._mapped(index)
-        names = SCHEMAS if self.schema == "auto" else [self.schema]
-        fits = [name for name in names if fields.keys() >= set(SCHEMAS[name])]
+        fits = [name for name in self._schemas if fields.keys() >= set(SCHEMAS[name])]
         if len(fits) > 1:  # prefer the schema whose columns the user mapped
             fits = [name for name in fits if self.column_map.keys() & set(SCHEMAS[name])] or fits
         if len(fits) != 1:
             raise ValueError(self._misfit(row, fields, fits))
         (schema,) = fits
-        if schema != "text":
-            refuse_kto(fields)
-        extras = EXTRAS if schema != "text" else (ROW_WEIGHT,)
-        self._use({*SCHEMAS[schema], *extras, *(ALPACA if schema == "alpaca" else ())})
+        if schema == "text":
+            self._use(["text", ROW_WEIGHT])
+            return schema, fields
+        refuse_kto(fields)
+        self._use([*SCHEMAS[schema], *EXTRAS])
+        if schema == "alpaca":
+            self._use(ALPACA)
         return schema, fields
+
+    @property
+    def _schemas(self) -> list[str]:
+        return list(SCHEMAS) if self.schema == "auto" else [self.schema]
 
     def _misfit(self, row: Row, fields: Row, fits: Sequence[str]) -> str:
         """Say why a row has the columns of several schemas, or of none."""
@@ -269,25 +353,36 @@ class ConversationDataset(SourceDataset):
         if fits:
             return f"{columns} fit {' and '.join(fits)}: set schema to one of them"
         refuse_pair(fields)
-        for name in SCHEMAS if self.schema == "auto" else [self.schema]:
+        known = set(getattr(self.rows, "column_names", row))
+        for name in self._schemas:
             needed = [self.column_map.get(ours, ours) for ours in SCHEMAS[name]]
-            if {*needed} <= {*getattr(self.rows, "column_names", row)}:
-                return f"{' and '.join(column for column in needed if row.get(column) is None)} is null"
-        if other := next((name for name, needs in SCHEMAS.items() if fields.keys() >= set(needs)), None):
-            return f"{columns} fit schema {other}, not {self.schema}: correct dataset.schema"
+            if known.issuperset(needed):
+                nulls = [column for column in needed if row.get(column) is None]
+                return f"{' and '.join(nulls)} is null"
+        for name, needs in SCHEMAS.items():
+            if fields.keys() >= set(needs):
+                return f"{columns} fit schema {name}, not {self.schema}: correct dataset.schema"
         what = "any schema" if self.schema == "auto" else f"schema {self.schema}"
         return f"{columns} do not fit {what}; use column_map, {{ours: yours}}. Known: {NEEDS}"
 
     def _messages(self, schema: str, fields: Row, tools: list[Json] | None) -> list[Any]:
-        def turns(column: str, role: str) -> list:
-            value = fields[column]
-            chat = schema == "prompt_completion" and isinstance(value, list)
-            return value if chat else [{"role": role, "content": string(value, column)}]
-
+        """Return the messages of a row, with the system message of the row or of the config."""
         if schema == "prompt_completion":
-            messages = turns("prompt", "user") + turns("completion", "assistant")
+            messages = _said_or_listed("user", "prompt", fields) + _said_or_listed("assistant", "completion", fields)
         elif schema == "alpaca":
-            messages = asked(fields) + turns("output", "assistant")
+            messages = [*asked(fields), _said("assistant", "output", fields)]
         else:
-            messages = listed(fields[SCHEMAS[schema][0]], SCHEMAS[schema][0])
+            (column,) = SCHEMAS[schema]
+            messages = listed(fields[column], column)
         return with_system(conversation(messages, tools), fields.get("system"), self.system_prompt)
+
+
+def _said(role: str, column: str, fields: Row) -> Json:
+    """Return the message in a column with text."""
+    return {"role": role, "content": string(fields[column], column)}
+
+
+def _said_or_listed(role: str, column: str, fields: Row) -> list[Any]:
+    """Return the messages in a column with text or with messages."""
+    value = fields[column]
+    return value if isinstance(value, list) else [_said(role, column, fields)]

@@ -14,7 +14,15 @@ from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
 from rocm_ext.data.encoder import EOS, TOKENIZER, HFTokenizer, TextEncoder, any_of, ids_in
 from rocm_ext.data.messages import Turn, to_turns
-from rocm_ext.data.render import PlainRenderer, Renderer, TemplateRenderer, alone, render_conversation, render_prompt
+from rocm_ext.data.render import (
+    Conversation,
+    PlainRenderer,
+    Renderer,
+    TemplateRenderer,
+    render_conversation,
+    render_prompt,
+    returned,
+)
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
 
 _TEMPLATE = Kind(lambda value: isinstance(value, str), ("auto", "torchtune", "none", "a template's path", "its text"))
@@ -252,8 +260,9 @@ def _turn_end(template: ChatTemplate, base: HFTokenizer) -> list[int]:
     """
     special = {base.encoder.ids[text] for text in base.encoder.special}
     renderer = TemplateRenderer(template, base.encoder, [*base.stop_tokens, *special])
+    (rendered,) = renderer.conversations([Conversation(to_turns(_SAMPLE))])
     try:
-        _, labels = alone(renderer.conversation(to_turns(_SAMPLE), None))
+        _, labels = returned(rendered)
     except UserError:  # _check_end_of_turn reports it
         return []
     if set(base.stop_tokens).intersection(labels):
