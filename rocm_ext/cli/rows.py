@@ -112,7 +112,7 @@ def _rows(cfg: Any, family: str, tokenizer: Any, sizes: _Sizes) -> Read:
     """Read the rows of SFT or DPO as the recipe does."""
     from rocm_ext.data import overview
     from rocm_ext.data.mixture import Mixture
-    from rocm_ext.data.rows import check_vocabulary, flat, open_dataset, origin_of
+    from rocm_ext.data.rows import check_vocabulary, concatenated, open_dataset, origin_of
     from rocm_ext.data.training_rows import refuse_single_answers, training_rows
     from rocm_ext.losses import check_fit, objective_of
     from rocm_ext.losses.objective import REFERENCE
@@ -129,7 +129,7 @@ def _rows(cfg: Any, family: str, tokenizer: Any, sizes: _Sizes) -> Read:
         Mixture.of(cfg.dataset, rows).check()
         objective = objective_of(config.instantiate(cfg.loss, key="loss"))
         for part in filter(None, (rows, validation)):
-            check_vocabulary(int(flat(part.tokens).max()), sizes.vocabulary)
+            check_vocabulary(int(concatenated(part.tokens).max()), sizes.vocabulary)
             check_fit(objective, {*part.columns, *coming}, part.pairs)
 
     return overview.of_rows(cfg, tokenizer, rows, validation, origins), check

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.mixture import Mixture, mixed_order
 from rocm_ext.data.render import IGNORE
-from rocm_ext.data.rows import ROUTES, Rows, flat, labelled
+from rocm_ext.data.rows import ROUTES, Rows, concatenated, labelled
 from rocm_ext.data.sources import ROW_WEIGHT
 
 _WORTH_SHARING = 16  # tokens
@@ -132,7 +132,7 @@ def label_counts(rows: Rows) -> list[tuple[int, int]]:
     """Return :func:`count_labels` of all rows."""
     if not len(rows):
         return []
-    counts = _of_sequences(flat(rows.labels), [n for row in rows.lengths for n in row])
+    counts = _of_sequences(concatenated(rows.labels), [n for row in rows.lengths for n in row])
     starts = np.cumsum([0, *map(len, rows.lengths)])[:-1]
     of_rows = (np.add.reduceat(part, starts, dtype=np.int64).tolist() for part in (counts, counts > 0))
     return list(zip(*of_rows, strict=True))

@@ -103,7 +103,7 @@ class Ragged(Sequence[np.ndarray]):
 Arrays = list[np.ndarray] | Ragged
 
 
-def flat(arrays: Arrays) -> np.ndarray:
+def concatenated(arrays: Arrays) -> np.ndarray:
     """Return arrays end to end."""
     return arrays.joined if isinstance(arrays, Ragged) else np.concatenate(arrays)
 

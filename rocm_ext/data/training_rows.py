@@ -6,8 +6,9 @@ from omegaconf import DictConfig
 
 from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.log import log
+from rocm_ext.base.types import Json
 from rocm_ext.config.checks.training import EVAL_METRIC
-from rocm_ext.data.kept import kept_rows, what_makes
+from rocm_ext.data.row_cache import cache_key, cached_rows
 from rocm_ext.data.rows import SIDE, Rows, open_dataset, tokenize
 
 
@@ -68,11 +69,18 @@ def _rows(cfg: DictConfig, key: str, tokenizer: Any, positions: int, cached: boo
         "bad_rows": cfg.bad_rows,
         "name": key,
     }
-    rows = kept_rows(
-        lambda: what_makes(cfg, component, **policies) if cached and cfg.keep_rows else None,
-        lambda: tokenize(open_dataset(component, tokenizer, cfg.too_long), progress=progress, **policies),
-    )
-    log.info("%s: %s", key, ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in rows.counts.items()))
-    if weights := rows.weights():
+
+    def make_key() -> Json | None:
+        return cache_key(cfg, component, **policies) if cached and cfg.keep_rows else None
+
+    def read() -> Rows:
+        dataset = open_dataset(component, tokenizer, cfg.too_long)
+        return tokenize(dataset, progress=progress, **policies)
+
+    rows = cached_rows(make_key, read)
+    counts = [f"{count:,} {what.replace('_', ' ')}" for what, count in rows.counts.items()]
+    log.info("%s: %s", key, ", ".join(counts))
+    weights = rows.weights()
+    if weights:
         log.info("%s: its column weight weighs rows, from %g to %g", key, *weights)
     return rows

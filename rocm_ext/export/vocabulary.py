@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import json_object
 from rocm_ext.base.types import Json
-from rocm_ext.data import words
+from rocm_ext.data import pre_tokenizers
 from rocm_ext.data.encoder import TOKENIZER, TextEncoder, ids_in
 from rocm_ext.data.render import render_conversation
 from rocm_ext.export.source import Source
@@ -67,8 +67,8 @@ def _splitting(path: Path, content: Json) -> str:
     if normalizer not in (None, {"type": "NFC"}) and normalizer != {"type": "Sequence", "normalizers": []}:
         _refuse(path, f"normalizer is {normalizer.get('type') if isinstance(normalizer, Mapping) else '?'}")
     pre = content.get("pre_tokenizer") or {}
-    name = words.name_of(pre)
-    if name is None or (content["model"].get("ignore_merges") and name not in words.WHOLE_WORDS):
+    name = pre_tokenizers.name_of(pre)
+    if name is None or (content["model"].get("ignore_merges") and name not in pre_tokenizers.WHOLE_WORDS):
         kinds = [step.get("type") for step in pre.get("pretokenizers", [pre])]
         _refuse(path, f"pre_tokenizer {' and '.join(map(str, kinds))} has unknown rules")
     return name

@@ -18,7 +18,7 @@ from rocm_ext.base.files import disk_errors
 from rocm_ext.base.hub import REPO_ID
 from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
-from rocm_ext.data import words
+from rocm_ext.data import pre_tokenizers
 from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.machine.bench_file import cache_folder
 from rocm_ext.model.families import CONFIG, foreign_config
@@ -126,8 +126,8 @@ def _tokenizer(file: GgufFile) -> Json:
             raise UserError(f"{file.path} {problem}; put the model's {TOKENIZER} and {_SETTINGS} into its folder")
 
     of = file.metadata
-    kind, pre = of.get("tokenizer.ggml.model"), words.known_as(str(of.get("tokenizer.ggml.pre")))
-    rules, pieces = words.of_name(pre), kind in _PIECES
+    kind, pre = of.get("tokenizer.ggml.model"), pre_tokenizers.known_as(str(of.get("tokenizer.ggml.pre")))
+    rules, pieces = pre_tokenizers.of_name(pre), kind in _PIECES
     known = pieces or (kind == "gpt2" and rules is not None)
     check(known, f"has the tokenizer {kind} with the rules {pre}, which are not known")
     tokens, types, merges = (of.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type", "merges"))
@@ -148,7 +148,7 @@ def _tokenizer(file: GgufFile) -> Json:
         pairs = [merge.split(" ") for merge in map(str, merges)]
     usable = [pair for pair in pairs if len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys()]
     check(bool(usable), "describes no merges of its tokenizer")
-    begins = pieces or pre in words.BEGINS
+    begins = pieces or pre in pre_tokenizers.BEGINS
     bos = _id(of, "bos") if of.get("tokenizer.ggml.add_bos_token", begins) is True else None
     if pieces:
         unknown = next((text for text, type_ in zip(tokens, types, strict=True) if type_ == _UNKNOWN), None)
@@ -157,7 +157,7 @@ def _tokenizer(file: GgufFile) -> Json:
     else:
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
         steps = {"normalizer": None, "pre_tokenizer": rules, "post_processor": level, "decoder": level}
-        takes_words = pre in words.TAKES_WORDS
+        takes_words = pre in pre_tokenizers.TAKES_WORDS
         model = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": takes_words}
     if bos is not None:
         text = tokens[bos]

@@ -16,7 +16,7 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log, warn
 from rocm_ext.base.supervised import beat
 from rocm_ext.data.batches import Layout, MicroBatch, micro_batch_budget, width_multiple
-from rocm_ext.data.rows import Rows, check_vocabulary, flat
+from rocm_ext.data.rows import Rows, check_vocabulary, concatenated
 from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.losses import Objective, check_fit, objective_of
 from rocm_ext.machine import numerics
@@ -144,7 +144,7 @@ class Learner:
             UserError: a token id is outside the vocabulary, the rows lack a column that the objective needs, or the
                 objective is for another kind of preferences.
         """
-        check_vocabulary(int(flat(rows.tokens).max()), self.decoder.tok_embeddings.num_embeddings)
+        check_vocabulary(int(concatenated(rows.tokens).max()), self.decoder.tok_embeddings.num_embeddings)
         check_fit(self.objective, {*rows.columns, *coming}, rows.pairs)
 
     def setup(self, work: Workload) -> None:

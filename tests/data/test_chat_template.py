@@ -30,8 +30,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
-from rocm_ext.data import kept as rows_kept
-from rocm_ext.data import preference_dataset, prompt_dataset, sft_dataset, training_rows
+from rocm_ext.data import preference_dataset, prompt_dataset, row_cache, sft_dataset, training_rows
 from rocm_ext.data.encoder import TextEncoder
 from rocm_ext.data.messages import to_turns
 from rocm_ext.data.render import IGNORE, marked_text, render_conversation, render_prompt, render_reply
@@ -812,7 +811,7 @@ def test_torchtunes_datasets_get_the_template_too(model_folder, rows):
 def kept(model_folder, rows, tmp_path, monkeypatch):
     """Return a function that reads a config's rows as a recipe does, and one that says what makes them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(rows_kept, "WORTH", 0)
+    monkeypatch.setattr(row_cache, "WORTH", 0)
     folder = tmp_path / "model"
     shutil.copytree(model_folder("qwen2_5"), folder)
     policies = {"max_seq_len": 300, "positions": 400, "too_long": "truncate", "bad_rows": "drop", "name": "dataset"}
@@ -821,7 +820,7 @@ def kept(model_folder, rows, tmp_path, monkeypatch):
         cfg = config_for(folder, dataset=node)
         for key, value in dict(changes).items():
             OmegaConf.update(cfg, key, value)
-        return cfg, lambda: rows_kept.what_makes(cfg, cfg.dataset, **{**policies, **more})
+        return cfg, lambda: row_cache.cache_key(cfg, cfg.dataset, **{**policies, **more})
 
     def read(node, fresh=True):
         cfg, made_by = made(node)
@@ -831,7 +830,7 @@ def kept(model_folder, rows, tmp_path, monkeypatch):
             dataset = open_dataset(cfg.dataset, open_tokenizer(cfg), "truncate")
             return tokenize(dataset, progress=False, **policies)
 
-        return rows_kept.kept_rows(made_by, tokenized)
+        return row_cache.cached_rows(made_by, tokenized)
 
     return SimpleNamespace(read=read, made=lambda *args, **more: made(*args, **more)[1](), folder=folder)
 
@@ -921,13 +920,13 @@ def test_rows_that_are_damaged_of_another_user_or_do_not_fit_are_read_anew(kept,
 
     node, top = {**SFT, "source": rows(*SOURCES["conversations"][1])}, kept.folder.parent / "cache/torchtune-rocm/rows"
     with monkeypatch.context() as patch:
-        patch.setattr(rows_kept.np, "save", fails(errno.ENOSPC))
+        patch.setattr(row_cache.np, "save", fails(errno.ENOSPC))
         first = contents(kept.read(node))
     assert one_line_has(messages, "not kept", "No space left")
     assert not any(top.iterdir())
     assert contents(kept.read(node)) == first
     with monkeypatch.context() as patch:
-        patch.setattr(rows_kept, "_sum", fails(errno.EACCES))
+        patch.setattr(row_cache, "_checksum", fails(errno.EACCES))
         assert contents(kept.read(node)) == first
     assert any("cannot be read" in line for line in messages)
     (folder,) = top.iterdir()
@@ -963,7 +962,7 @@ def test_a_recipe_may_bring_a_tokenizer_of_its_own(rows, tmp_path, monkeypatch):
         def setup_data(self, tokenizer):
             return super().setup_data(copy.copy(tokenizer))
 
-    monkeypatch.setattr(training_rows, "what_makes", None)
+    monkeypatch.setattr(training_rows, "cache_key", None)
     source = rows(*[{"messages": LONG}] * 4)
     cfg = tiny.run_config(tiny.write_model(tmp_path / "base"), Path(source), tmp_path / "run")
     cfg["dataset"] = {**SFT, "source": source}
@@ -983,11 +982,11 @@ def test_ranks_that_start_together_read_once_and_what_is_quick_is_not_kept(kept,
         return tokenize(dataset, max_seq_len=None, too_long="error", progress=False)
 
     with ThreadPoolExecutor(3) as ranks:
-        found = list(ranks.map(lambda _: rows_kept.kept_rows(lambda: {"key": 1}, slow), range(3)))
+        found = list(ranks.map(lambda _: row_cache.cached_rows(lambda: {"key": 1}, slow), range(3)))
     assert len({part.fingerprint() for part in found}) == len(counts) == 1
-    monkeypatch.setattr(rows_kept, "WORTH", 60)
+    monkeypatch.setattr(row_cache, "WORTH", 60)
     for _ in range(2):
-        rows_kept.kept_rows(lambda: {"key": 2}, slow)
+        row_cache.cached_rows(lambda: {"key": 2}, slow)
     assert len(counts) == 3
 
 
@@ -1016,7 +1015,7 @@ def test_a_second_run_reads_no_rows_and_the_models_own_template_is_written_once(
     folder, source = tiny.write_model(tmp_path / "base"), rows(*[{"messages": CHATS["several turns"]}] * 4)
     (folder / "chat_template.jinja").write_text(PLAIN)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(rows_kept, "WORTH", 0)
+    monkeypatch.setattr(row_cache, "WORTH", 0)
     first = finetune(folder, source, tmp_path / "first")
     assert first.rows.tokens[0].tolist() == theirs(folder, CHATS["several turns"], template=PLAIN)
     assert not (tmp_path / "first" / "adapter" / "chat_template.jinja").exists()
