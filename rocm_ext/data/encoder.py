@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -14,7 +14,9 @@ from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.types import Json
 
-TOKENIZER, EOS = "tokenizer.json", "eos_token_id"
+TOKENIZER = "tokenizer.json"
+EOS = "eos_token_id"
+_UNKNOWN_ID = (TypeError, KeyError, IndexError, OverflowError)  # errors of tokenizers
 
 
 class TextEncoder:
@@ -26,7 +28,7 @@ class TextEncoder:
     Attributes:
         special: texts of the special tokens.
         ids: ids of the added tokens, by text.
-        byte_tokens: ids of single-byte tokens (byte fallback); empty: the vocabulary has none.
+        byte_tokens: ids of single-byte tokens (byte fallback), which not every vocabulary has.
 
     Raises:
         UserError: the file cannot be read.
@@ -37,21 +39,26 @@ class TextEncoder:
             self._tokenizer = Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        added = self._tokenizer.get_added_tokens_decoder()
-        self.special = frozenset(token.content for token in added.values() if token.special)
-        self.ids = {token.content: number for number, token in added.items()}
+        self.ids: dict[str, int] = {}
+        self._splits: dict[int, str] = {}
+        special = set()
+        for number, token in self._tokenizer.get_added_tokens_decoder().items():
+            self.ids[token.content] = number
+            if token.special:
+                special.add(token.content)
+            # Added tokens split a text first, so the text behind one is tokenised independently. Exceptions, left out
+            # here: added tokens that absorb white space or depend on their neighbours.
+            if not (token.lstrip or token.rstrip or token.single_word or token.normalized):
+                self._splits[number] = token.content
+        self.special = frozenset(special)
         bytes_ = (self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self.byte_tokens = frozenset(number for number in bytes_ if number is not None)
-        # Added tokens split a text first, so the text behind one is tokenised independently. Exceptions, left out here:
-        # added tokens that absorb white space or depend on their neighbours.
-        plain = {number: t.content for number, t in added.items() if not (t.lstrip or t.rstrip or t.single_word)}
-        self._splits = {number: content for number, content in plain.items() if not added[number].normalized}
         self._longest = max(map(len, self.ids), default=0)
         self._split = any_of(self._splits.values())
         self._headers: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise ``text``; UserError: it is not valid Unicode."""
+        """Tokenise ``text``; a UserError if it is not valid Unicode."""
         return self._encode([text])[0]
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
@@ -63,23 +70,30 @@ class TextEncoder:
             return [self.encode(texts[0])]
         shared = commonprefix(texts)  # noqa: RUF071 - of characters
         first = self.encode(shared)
-        # a longer token may begin where the texts still agree
-        known = [anchor for anchor in self._anchors(shared, first) if anchor[0] + self._longest <= len(shared)]
-        start, _, index = known[-1] if known else (0, 0, 0)
-        return [first[:index] + rest for rest in self._encode([text[start:] for text in texts])]
+        cut = _Anchor(0, 0, 0)
+        for anchor in self._anchors(shared, first):
+            # a longer token may begin where the texts still agree
+            if anchor.start + self._longest <= len(shared):
+                cut = anchor
+        rests = self._encode([text[cut.start :] for text in texts])
+        return [first[: cut.at] + rest for rest in rests]
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         try:
             # "fast" skips offsets, which cost a fifth of the time
-            return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError as error:  # JSON can contain half a surrogate pair
             raise UserError("the text is not valid Unicode") from error
+        return [encoding.ids for encoding in encodings]
 
     def prefix(self) -> list[int]:
         """Return the tokens that the model's tokenizer adds before a text, such as a BOS."""
-        plain, special = self.encode("a"), self._tokenizer.encode("a", add_special_tokens=True).ids
-        starts = (i for i in range(len(special)) if special[i : i + len(plain)] == plain)
-        return special[: next(starts, 0)]
+        plain = self.encode("a")
+        tokens = self._tokenizer.encode("a", add_special_tokens=True).ids
+        for start in range(len(tokens)):
+            if tokens[start : start + len(plain)] == plain:
+                return tokens[:start]
+        return []
 
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
         """Return the text of ``tokens``, with special tokens if ``special``."""
@@ -87,11 +101,11 @@ class TextEncoder:
 
     def _header(self, text: str) -> list[int]:
         """Tokenise the text between an added token and a cut, and remember it: it is often one of few headers."""
-        if (known := self._headers.get(text)) is not None:
-            return known
-        tokens = self.encode(text)
-        if len(text) < 256 and len(self._headers) < 1024:
-            self._headers[text] = tokens
+        tokens = self._headers.get(text)
+        if tokens is None:
+            tokens = self.encode(text)
+            if len(text) < 256 and len(self._headers) < 1024:
+                self._headers[text] = tokens
         return tokens
 
     def encode_apart(
@@ -109,28 +123,48 @@ class TextEncoder:
             cut; the text behind that cut is then tokenised separately.
         """
         done: list[int] = []  # tokens before the last cut that a token spanned, where `text` now begins
-        begun, positions = 0, []
+        begun = 0
+        positions: list[int] = []
         tokens = self.encode(text) if encoded is None else encoded
         anchors = self._anchors(text, tokens)
         for cut in cuts:
-            at = bisect_right(anchors, cut - begun, key=lambda anchor: anchor[1]) - 1
-            start, _, index = anchors[at] if at >= 0 else (0, 0, 0)
-            before = self._header(text[start : cut - begun])
-            if tokens[index : index + len(before)] != before:
-                done += tokens[:index] + before
-                text, begun = text[cut - begun :], cut
-                tokens, index, before = self.encode(text), 0, []
+            anchor = _last_before(anchors, cut - begun)
+            before = self._header(text[anchor.start : cut - begun])
+            index = anchor.at + len(before)  # number of tokens before the cut
+            if tokens[anchor.at : index] != before:
+                done += tokens[: anchor.at] + before
+                text = text[cut - begun :]
+                begun = cut
+                index = 0
+                tokens = self.encode(text)
                 anchors = self._anchors(text, tokens)
-            positions.append(len(done) + index + len(before))
+            positions.append(len(done) + index)
         return done + tokens, positions
 
-    def _anchors(self, text: str, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return (start, end, index in ``tokens``) of the splitting tokens in ``text``; [] in doubt."""
+    def _anchors(self, text: str, tokens: Sequence[int]) -> list["_Anchor"]:
+        """Return the splitting tokens in ``text``, whose ``tokens`` are given; [] in doubt."""
         indices = [index for index, token in enumerate(tokens) if token in self._splits]
+        known = [self._splits[tokens[index]] for index in indices]
         matches = list(self._split.finditer(text))
-        if [match[0] for match in matches] != [self._splits[tokens[index]] for index in indices]:
+        if [match[0] for match in matches] != known:
             return []
-        return [(match.start(), match.end(), index) for match, index in zip(matches, indices, strict=True)]
+        starts = map(re.Match.start, matches)
+        ends = map(re.Match.end, matches)
+        return list(map(_Anchor, starts, ends, indices))
+
+
+class _Anchor(NamedTuple):
+    """A splitting token in a text: its start and end in characters, and its index among the tokens."""
+
+    start: int
+    end: int
+    at: int
+
+
+def _last_before(anchors: Sequence[_Anchor], position: int) -> _Anchor:
+    """Return the last anchor that ends at or before a position, else the text's beginning."""
+    at = bisect_right(anchors, position, key=lambda anchor: anchor.end)
+    return anchors[at - 1] if at else _Anchor(0, 0, 0)
 
 
 class HFTokenizer:
@@ -140,7 +174,7 @@ class HFTokenizer:
 
     Args:
         path: a ``tokenizer.json`` in the model's folder, whose other files name the EOS tokens.
-        max_seq_len: maximum length of a row in tokens, see ``too_long``. None: the model's limit.
+        max_seq_len: maximum length of a row in tokens, see ``too_long``; by default the model's limit.
 
     Attributes:
         encoder: tokenises text.
@@ -158,18 +192,23 @@ class HFTokenizer:
         folder = Path(path).parent
         if not Path(path).is_file():
             raise UserError(f"{path} does not exist; {how_to_download(folder)}")
-        self.encoder, self.max_seq_len = TextEncoder(Path(path)), max_seq_len
-        self.special_tokens, self.reserved = self.encoder.ids, self.encoder.special
-        self.stop_tokens = ids_in(folder, EOS)
-        if not self.stop_tokens:
-            token = _content(folder / "tokenizer_config.json").get("eos_token")
-            text = token.get("content") if isinstance(token, dict) else token
-            self.stop_tokens = [self.encoder.ids[text]] if text in self.encoder.ids else []
+        self.encoder = TextEncoder(Path(path))
+        self.max_seq_len = max_seq_len
+        self.special_tokens = self.encoder.ids
+        self.reserved = self.encoder.special
+        self.stop_tokens = ids_in(folder, EOS) or self._named_eos(folder)
         if not self.stop_tokens:
             raise UserError(f"no file in {folder} names an EOS token (eos_token_id in generation_config.json)")
         self.eos_id = self.stop_tokens[0]
-        self.pad_id = next(iter(ids_in(folder, "pad_token_id")), self.eos_id)
+        padding = ids_in(folder, "pad_token_id")
+        self.pad_id = padding[0] if padding else self.eos_id
         self._before = self.encoder.prefix()
+
+    def _named_eos(self, folder: Path) -> list[int]:
+        """Return the id of the EOS token that ``tokenizer_config.json`` names, or []."""
+        token = _content(folder / "tokenizer_config.json").get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        return [self.special_tokens[text]] if text in self.special_tokens else []
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Tokenise ``text``, perhaps with special tokens.
@@ -178,8 +217,11 @@ class HFTokenizer:
         :attr:`eos_id`.
         """
         tokens = self.encoder.encode(text)
-        add_bos = add_bos and tokens[: len(self._before)] != self._before
-        return [*self._before * add_bos, *tokens, *[self.eos_id] * add_eos]
+        if add_bos and tokens[: len(self._before)] != self._before:
+            tokens = self._before + tokens
+        if add_eos:
+            tokens = [*tokens, self.eos_id]
+        return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens`` without special tokens."""
@@ -194,14 +236,14 @@ def to_text(tokenizer: Any, tokens: Sequence[int]) -> str:
     """
     try:
         return tokenizer.decode(list(tokens))
-    except (TypeError, KeyError, IndexError, OverflowError):
+    except _UNKNOWN_ID:
         return tokenizer.decode([token for token in tokens if _known(tokenizer, token)])
 
 
 def _known(tokenizer: Any, token: int) -> bool:
     try:
         tokenizer.decode([token])
-    except (TypeError, KeyError, IndexError, OverflowError):
+    except _UNKNOWN_ID:
         return False
     return True
 
@@ -216,10 +258,14 @@ def ids_in(folder: Path, key: str) -> list[int]:
     """Return the token ids under ``key`` in a model's ``generation_config.json``, else in its ``config.json``."""
     for name in ("generation_config.json", "config.json"):
         value = _content(folder / name).get(key)
-        if numbers := [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]:
+        values = value if isinstance(value, list) else [value]
+        numbers = [number for number in values if type(number) is int]
+        if numbers:
             return numbers
     return []
 
 
 def _content(path: Path) -> Json:
-    return (json_object(path.read_bytes()) if path.is_file() else None) or {}
+    if not path.is_file():
+        return {}
+    return json_object(path.read_bytes()) or {}

@@ -113,7 +113,8 @@ class PreferenceDataset(SourceDataset):
         named = {*columns, *given}
         if not named & {*PAIRED} and named & {*KTO}:
             fields = single(given)
-            self._use(["prompt", "completion", *KTO, *EXTRAS, *(given.keys() - fields.keys())])
+            self._use(["prompt", "completion", *KTO])
+            self._use([*EXTRAS, *(given.keys() - fields.keys())])
             return fields
         given.pop("completion", None)
         fields = pair(given, columns)
@@ -129,7 +130,8 @@ class PreferenceDataset(SourceDataset):
                 f"{what}, or label (true or false) for single answers; use column_map, or lora_finetune_rocm with "
                 "rocm_ext.data.sft_dataset to train on right answers alone"
             )
-        self._use(["prompt", *SIDES, *EXTRAS, *(given.keys() - fields.keys())])
+        self._use(["prompt", *SIDES])
+        self._use([*EXTRAS, *(given.keys() - fields.keys())])
         return fields
 
 
@@ -219,7 +221,8 @@ def _dialogue(text: str) -> list[dict[str, str]]:
 def _contains(messages: list[Any], prompt: Any) -> bool:
     turns = to_turns(messages)
     if isinstance(prompt, str):
-        return any(turn.role == "user" and turn.content.strip() == prompt.strip() for turn in turns)
+        questions = [turn.content.strip() for turn in turns if turn.role == "user"]
+        return prompt.strip() in questions
     return turns[: len(prompt)] == to_turns(prompt)
 
 

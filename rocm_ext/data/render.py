@@ -7,6 +7,7 @@ Labels follow torchtune: ``labels[t]`` is the token at ``t`` itself, or -100 for
 """
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -17,17 +18,16 @@ from typing import Any, NamedTuple
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.encoder import TextEncoder, to_text
 from rocm_ext.data.messages import Turn, to_turns
-from rocm_ext.data.template import ChatTemplate
+from rocm_ext.data.template import ChatTemplate, Spans, Tools, Turns
 
 IGNORE = -100
-Turns = Sequence[Turn]
-Tools = Sequence[Mapping] | None
 Labelled = tuple[list[int], list[int]]  # tokens [s] and labels [s]
-Spans = list[tuple[int, int]]  # start and end of the trained turns in a text, in characters
+Reply = tuple[list[int], bool]  # see `render_reply`
 _CALL = {"type": "function", "function": {"name": "a", "arguments": {}}}
+_QUESTION = Turn("user", "a", True)
 _EACH_ROLE = (
     Turn("system", "a", True),
-    Turn("user", "a", True),
+    _QUESTION,
     Turn("assistant", "", False, {"tool_calls": [_CALL], "reasoning_content": "a"}),
     Turn("tool", "a", True),
 )
@@ -84,7 +84,7 @@ def render_prompt(tokenizer: Any, messages: Sequence[Mapping], tools: Tools = No
 
 def render_history(tokenizer: Any, turns: Turns, tools: Tools = None) -> list[int]:
     """Render turns as :func:`render_prompt` renders messages; assistant turns may be empty."""
-    return _renderer(tokenizer).prompt(turns, tools)
+    return renderer_of(tokenizer).prompt(turns, tools)
 
 
 def render_conversation(
@@ -125,7 +125,7 @@ def render_conversations(tokenizer: Any, conversations: Sequence[Conversation]) 
         For each conversation what :func:`render_conversation` returns, or the exception that it raises.
     """
     trained = each(Conversation.trained, conversations)
-    rendered = _renderer(tokenizer).conversations(trained)
+    rendered = renderer_of(tokenizer).conversations(trained)
     return each(_with_input, conversations, rendered)
 
 
@@ -149,14 +149,11 @@ def each(function: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
     """
     results: list[Any] = []
     for values in zip(*columns, strict=True):
-        error = next((value for value in values if isinstance(value, Exception)), None)
-        if error is not None:
-            results.append(error)
-            continue
+        errors = [value for value in values if isinstance(value, Exception)]
         try:
-            results.append(function(*values))
-        except Exception as raised:  # a tokenizer of the user's may raise anything
-            results.append(raised)
+            results.append(errors[0] if errors else function(*values))
+        except Exception as error:  # a tokenizer of the user's may raise anything
+            results.append(error)
     return results
 
 
@@ -174,7 +171,7 @@ def render_reply(
     sampled: str,
     reply: Turns,
     tools: Tools = None,
-) -> tuple[list[int], bool]:
+) -> Reply:
     """Render the continuation of an answer: the end of its turn, the reply, and the header of the next answer.
 
     Up to the answer, a conversation keeps the prompt's tokens and the sampled ones. The continuation is the template's
@@ -193,10 +190,11 @@ def render_reply(
         Token ids and whether they render the full conversation anew. If not, they follow the sampled answer and its
         stop token.
     """
-    return _renderer(tokenizer).reply(before, answer, sampled, reply, tools)
+    return renderer_of(tokenizer).reply(before, answer, sampled, reply, tools)
 
 
-def _renderer(tokenizer: Any) -> "Renderer":
+def renderer_of(tokenizer: Any) -> "Renderer":
+    """Return the tokenizer's renderer; torchtune's tokenizers render themselves."""
     return getattr(tokenizer, "renderer", None) or TorchtuneRenderer(tokenizer)
 
 
@@ -245,7 +243,8 @@ class TemplateRenderer:
 
     def prompt(self, turns: Turns, tools: Tools) -> list[int]:
         """Implement :func:`render_prompt` with the template."""
-        return self._encoder.encode(self.template.render(turns, tools, prompt=True))
+        text = self.template.render(turns, tools, prompt=True)
+        return self._encoder.encode(text)
 
     def conversations(self, conversations: Conversations) -> Rendered:
         """Implement :func:`render_conversations` with the template."""
@@ -276,7 +275,7 @@ class TemplateRenderer:
         if text.spans and not self._has_stop(tokens[cuts[-2] :]):
             tokens += self._next_marker(text)
         labels = [IGNORE] * len(tokens)
-        stopped: list[bool] = []
+        stopped = []
         for start, end in zip(cuts[::2], cuts[1::2], strict=True):
             if not self._has_stop(tokens[start:end]):
                 end += len(self._up_to_stop(tokens[end:]))
@@ -295,14 +294,15 @@ class TemplateRenderer:
 
     def _next_marker(self, text: _Text) -> list[int]:
         """Return the next turn's marker if it ends the last turn, like GLM's ``<|user|>``; else nothing."""
-        question = Turn("user", "a", True)
+        turns, tools, *_ = text.conversation
         try:
-            longer = self.template.render([*text.conversation.turns, question], text.conversation.tools)
+            longer = self.template.render([*turns, _QUESTION], tools)
         except UserError:
             return []
         if not longer.startswith(text.text):
             return []
-        return self._up_to_stop(self._encoder.encode(longer.removeprefix(text.text)))
+        following = longer.removeprefix(text.text)
+        return self._up_to_stop(self._encoder.encode(following))
 
     def _up_to_stop(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens up to a stop token with only white space before it, or []."""
@@ -313,7 +313,7 @@ class TemplateRenderer:
                 break
         return []
 
-    def reply(self, before: Turns, answer: Turn, sampled: str, reply: Turns, tools: Tools) -> tuple[list[int], bool]:
+    def reply(self, before: Turns, answer: Turn, sampled: str, reply: Turns, tools: Tools) -> Reply:
         """Implement :func:`render_reply` with the template."""
         prompt = self.template.render(before, tools, prompt=True)
         replied = self.template.render([*before, answer, *reply], tools, prompt=True)
@@ -366,7 +366,7 @@ class TemplateRenderer:
     def opens_reasoning(self) -> bool:
         """Whether a prompt ends inside the assistant's reasoning, behind ``<think>``."""
         try:
-            prompt = self.template.render([Turn("user", "a", True)], None, prompt=True)
+            prompt = self.template.render([_QUESTION], None, prompt=True)
         except UserError:  # templates that need more than a question
             return False
         return prompt.rstrip().endswith("<think>")
@@ -395,18 +395,61 @@ class TemplateRenderer:
         if shared == prompt:
             return len(shared)
         # DeepSeek's prompt adds <think>, so the texts part somewhere: go back to the end of a line or of a token
-        ends = [shared.rindex(mark) + len(mark) for mark in ("\n", *self.added_tokens) if mark in shared]
-        return max(ends, default=0)
+        ends = [0]
+        for mark in ("\n", *self.added_tokens):
+            if mark in shared:
+                ends.append(shared.rindex(mark) + len(mark))
+        return max(ends)
 
 
-class PlainRenderer:
+class TokenizerRenderer(ABC):
+    """Renders with a torchtune model tokenizer, which takes one text or conversation at a time.
+
+    Attributes:
+        template, marks, opens_reasoning: as in :class:`TemplateRenderer`; there is no template.
+    """
+
+    template: ChatTemplate | None = None
+    marks: frozenset[str] = frozenset()
+    opens_reasoning = False
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = unlimited(tokenizer)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of ``tokens`` as the tokenizer decodes it."""
+        return to_text(self._tokenizer, tokens)
+
+    def conversations(self, conversations: Conversations) -> Rendered:
+        """Implement :func:`render_conversations`."""
+        return each(self._conversation, conversations)
+
+    def reply(self, before: Turns, answer: Turn, sampled: str, reply: Turns, tools: Tools) -> Reply:
+        """Implement :func:`render_reply` with the tokenizer."""
+        prompt = self.prompt(before, tools)
+        replied = self.prompt([*before, answer, *reply], tools)
+        if replied[: len(prompt)] != prompt:
+            return replied, True
+        stops = frozenset(self._tokenizer.stop_tokens)
+        return replied[_behind_stop(replied, len(prompt), stops) :], False
+
+    @abstractmethod
+    def prompt(self, turns: Turns, tools: Tools) -> list[int]:
+        """Implement :func:`render_prompt`."""
+
+    @abstractmethod
+    def _conversation(self, conversation: Conversation) -> Labelled:
+        """Return the tokens and labels of a conversation."""
+
+
+class PlainRenderer(TokenizerRenderer):
     """Renders a prompt and its completion without a template, for base models.
 
     A torchtune model tokenizer adds a BOS if the model has one; the token with id ``end`` ends a completion.
     """
 
     def __init__(self, tokenizer: Any, end: int) -> None:
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         self._end = end
 
     def prompt(self, turns: Turns, tools: Tools) -> list[int]:
@@ -419,14 +462,6 @@ class PlainRenderer:
             )
         return self._tokenizer.encode(turns[0].content, add_bos=True, add_eos=False)
 
-    def reply(self, before: Turns, answer: Turn, sampled: str, reply: Turns, tools: Tools) -> tuple[list[int], bool]:
-        """Refuse: there are no turns."""
-        return self.prompt([*before, answer, *reply], tools), True
-
-    def conversations(self, conversations: Conversations) -> Rendered:
-        """Implement :func:`render_conversations`: prompts and completions, of which only completions have labels."""
-        return each(self._conversation, conversations)
-
     def _conversation(self, conversation: Conversation) -> Labelled:
         *asked, completion = conversation.turns
         prompt = self.prompt(asked, conversation.tools)
@@ -436,32 +471,25 @@ class PlainRenderer:
         return [*prompt, *answer], [*masked, *answer]
 
 
-class TorchtuneRenderer:
+class TorchtuneRenderer(TokenizerRenderer):
     """Renders with a torchtune model tokenizer, as torchtune's recipes do."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = unlimited(tokenizer)
 
     def prompt(self, turns: Turns, tools: Tools) -> list[int]:
         """Implement :func:`render_prompt` with the tokenizer."""
         _refuse_tools(turns, tools)
-        answer = Turn("assistant", "", False)
-        tokens, mask = self._render([*turns, answer], unmasked=[len(turns)])
+        begun = [*turns, Turn("assistant", "", False)]
+        tokens, mask = self._render(begun, unmasked=[len(turns)])
         start = mask.index(False) if False in mask else len(mask)
         return tokens[: start + self._header_length()]
-
-    def conversations(self, conversations: Conversations) -> Rendered:
-        """Implement :func:`render_conversations` with the tokenizer."""
-        return each(self._conversation, conversations)
 
     def _conversation(self, conversation: Conversation) -> Labelled:
         turns = conversation.turns
         _refuse_tools(turns, conversation.tools)
         trained = [i for i, turn in enumerate(turns) if not turn.masked]
-        # A run of unmasked tokens must be one turn. If assistant turns are adjacent, render twice, with every second
-        # one unmasked.
-        adjacent = any(following - i == 1 for i, following in pairwise(trained))
-        groups = [trained[::2], trained[1::2]] if adjacent else [trained]
+        groups = [trained]
+        if any(following - i == 1 for i, following in pairwise(trained)):
+            # A run of unmasked tokens must be one turn, so adjacent turns need two renderings.
+            groups = [trained[::2], trained[1::2]]
         header = self._header_length()
         stops = frozenset(getattr(self._tokenizer, "stop_tokens", ()))
         labels: list[int] = []
@@ -472,15 +500,6 @@ class TorchtuneRenderer:
                 if not masked:
                     _label(labels, tokens, list(run)[header:], stops)
         return tokens, labels
-
-    def reply(self, before: Turns, answer: Turn, sampled: str, reply: Turns, tools: Tools) -> tuple[list[int], bool]:
-        """Implement :func:`render_reply` with the tokenizer."""
-        prompt = self.prompt(before, tools)
-        replied = self.prompt([*before, answer, *reply], tools)
-        if replied[: len(prompt)] != prompt:
-            return replied, True
-        start = _behind_stop(replied, len(prompt), frozenset(self._tokenizer.stop_tokens))
-        return replied[start:], False
 
     def _render(self, turns: Turns, unmasked: Sequence[int]) -> tuple[list[int], list[bool]]:
         """Return tokens and mask; only the turns at these indices are unmasked."""
@@ -502,9 +521,9 @@ class TorchtuneRenderer:
         """
 
         def turn(content: str) -> list[int]:
-            question, answer = Turn("user", "a", True), Turn("assistant", content, False)
-            tokens, mask = self._render([question, answer], unmasked=[1])
-            return [token for token, masked in zip(tokens, mask, strict=True) if not masked]
+            answer = Turn("assistant", content, False)
+            tokens, mask = self._render([_QUESTION, answer], unmasked=[1])
+            return [token for i, token in enumerate(tokens) if not mask[i]]
 
         return len(commonprefix([turn(""), turn("a")]))  # noqa: RUF071 - of tokens
 
@@ -539,9 +558,8 @@ def _label(labels: list[int], tokens: Sequence[int], indices: Sequence[int], sto
 
     The model does not generate the ``"\\n"`` that a template may put behind it.
     """
-    ends = [n for n, i in enumerate(indices, 1) if tokens[i] in stops]
-    end = ends[-1] if ends else len(indices)
-    for i in indices[:end]:
+    ends = [n for n, i in enumerate(indices, 1) if tokens[i] in stops] or [len(indices)]
+    for i in indices[: ends[-1]]:
         labels[i] = tokens[i]
 
 
@@ -562,7 +580,4 @@ def marked_text(tokenizer: Any, tokens: Sequence[int]) -> str:
     tokens = list(tokens)
     if tokens and tokens[-1] in tokenizer.stop_tokens:
         tokens.pop()
-    renderer = getattr(tokenizer, "renderer", None)
-    if isinstance(renderer, TemplateRenderer):
-        return renderer.text(tokens)
-    return to_text(tokenizer, tokens)
+    return renderer_of(tokenizer).text(tokens)

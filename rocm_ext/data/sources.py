@@ -18,10 +18,11 @@ from rocm_ext.data.render import (
     Conversation,
     Labelled,
     PlainRenderer,
-    TemplateRenderer,
+    Renderer,
     each,
     end_of,
     render_conversations,
+    renderer_of,
     returned,
 )
 from rocm_ext.data.tokenizer import special_token_lines, special_tokens_in
@@ -126,7 +127,7 @@ class ReadRow(NamedTuple):
     """
 
     fields: Row
-    conversations: Sequence[Conversation | None]
+    conversations: list[Conversation | None]
     turns: Sequence[Turn]
 
 
@@ -159,29 +160,26 @@ class SourceDataset(Dataset, ABC):
         (item,) = self.items([index])
         return returned(item)
 
-    def items(self, indices: Sequence[int]) -> Iterator[dict[str, list[int]] | Exception]:
+    def items(self, indices: Sequence[int]) -> Iterator[Json | Exception]:
         """Tokenise rows; yield an exception instead of a malformed row."""
         for start in range(0, len(indices), _BATCH):
             batch = indices[start : start + _BATCH]
-            read = each(self._read_row, batch)
-            items = each(self._item, batch, read, self._rendered(read))
+            rows = each(self._read_row, batch)
+            items = each(self._item, batch, rows, self._rendered(rows))
             for index, item in zip(batch, items, strict=True):
                 # ValueError: the tokenizer cannot encode the text
                 wrong = isinstance(item, UserError | ValueError)
                 yield UserError(f"{self.origin(index)}: {one_line(item)}") if wrong else item
 
-    def _rendered(self, read: Sequence[ReadRow | Exception]) -> list[list[Labelled | Exception]]:
+    def _rendered(self, rows: Sequence[ReadRow | Exception]) -> list[list[Labelled | Exception]]:
         """Render the conversations of all rows at once; return the results by row."""
-        conversations: list[Conversation] = []
-        for row in read:
-            if isinstance(row, ReadRow):
-                conversations += filter(None, row.conversations)
+        by_row = [row.conversations if isinstance(row, ReadRow) else [] for row in rows]
+        conversations = [conversation for part in by_row for conversation in part if conversation]
         rendered = iter(render_conversations(self.tokenizer, conversations))
-        by_row: list[list[Labelled | Exception]] = []
-        for row in read:
-            wanted = row.conversations if isinstance(row, ReadRow) else ()
-            by_row.append([next(rendered) if part else _NO_TOKENS for part in wanted])
-        return by_row
+        results = []
+        for part in by_row:
+            results.append([next(rendered) if conversation else _NO_TOKENS for conversation in part])
+        return results
 
     @abstractmethod
     def _read_row(self, index: int) -> ReadRow:
@@ -202,13 +200,13 @@ class SourceDataset(Dataset, ABC):
             lines.append(f"{self.source}: {keys} of the messages are not used, because the chat template lacks them")
         if self._unreasoned:
             lines.append(self._about_unreasoned())
-        reserved = [(token, self.origin(index)) for index, token in sorted(self._reserved.items())]
+        reserved = [(self._reserved[index], self.origin(index)) for index in sorted(self._reserved)]
         lines += special_token_lines(f"rows of {self.source}", len(self), reserved)
         return lines
 
     def _about_unreasoned(self) -> str:
         """Return the warning about rows without reasoning where the prompt opens it."""
-        template = self.tokenizer.renderer.template
+        template: Any = self._renderer.template
         switch = ", or set chat_template_args: {enable_thinking: False}" if template.switches_reasoning else ""
         return (
             f"{len(self._unreasoned):,} of {len(self):,} rows of {self.source} have no reasoning, first "
@@ -235,7 +233,7 @@ class SourceDataset(Dataset, ABC):
 
     def _note(self, index: int, turns: Sequence[Turn]) -> None:
         """Note what :meth:`warnings` says of a row: unread keys, special tokens in its texts, missing reasoning."""
-        if self._opens_reasoning and not all(turn.masked or turn.reasons for turn in turns):
+        if self._renderer.opens_reasoning and not all(turn.masked or turn.reasons for turn in turns):
             self._unreasoned.add(index)
         for turn in turns:
             self._unread.update(turn.more.keys() - self._names_read)
@@ -243,26 +241,19 @@ class SourceDataset(Dataset, ABC):
         if special:
             self._reserved[index] = special
 
-    @property
-    def _template_renderer(self) -> TemplateRenderer | None:
-        """The renderer, if it has a chat template."""
-        renderer = getattr(self.tokenizer, "renderer", None)
-        return renderer if isinstance(renderer, TemplateRenderer) else None
-
-    @property
-    def _opens_reasoning(self) -> bool:
-        renderer = self._template_renderer
-        return renderer is not None and renderer.opens_reasoning
+    @cached_property
+    def _renderer(self) -> Renderer:
+        return renderer_of(self.tokenizer)
 
     @cached_property
     def _names_read(self) -> frozenset[str]:
         """Keys of messages that the template reads; all names of the reasoning if it reads one."""
-        renderer = self._template_renderer
-        names = frozenset({"tool_call_id"})
-        if renderer is None:
-            return names
-        names |= renderer.template.names
-        return names if names.isdisjoint(REASONING_KEYS) else names.union(REASONING_KEYS)
+        names = {"tool_call_id"}
+        if self._renderer.template is not None:
+            names |= self._renderer.template.names
+        if not names.isdisjoint(REASONING_KEYS):
+            names |= set(REASONING_KEYS)
+        return frozenset(names)
 
     @cached_property
     def _special_token(self) -> Callable[[Iterable[str]], str | None]:
@@ -314,7 +305,7 @@ class ConversationDataset(SourceDataset):
 
     def _refuse_turns_without_template(self, schema: str, fields: Row) -> None:
         """Raise a ValueError if there is no chat template, and the row is not a prompt and a completion in strings."""
-        if not isinstance(getattr(self.tokenizer, "renderer", None), PlainRenderer):
+        if not isinstance(self._renderer, PlainRenderer):
             return
         columns = SCHEMAS[schema]
         if schema == "prompt_completion" and not any(isinstance(fields[column], list) for column in columns):

@@ -21,6 +21,9 @@ from rocm_ext.data.messages import REASONING_KEYS, Turn
 TEMPLATE = "chat_template.jinja"
 OF_PROCESSORS = "chat_template.json"  # in older folders of multimodal models
 _CONFIG = "tokenizer_config.json"
+Turns = Sequence[Turn]
+Tools = Sequence[Mapping] | None  # JSON schemas of the functions that the assistant may call
+Spans = list[tuple[int, int]]  # start and end of parts of a text, in characters
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # marks around the output of a generation block; no user's text can contain them
 _BEGIN, _END = (f"\0{mark}-{uuid4().hex}\0" for mark in ("begin", "end"))
@@ -34,7 +37,7 @@ class ChatTemplate:
         variables: further variables of the template, such as ``bos_token`` or ``enable_thinking``.
         today: date of the template's ``strftime_now``.
         origin: origin of the template, for messages.
-        for_tools: template of conversations with tools; None: the same template.
+        for_tools: template of conversations with tools; by default the same template.
 
     Attributes:
         marked: whether generation blocks in the template mark the assistant's text.
@@ -47,7 +50,9 @@ class ChatTemplate:
     def __init__(
         self, text: str, variables: Json, today: date, origin: str, for_tools: "ChatTemplate | None" = None
     ) -> None:
-        self.text, self.origin, self._for_tools = text, origin, for_tools
+        self.text = text
+        self.origin = origin
+        self._for_tools = for_tools
         self._variables = dict(variables)
         # transformers' settings: trimmed blocks, loop controls, JSON without HTML escapes (apply_chat_template)
         environment = ImmutableSandboxedEnvironment(
@@ -57,14 +62,14 @@ class ChatTemplate:
         environment.globals |= {"raise_exception": _refuse, "strftime_now": today.strftime}
         try:
             tree = environment.parse(text)
-            self.marked = any(isinstance(call.node, nodes.ExtensionAttribute) for call in tree.find_all(nodes.Call))
             self._template = environment.from_string(text)
             self._template.globals = dict(self._template.globals)  # each rendering copies them; a ChainMap is slow
         except TemplateError as error:
             raise UserError(f"chat template {origin} is not valid Jinja: {one_line(error)}") from error
-        fields = {nodes.Getattr: "attr", nodes.Name: "name", nodes.Const: "value"}
-        names = {getattr(node, fields[type(node)]) for node in tree.find_all(tuple(fields))}
-        self.names: frozenset[str] = frozenset(map(str, names)) | (for_tools.names if for_tools else frozenset())
+        self.marked = any(isinstance(call.node, nodes.ExtensionAttribute) for call in tree.find_all(nodes.Call))
+        self.names = _names_in(tree)
+        if for_tools is not None:
+            self.names |= for_tools.names
         self._reasoning = [key for key in REASONING_KEYS if key in self.names]
         self._listed = not self._shows_content() and self._shows_content(listed=True)
 
@@ -86,7 +91,7 @@ class ChatTemplate:
         except UserError:
             return False
 
-    def render(self, turns: Sequence[Turn], tools: Sequence[Mapping] | None, prompt: bool = False) -> str:
+    def render(self, turns: Turns, tools: Tools, prompt: bool = False) -> str:
         """Render a conversation; UserError: the template refuses it.
 
         Args:
@@ -96,11 +101,11 @@ class ChatTemplate:
         """
         return self._render(turns, tools, prompt).replace(_BEGIN, "").replace(_END, "")
 
-    def render_marked(
-        self, turns: Sequence[Turn], tools: Sequence[Mapping] | None
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def render_marked(self, turns: Turns, tools: Tools) -> tuple[str, Spans]:
         """Render a conversation; also return start and end of the generation blocks, in characters."""
-        text, spans, start = "", [], 0
+        text = ""
+        start = 0
+        spans: Spans = []
         for part in re.split(f"({_BEGIN}|{_END})", self._render(turns, tools, prompt=False)):
             if part == _BEGIN:
                 start = len(text)
@@ -110,11 +115,12 @@ class ChatTemplate:
                 text += part
         return text, spans
 
-    def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping] | None, prompt: bool) -> str:
+    def _render(self, turns: Turns, tools: Tools, prompt: bool) -> str:
         messages = [self._with_reasoning(turn.message()) for turn in turns]
         chosen = self._for_tools if tools and self._for_tools else self
         if chosen._listed:
-            messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+            for message in messages:
+                message["content"] = [{"type": "text", "text": message["content"]}]
         try:
             return chosen._template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
@@ -125,7 +131,9 @@ class ChatTemplate:
     def _with_reasoning(self, message: Message) -> Message:
         """Give a message its reasoning under each name that the template reads, which may not be the row's."""
         reasoning = message.get("reasoning_content")
-        return message if reasoning is None else {**dict.fromkeys(self._reasoning, reasoning), **message}
+        if reasoning is None:
+            return message
+        return {**dict.fromkeys(self._reasoning, reasoning), **message}
 
 
 class _GenerationBlock(Extension):
@@ -140,6 +148,13 @@ class _GenerationBlock(Extension):
 
     def _mark(self, caller: Any) -> str:
         return f"{_BEGIN}{caller()}{_END}"
+
+
+def _names_in(tree: nodes.Template) -> frozenset[str]:
+    """Return all names and texts in a template."""
+    fields = {nodes.Getattr: "attr", nodes.Name: "name", nodes.Const: "value"}
+    found = tree.find_all(tuple(fields))
+    return frozenset(str(getattr(node, fields[type(node)])) for node in found)
 
 
 def read_template(setting: str, folder: Path, args: Json, today: date) -> ChatTemplate | None:
@@ -158,22 +173,29 @@ def read_template(setting: str, folder: Path, args: Json, today: date) -> ChatTe
         UserError: a file cannot be read, or the template is not valid Jinja.
     """
     config = _json(folder / _CONFIG)
-    tokens = {name: config.get(name) for name in _SPECIAL_TOKENS}  # text, or objects with ``content``
-    texts = {name: token.get("content") if isinstance(token, Mapping) else token for name, token in tokens.items()}
-    variables = {**{name: text for name, text in texts.items() if isinstance(text, str)}, **args}
+    variables: Json = {}
+    for name in _SPECIAL_TOKENS:
+        token = config.get(name)  # text, or an object with ``content``
+        text = token.get("content") if isinstance(token, Mapping) else token
+        if isinstance(text, str):
+            variables[name] = text
+    variables |= args
     named, origin = _named_templates(folder, config)
     if setting == "auto":
         if not named:
             return None
         if "default" not in named:
             raise UserError(f"{origin} has the chat templates {', '.join(named)}; set chat_template to one of them")
-        tools = ChatTemplate(named["tool_use"], variables, today, origin) if "tool_use" in named else None
-        return ChatTemplate(named["default"], variables, today, origin, tools)
+        for_tools = None
+        if "tool_use" in named:
+            for_tools = ChatTemplate(named["tool_use"], variables, today, origin)
+        return ChatTemplate(named["default"], variables, today, origin, for_tools)
     if setting in named:
         return ChatTemplate(named[setting], variables, today, f"{origin} ({setting})")
     if "{{" in setting or "{%" in setting:
         return ChatTemplate(setting, variables, today, "in the config")
-    if not (path := Path(setting).expanduser()).is_file():
+    path = Path(setting).expanduser()
+    if not path.is_file():
         known = ", ".join(["auto", "torchtune", "none", *named, "the path of a template", "or its text"])
         raise UserError(f"chat_template is {setting!r}, and no file has this name; expected {known}")
     return ChatTemplate(_read(path), variables, today, setting)
@@ -182,29 +204,39 @@ def read_template(setting: str, folder: Path, args: Json, today: date) -> ChatTe
 def _json(path: Path) -> Json:
     if not path.is_file():
         return {}
-    if (config := json_object(_read(path).encode())) is None:
+    config = json_object(_read(path).encode())
+    if config is None:
         raise UserError(f"{path} is not a JSON object; download the file again")
     return config
 
 
 def _named_templates(folder: Path, config: Json) -> tuple[dict[str, str], str]:
-    """Return a folder's templates by name, and their file, in transformers' order of preference.
+    """Return the templates in a folder by name, and their file, in transformers' order of preference.
 
     A single template is called ``default``, and one for tools ``tool_use``.
     """
-    if (file := folder / TEMPLATE).is_file():
-        more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-        return {"default": _read(file), **{path.stem: _read(path) for path in more}}, str(file)
-    file, templates = folder / _CONFIG, config.get("chat_template")
+    file = folder / TEMPLATE
+    if file.is_file():
+        named = {"default": _read(file)}
+        for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            named[path.stem] = _read(path)
+        return named, str(file)
+    file = folder / _CONFIG
+    templates = config.get("chat_template")
     if templates is None and (folder / OF_PROCESSORS).is_file():
         file = folder / OF_PROCESSORS
         templates = _json(file).get("chat_template")
-    if templates is None or isinstance(templates, str):
-        return {} if templates is None else {"default": templates}, str(file)
-    listed = templates if isinstance(templates, list) else [templates]
-    named: Any = {entry.get("name"): entry.get("template") for entry in listed if isinstance(entry, Mapping)}
-    if len(named) != len(listed) or not all(isinstance(text, str) for pair in named.items() for text in pair):
-        raise UserError(f"{file}: chat_template must be text, or a list of name and template")
+    if templates is None:
+        return {}, str(file)
+    if isinstance(templates, str):
+        return {"default": templates}, str(file)
+    named = {}
+    for entry in templates if isinstance(templates, list) else [templates]:
+        name = entry.get("name") if isinstance(entry, Mapping) else None
+        text = entry.get("template") if isinstance(entry, Mapping) else None
+        if not isinstance(name, str) or not isinstance(text, str) or name in named:
+            raise UserError(f"{file}: chat_template must be text, or a list of name and template")
+        named[name] = text
     return named, str(file)
 
 

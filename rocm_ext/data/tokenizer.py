@@ -1,5 +1,6 @@
 """Open a config's tokenizer together with its renderer of conversations."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -15,12 +16,14 @@ from rocm_ext.base.types import Json
 from rocm_ext.data.encoder import EOS, TOKENIZER, HFTokenizer, TextEncoder, any_of, ids_in
 from rocm_ext.data.messages import Turn, to_turns
 from rocm_ext.data.render import (
+    IGNORE,
     Conversation,
     PlainRenderer,
     Renderer,
     TemplateRenderer,
     render_conversation,
     render_prompt,
+    renderer_of,
     returned,
 )
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
@@ -40,15 +43,15 @@ class ChatTokenizer:
         base: a torchtune model tokenizer.
         renderer: renders conversations.
         ends: ids of the model's EOS tokens; the first ends a text without turns.
-        reserved: texts that become special tokens; None: :func:`reserved_tokens` of ``base``.
-        template: text of a chat template from the config; None: the template is the model's.
+        reserved: texts that become special tokens; by default :func:`reserved_tokens` of ``base``.
+        template: text of a chat template from the config; without it the template is the model's.
         template_args: the config's variables of the template, which a server also needs.
 
     Attributes:
         stop_tokens: ids that end an answer.
         end_of_text: id of the token that ends a text without turns.
         cuts: whether calls cut rows at ``max_seq_len``, as torchtune's tokenizers do.
-        max_seq_len: maximum length of a row in tokens; None: no limit.
+        max_seq_len: maximum length of a row in tokens, or None without a limit.
     """
 
     def __init__(
@@ -60,12 +63,15 @@ class ChatTokenizer:
         template: str | None = None,
         template_args: Json | None = None,
     ) -> None:
-        self.base, self.renderer, self.end_of_text, self._template = base, renderer, ends[0], template
+        self.base = base
+        self.renderer = renderer
+        self.end_of_text = ends[0]
         self.template_args = dict(template_args or {})
         self.reserved = reserved_tokens(base) if reserved is None else reserved
-        self.max_seq_len = getattr(base, "max_seq_len", None)
         self.stop_tokens = list(dict.fromkeys([*getattr(base, "stop_tokens", ()), *ends]))
+        self.max_seq_len = getattr(base, "max_seq_len", None)
         self.cuts = False
+        self._template = template
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "base":  # copy and pickle look before __init__ has run
@@ -79,14 +85,17 @@ class ChatTokenizer:
 
     def tokenize_messages(self, messages: Sequence[Any]) -> tuple[list[int], list[bool]]:
         """Render torchtune Messages to tokens and mask, for torchtune's datasets of preferences."""
-        turns = [
-            {"role": m.role, "content": m.text_content, "weight": int(m.role != "assistant" or not m.masked)}
-            for m in messages
-        ]
-        on_input = any(m.role != "assistant" and not m.masked for m in messages)
+        turns = []
+        on_input = False
+        for message in messages:
+            trained = not message.masked
+            answer = message.role == "assistant"
+            on_input |= trained and not answer
+            turns.append({"role": message.role, "content": message.text_content, "weight": int(trained or not answer)})
         tokens, labels = render_conversation(self, turns, on_input)
         limit = self.max_seq_len if self.cuts else None
-        return tokens[:limit], [label < 0 for label in labels[:limit]]
+        mask = [label == IGNORE for label in labels]
+        return tokens[:limit], mask[:limit]
 
     def write_template(self, folder: Path) -> None:
         """Write the config's chat template, if it has one, into a folder with an exported model."""
@@ -108,19 +117,21 @@ def open_tokenizer(cfg: DictConfig) -> Any:
     """
     base = config.instantiate(cfg.tokenizer, key="tokenizer")
     check_max_seq_len(getattr(base, "max_seq_len", None))
-    folder, setting = Path(str(cfg.checkpointer.get("checkpoint_dir", ""))), cfg.chat_template
+    folder = Path(str(cfg.checkpointer.get("checkpoint_dir", "")))
     args, today = _template_args(cfg)
     check(cfg, {"chat_template": _TEMPLATE})
+    setting = cfg.chat_template
+    of_hub = isinstance(base, HFTokenizer)
     if setting == "none":
         ends = _ends(folder, base)
         return ChatTokenizer(base, PlainRenderer(base, ends[0]), ends)
-    if isinstance(base, HFTokenizer) and setting == "torchtune":
+    if of_hub and setting == "torchtune":
         raise UserError("chat_template torchtune needs a tokenizer of torchtune's; expected auto, none, or a template")
     if setting == "torchtune" or (setting == "auto" and getattr(base, "prompt_template", None)):
         _warn_if_different(base, folder, args, today)
         return base
     template = read_template(setting, folder, args, today)
-    if template is None and isinstance(base, HFTokenizer):
+    if template is None and of_hub:
         raise UserError(
             f"{folder} has no chat template; set chat_template: none to train a base model on prompts and completions "
             "as they are, or name a template's file"
@@ -129,12 +140,12 @@ def open_tokenizer(cfg: DictConfig) -> Any:
         log.info("%s has no chat template; torchtune's tokenizer renders the conversations", folder)
         return base
     log.info("chat template: %s", template.origin)
-    encoder = base.encoder if isinstance(base, HFTokenizer) else _encoder(folder)
+    encoder = base.encoder if of_hub else _encoder(folder)
     ends = _ends(folder, base)
-    if isinstance(base, HFTokenizer):
+    if of_hub:
         ends = [*ends, *_turn_end(template, base)]
     renderer = TemplateRenderer(template, encoder, [*getattr(base, "stop_tokens", ()), *ends])
-    custom = template.text if setting != "auto" else None
+    custom = None if setting == "auto" else template.text
     tokenizer = ChatTokenizer(base, renderer, ends, encoder.special, custom, args)
     _check_end_of_turn(tokenizer, template, renderer.text)
     return tokenizer
@@ -160,7 +171,15 @@ def reserved_tokens(tokenizer: Any) -> frozenset[str]:
 def special_tokens_in(tokenizer: Any) -> Callable[[Iterable[str]], str | None]:
     """Return a function that returns a special token in texts, or None; the model does not read it as text."""
     pattern = any_of(reserved_tokens(tokenizer))
-    return lambda texts: next((match[0] for text in texts if (match := pattern.search(text))), None)
+
+    def first_in(texts: Iterable[str]) -> str | None:
+        for text in texts:
+            match = pattern.search(text)
+            if match:
+                return match[0]
+        return None
+
+    return first_in
 
 
 def defused(tokenizer: Any) -> Callable[[Any], Any]:
@@ -170,13 +189,11 @@ def defused(tokenizer: Any) -> Callable[[Any], Any]:
     tokens are the special ones and those that the chat template writes; all other text stays as it is. The function
     takes texts, turns and values of JSON, and changes each text in them.
     """
-    renderer = getattr(tokenizer, "renderer", None)
-    marks = renderer.marks if isinstance(renderer, TemplateRenderer) else frozenset()
-    pattern = any_of(reserved_tokens(tokenizer) | marks)
+    pattern = any_of(reserved_tokens(tokenizer) | renderer_of(tokenizer).marks)
 
     def defuse(value: Any) -> Any:
         if isinstance(value, str):
-            return pattern.sub(lambda match: f"{match[0][0]} {match[0][1:]}", value)
+            return pattern.sub(_with_space, value)
         if isinstance(value, Turn):
             return value._replace(content=defuse(value.content), more=defuse(value.more))
         if isinstance(value, Mapping):
@@ -186,6 +203,10 @@ def defused(tokenizer: Any) -> Callable[[Any], Any]:
         return value
 
     return defuse
+
+
+def _with_space(match: re.Match[str]) -> str:
+    return f"{match[0][0]} {match[0][1:]}"
 
 
 def special_token_lines(what: str, count: int, special: Sequence[tuple[str, str]]) -> list[str]:
@@ -227,9 +248,11 @@ def _ends(folder: Path, base: Any) -> list[int]:
 
     torchtune's Qwen tokenizers know only the EOS of the instruct models, which base models do not generate.
     """
-    if numbers := ids_in(folder, EOS):
+    numbers = ids_in(folder, EOS)
+    if numbers:
         return numbers
-    if type(end := getattr(base, "eos_id", None)) is not int:
+    end = getattr(base, "eos_id", None)
+    if type(end) is not int:
         raise UserError(f"neither {folder} nor the tokenizer {type(base).__name__} names an EOS token (eos_token_id)")
     return [end]
 
@@ -240,8 +263,8 @@ def _warn_if_different(base: Any, folder: Path, args: Json, today: date) -> None
         template = read_template("auto", folder, args, today)
         if template is None or not (folder / TOKENIZER).is_file():
             return
-        model = TemplateRenderer(template, TextEncoder(folder / TOKENIZER), getattr(base, "stop_tokens", ()))
-        theirs = model.prompt(to_turns(_SAMPLE[:1]), None)
+        encoder = TextEncoder(folder / TOKENIZER)
+        theirs = encoder.encode(template.render(to_turns(_SAMPLE[:1]), None, prompt=True))
     except UserError as error:
         log.info("the model's chat template is not compared with torchtune's: %s", error)
         return
@@ -277,13 +300,13 @@ def _check_end_of_turn(tokenizer: ChatTokenizer, template: ChatTemplate, text: C
     except UserError as error:  # templates for reasoning; prompts can still be rendered
         log.warning("%s", error)
         return
-    last = next((label for label in reversed(labels) if label >= 0), None)
-    if last not in tokenizer.stop_tokens:
+    trained = [label for label in labels if label != IGNORE]
+    if not trained or trained[-1] not in tokenizer.stop_tokens:
         log.warning(
             "chat template %s ends the assistant's turn with %r, which is not among the stop tokens %s, so no row "
             "teaches the model to stop and sampled answers run on; name the token that ends a turn as eos_token_id in "
             "the model's generation_config.json",
             template.origin,
-            text([] if last is None else [last]),
+            text(trained[-1:]),
             [text([stop]) for stop in tokenizer.stop_tokens],
         )
