@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import Any
 
 from rocm_ext.base.types import Json, Message, Row
@@ -39,23 +40,27 @@ def role_of(message: Any) -> str | None:
 
 def masked(message: Mapping[str, Any], role: str, where: str) -> bool:
     """Return whether the loss excludes a message, by role and :data:`FLAGS`; ValueError: the flags are wrong."""
-    if detail := next((key for key in DETAILS if message.get(key) is not None), None):
-        raise ValueError(f"{where}: {detail} trains on parts of a message, which is not supported; remove it")
+    for detail in DETAILS:
+        if message.get(detail) is not None:
+            raise ValueError(f"{where}: {detail} trains on parts of a message, which is not supported; remove it")
     flags = {key: message[key] for key in FLAGS if message.get(key) is not None}
     for key, value in flags.items():
         if value not in (0, 1):
             raise ValueError(f"{where}: {key} must be 0 or 1, found {value!r}")
         if value and FLAGS[key] and role != "assistant":
             raise ValueError(f"{where}: {key} is {value!r}, but the loss can only cover the assistant's turns")
-    if len({bool(value) for value in flags.values()}) > 1:
+    trained = set(map(bool, flags.values()))
+    if len(trained) > 1:
         raise ValueError(f"{where}: {' and '.join(flags)} contradict each other")
-    return role != "assistant" or 0 in flags.values()
+    return role != "assistant" or False in trained
 
 
 def parsed(value: Any, otherwise: str) -> Any:
     """Parse a text as JSON; return any other value as it is. ValueError, ``otherwise``: the text is not JSON."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{otherwise}: {error}") from error
 
@@ -63,21 +68,26 @@ def parsed(value: Any, otherwise: str) -> Any:
 def called(text: Any, where: str) -> list[Json]:
     """Return the calls in an assistant's turn of :data:`CALLS`, in OpenAI's form."""
     calls = parsed(text, f"{where}: the call is not valid JSON")
-    return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+    if not isinstance(calls, list):
+        calls = [calls]
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def refuse_kto(fields: Row) -> None:
     """Raise a ValueError for a row that says whether its only answer is good."""
-    if label := next((key for key in KTO if str(fields.get(key)).lower() in _WORDS), None):
-        raise ValueError(
-            f"{label} is {fields[label]}: training would also teach the bad answers; for KTO set {_PREFERENCES} and "
-            f"loss: {{_component_: rocm_ext.losses.UnpairedPreference}}, or keep the good ones and remove {label}"
-        )
+    for label in KTO:
+        if str(fields.get(label)).lower() in _WORDS:
+            raise ValueError(
+                f"{label} is {fields[label]}: training would also teach the bad answers; for KTO set {_PREFERENCES} "
+                "and loss: {_component_: rocm_ext.losses.UnpairedPreference}, or keep the good ones and remove "
+                f"{label}"
+            )
 
 
 def refuse_pair(fields: Row) -> None:
     """Raise a ValueError for a row with the answers of a pair."""
-    if answers := [key for key in PAIRED if key in fields]:
+    answers = [key for key in PAIRED if key in fields]
+    if answers:
         raise ValueError(
             f"the row is a pair ({', '.join(answers)}): for DPO set {_PREFERENCES}, or map the better answer with "
             "column_map to train on it alone"
@@ -93,12 +103,18 @@ def listed(value: Any, what: str) -> list[Any]:
 def asked(fields: Row) -> list[Message]:
     """Return the messages before the answer in a row with columns of :data:`ALPACA`."""
     text = string(fields["instruction"], "instruction")
-    text += "\n\n" + string(fields["input"], "input") if fields.get("input") else ""
+    if fields.get("input"):
+        text += "\n\n" + string(fields["input"], "input")
     history = listed(fields.get("history") or [], "history")
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise ValueError(f"history must be a list of pairs, a question and its answer, found {history!r}")
-    texts = [*(text for pair in history for text in pair), text]
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    messages: list[Message] = []
+    for exchange in history:
+        if not isinstance(exchange, list) or len(exchange) != 2:
+            raise ValueError(f"history must be a list of pairs, a question and its answer, found {history!r}")
+        question, answer = exchange
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    messages.append({"role": "user", "content": text})
+    return messages
 
 
 def pair(fields: Row, columns: Collection[str]) -> Json:
@@ -107,21 +123,53 @@ def pair(fields: Row, columns: Collection[str]) -> Json:
     ``fields`` has no nulls; ``columns`` are the names of all columns of the data set.
     """
     row = dict(fields)
-    talk = next((key for key in ("messages", "conversations") if key in row), None)
-    chosen, worse = row.get("chosen"), {"rejected_response", "rejected_messages"} & {*columns}
-    if "preferred_output" in row and isinstance(given := row.get("input"), Mapping):  # OpenAI
-        sides = {"chosen": row.pop("preferred_output"), "rejected": row.pop("non_preferred_output", [])}
-        row = present({**row, **sides, "input": None, "prompt": given.get("messages"), "tools": given.get("tools")})
-    elif talk and chosen is None and worse:  # ms-swift
-        row["chosen"], answer = listed(row.pop(talk), talk), row.pop("rejected_response", "")
-        answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else conversation(answer)
-        row["rejected"] = row.pop("rejected_messages", None) or [*row["chosen"][:-1], *answers]
-    elif "prompt" not in row and not (isinstance(chosen, list) and chosen and role_of(chosen[0]) != "assistant"):
-        if talk:
-            row["prompt"] = listed(row.pop(talk), talk)
-        elif "instruction" in row:
-            row = {"prompt": asked(row), **{key: value for key, value in row.items() if key not in ALPACA}}
+    if "preferred_output" in row and isinstance(row.get("input"), Mapping):
+        return _openai_pair(row)
+    talk = _talk_of(row)
+    chosen = row.get("chosen")
+    if talk and chosen is None and not {"rejected_response", "rejected_messages"}.isdisjoint(columns):
+        return _swift_pair(row, talk)
+    # a conversation in `chosen` has its prompt already
+    has_prompt = isinstance(chosen, list) and chosen and role_of(chosen[0]) != "assistant"
+    if "prompt" in row or has_prompt:
+        return row
+    if talk:
+        row["prompt"] = listed(row.pop(talk), talk)
+    elif "instruction" in row:
+        row["prompt"] = asked(row)
+        _drop(row, ALPACA)
     return row
+
+
+def _openai_pair(row: Json) -> Json:
+    given = row.pop("input")
+    row["chosen"] = row.pop("preferred_output")
+    row["rejected"] = row.pop("non_preferred_output", [])
+    row["prompt"] = given.get("messages")
+    row["tools"] = given.get("tools")
+    return present(row)
+
+
+def _swift_pair(row: Json, talk: str) -> Json:
+    """Rename the columns of ms-swift: a conversation, and another answer to it."""
+    row["chosen"] = listed(row.pop(talk), talk)
+    answer = row.pop("rejected_response", "")
+    answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else conversation(answer)
+    row["rejected"] = row.pop("rejected_messages", None) or [*row["chosen"][:-1], *answers]
+    return row
+
+
+def _talk_of(row: Row) -> str | None:
+    """Return the column with the row's conversation."""
+    for column in ("messages", "conversations"):
+        if column in row:
+            return column
+    return None
+
+
+def _drop(row: Json, columns: Collection[str]) -> None:
+    for column in columns:
+        row.pop(column, None)
 
 
 def single(fields: Row) -> Json:
@@ -129,19 +177,25 @@ def single(fields: Row) -> Json:
 
     ``fields`` has no nulls. Without ``prompt``, ``completion`` is the conversation.
     """
-    row = {key: value for key, value in fields.items() if key not in KTO}
-    key = next((key for key in KTO if key in fields), KTO[0])
-    if (label := _GOOD.get(str(fields.get(key)).lower())) is None:
-        raise ValueError(f"{key} is {fields.get(key)!r}; expected true, the answer is good, or false")
-    talk = next((key for key in ("messages", "conversations") if key in row), None)
-    if "completion" not in row and talk:
-        row["completion"] = listed(row.pop(talk), talk)
-    elif "completion" not in row and {"instruction", "output"} <= row.keys():
-        row |= {"prompt": asked(row), "completion": row.pop("output")}
-        row = {key: value for key, value in row.items() if key not in ALPACA}
+    labels = [key for key in KTO if key in fields] or KTO
+    said = fields.get(labels[0])
+    label = _GOOD.get(str(said).lower())
+    if label is None:
+        raise ValueError(f"{labels[0]} is {said!r}; expected true, the answer is good, or false")
+    row = dict(fields)
+    _drop(row, KTO)
+    talk = _talk_of(row)
     if "completion" not in row:
-        raise ValueError(f"the columns {list(fields)} have a label, but lack completion, messages or output")
-    return {**row, "label": label}
+        if talk:
+            row["completion"] = listed(row.pop(talk), talk)
+        elif "instruction" in row and "output" in row:
+            row["prompt"] = asked(row)
+            row["completion"] = row.pop("output")
+            _drop(row, ALPACA)
+        else:
+            raise ValueError(f"the columns {list(fields)} have a label, but lack completion, messages or output")
+    row["label"] = label
+    return row
 
 
 def conversation(value: Any, tools: list[Json] | None = None) -> Any:
@@ -152,22 +206,33 @@ def conversation(value: Any, tools: list[Json] | None = None) -> Any:
     """
     if not isinstance(value, list | Mapping):
         return value
-    functions = [tool.get("function", tool) for tool in tools or ()]
-    schemas = {str(f.get("name")): f.get("parameters") for f in functions if isinstance(f, Mapping)}
-    messages = [present(message) for message in (value if isinstance(value, list) else [value])]
-    for message in messages:
-        if isinstance(message, dict) and "function_call" in message:  # OpenAI's, before tools
-            message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
-        if isinstance(message, dict) and isinstance(message.get("tool_calls"), list):
-            message["tool_calls"] = [_call(call, schemas) for call in message["tool_calls"]]
-    return messages
+    schemas: Json = {}
+    for tool in tools or ():
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping):
+            schemas[str(function.get("name"))] = function.get("parameters")
+    messages = value if isinstance(value, list) else [value]
+    return [_message(message, schemas) for message in messages]
+
+
+def _message(message: Any, schemas: Json) -> Any:
+    message = present(message)
+    if not isinstance(message, dict):
+        return message
+    if "function_call" in message:  # OpenAI's, before tools
+        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
+    if isinstance(message.get("tool_calls"), list):
+        message["tool_calls"] = [_call(call, schemas) for call in message["tool_calls"]]
+    return message
 
 
 def _call(call: Any, schemas: Json) -> Any:
     call = present(call)
-    if isinstance(call, dict) and "function" in call:
+    if not isinstance(call, dict):
+        return call
+    if "function" in call:
         call["function"] = _call(call["function"], schemas)
-    elif isinstance(call, dict) and "arguments" in call:
+    elif "arguments" in call:
         call["arguments"] = _arguments(call["arguments"], schemas.get(str(call.get("name"))))
     return call
 
@@ -181,13 +246,20 @@ def present(value: Any) -> Any:
 
 def _arguments(value: Any, schema: Any) -> Any:
     """Remove nulls from a call's arguments, unless the schema allows them."""
-    schema = schema if isinstance(schema, Mapping) else {}
+    if not isinstance(schema, Mapping):
+        schema = {}
     if isinstance(value, list):
         return [_arguments(part, schema.get("items")) for part in value]
     if not isinstance(value, Mapping):
         return value
-    known = schema["properties"] if isinstance(schema.get("properties"), Mapping) else {}
-    return {k: _arguments(v, known.get(k)) for k, v in value.items() if v is not None or _nullable(known.get(k))}
+    known = schema.get("properties")
+    if not isinstance(known, Mapping):
+        known = {}
+    arguments = {}
+    for name, part in value.items():
+        if part is not None or _nullable(known.get(name)):
+            arguments[name] = _arguments(part, known.get(name))
+    return arguments
 
 
 def schema(value: Any) -> Any:
@@ -204,10 +276,13 @@ def _nullable(schema: Any) -> bool:
     """Return whether a JSON schema allows null."""
     if not isinstance(schema, Mapping):
         return False
-    kind, values = schema.get("type"), schema.get("enum") or ()
-    others = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
-    null = kind == "null" or (isinstance(kind, list) and "null" in kind) or None in values
-    return null or schema.get("nullable") is True or any(map(_nullable, others))
+    kind = schema.get("type")
+    if kind == "null" or (isinstance(kind, list) and "null" in kind):
+        return True
+    if schema.get("nullable") is True or None in (schema.get("enum") or ()):
+        return True
+    choices = (schema.get(key) or () for key in ("anyOf", "oneOf"))
+    return any(map(_nullable, chain(*choices)))
 
 
 def string(value: Any, what: str) -> str:

@@ -58,8 +58,11 @@ def _gsm8k(row: Row) -> Json:
     _, mark, answer = row["answer"].rpartition("####")
     if not mark or not answer.strip():
         raise ValueError(f"answer has no #### followed by a number, as gsm8k needs; found {row['answer'][-40:]!r}")
-    rest = _without(row, "question")
-    return {**rest, "prompt": row["question"], "answer": answer.strip(), "solution": row["answer"]}
+    fields = _without(row, "question")
+    fields["prompt"] = row["question"]
+    fields["answer"] = answer.strip()
+    fields["solution"] = row["answer"]
+    return fields
 
 
 def _mbpp(row: Row) -> Json:
@@ -68,28 +71,39 @@ def _mbpp(row: Row) -> Json:
         return {**row, "prompt": f"{row['prompt'].rstrip()}\n\nName the function `{row['entry_point']}`."}
     task = "text" if "text" in row else "prompt"
     _need(row, "mbpp", task)
-    if not (tests := _texts(row, "test_list")):
+    tests = _texts(row, "test_list")
+    if not tests:
         raise ValueError("test_list is empty; expected a list of asserts")
-    setup = "\n".join([*_texts(row, "test_imports", []), row.get("test_setup_code", "")]).strip()
-    rest = _solved(row, "code", "text", "test_list", "test_imports", "test_setup_code")
-    return {**rest, "prompt": _with_tests(row[task], tests), "tests": tests, "test_setup": setup}
+    setup = [*_texts(row, "test_imports", []), row.get("test_setup_code", "")]
+    fields = _solved(row, "code", "text", "test_list", "test_imports", "test_setup_code")
+    fields["prompt"] = _with_tests(row[task], tests)
+    fields["tests"] = tests
+    fields["test_setup"] = "\n".join(setup).strip()
+    return fields
 
 
 def _humaneval(row: Row) -> Json:
     _need(row, "humaneval", "prompt", "test", "entry_point")
-    rest = _solved(row, "canonical_solution", "test")
     task = f"Complete this Python function. Answer with all of it in one code block.\n\n```python\n{row['prompt']}"
-    return {**rest, "prompt": f"{task.rstrip()}\n```", "code_prefix": row["prompt"], "tests": _with_shapes(row["test"])}
+    fields = _solved(row, "canonical_solution", "test")
+    fields["prompt"] = f"{task.rstrip()}\n```"
+    fields["code_prefix"] = row["prompt"]
+    fields["tests"] = _with_shapes(row["test"])
+    return fields
 
 
 def _mbppplus(row: Row) -> Json:
     _need(row, "mbppplus", "prompt", "test")
-    shown, setup = _texts(row, "test_list"), "\n".join(_texts(row, "test_imports", []))
-    rest = _solved(row, "code", "test", "test_list", "test_imports")
+    shown = _texts(row, "test_list")
+    setup = _texts(row, "test_imports", [])
+    fields = _solved(row, "code", "test", "test_list", "test_imports")
     names = _called_functions(row.get("code", ""), "\n".join(shown))
-    rest |= {"entry_point": names.pop()} if len(names) == 1 else {}
-    prompt = _with_tests(row["prompt"], shown)
-    return {**rest, "prompt": prompt, "tests": _with_shapes(row["test"]), "test_setup": setup}
+    if len(names) == 1:
+        fields["entry_point"] = names.pop()
+    fields["prompt"] = _with_tests(row["prompt"], shown)
+    fields["tests"] = _with_shapes(row["test"])
+    fields["test_setup"] = "\n".join(setup)
+    return fields
 
 
 def _with_tests(task: str, tests: list[str]) -> str:
@@ -110,52 +124,68 @@ def _apps(row: Row) -> Json | None:
         if "integer string conversion" in str(error):  # a few rows have numbers that Python refuses to read
             return None
         raise
-    if not isinstance(tests, dict) or not all(isinstance(tests.get(k, []), list) for k in ("inputs", "outputs")):
+    inputs = tests.get("inputs", []) if isinstance(tests, dict) else None
+    outputs = tests.get("outputs", []) if isinstance(tests, dict) else None
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise ValueError("input_output must be an object with the lists inputs and outputs")
-    inputs, outputs = tests.get("inputs", []), tests.get("outputs", [])
     if len(inputs) != len(outputs):
         raise ValueError(f"input_output has {len(inputs)} inputs and {len(outputs)} outputs")
     if not inputs:
         return None
+    fields = _without(row, "question", "solutions", "input_output", "starter_code")
     solutions = _json(row, "solutions", [])
-    rest = _without(row, "question", "solutions", "input_output", "starter_code")
-    rest |= {"solution": solutions[0]} if isinstance(solutions, list) and solutions else {}
+    if isinstance(solutions, list) and solutions:
+        fields["solution"] = solutions[0]
     starter = string(row.get("starter_code") or "", "starter_code")
-    if name := tests.get("fn_name"):
-        cases = [
-            {"input": args if isinstance(args, list) else [args], "output": value, "unwrap": True}
-            for args, value in zip(inputs, outputs, strict=True)
-        ]
-        return {**rest, **_function(row["question"], starter, string(name, "fn_name"), cases), "tolerance": 1e-5}
-    pairs = zip(map(_lines, inputs), map(_lines, outputs), strict=True)
-    return {**rest, **_program(row["question"], pairs), "tolerance": 1e-5}
+    name = tests.get("fn_name")
+    cases: list[Json] = []
+    if name:
+        for given, value in zip(inputs, outputs, strict=True):
+            arguments = given if isinstance(given, list) else [given]
+            cases.append({"input": arguments, "output": value, "unwrap": True})
+        fields |= _function(row["question"], starter, string(name, "fn_name"), cases)
+    else:
+        for given, printed in zip(inputs, outputs, strict=True):
+            cases.append({"input": _lines(given), "output": _lines(printed)})
+        fields |= _program(row["question"], cases)
+    fields["tolerance"] = 1e-5
+    return fields
 
 
 def _livecodebench(row: Row) -> Json | None:
     _need(row, "livecodebench", "question_content", "public_test_cases")
-    tests = [*_json(row, "public_test_cases", []), *_private(row.get("private_test_cases") or "[]")]
-    if not all(
-        isinstance(t, dict) and isinstance(t.get("input"), str) and isinstance(t.get("output"), str) for t in tests
-    ):
+    public = _json(row, "public_test_cases", [])
+    private = _private(row.get("private_test_cases") or "[]")
+    tests = [*public, *private]
+    if not all(map(_is_test, tests)):
         raise ValueError("public_test_cases and private_test_cases must be lists of {input, output, testtype}")
     if not tests:
         return None
-    rest = _without(row, "question_content", "starter_code", "public_test_cases", "private_test_cases", "metadata")
-    rest |= {} if "id" in row or "task_id" in row or "question_id" not in row else {"id": row["question_id"]}
+    fields = _without(row, "question_content", "starter_code", "public_test_cases", "private_test_cases", "metadata")
+    if "question_id" in row and "id" not in row and "task_id" not in row:
+        fields["id"] = row["question_id"]
+    fields["tolerance"] = 0
+    question = row["question_content"]
     kinds = {test.get("testtype") for test in tests}
+    cases: list[Json] = []
     if kinds == {"stdin"}:
-        pairs = ((test["input"], test["output"]) for test in tests)
-        return {**rest, **_program(row["question_content"], pairs), "tolerance": 0}
+        for test in tests:
+            cases.append({"input": test["input"], "output": test["output"]})
+        return fields | _program(question, cases)
     if kinds != {"functional"}:
         raise ValueError(f"testtype must be stdin or functional in all tests, found {sorted(map(str, kinds))}")
-    name = string((_json(row, "metadata", {}) or {}).get("func_name"), "metadata's func_name")
+    metadata = _json(row, "metadata", {}) or {}
+    name = string(metadata.get("func_name"), "metadata's func_name")
     value = partial(parsed, otherwise="a test's input or output is not JSON")
-    cases = [
-        {"input": [value(line) for line in test["input"].split("\n")], "output": value(test["output"])}
-        for test in tests
-    ]
+    for test in tests:
+        arguments = [value(line) for line in test["input"].split("\n")]
+        cases.append({"input": arguments, "output": value(test["output"])})
     starter = string(row.get("starter_code") or "", "starter_code")
-    return {**rest, **_function(row["question_content"], starter, name, cases), "tolerance": 0}
+    return fields | _function(question, starter, name, cases)
+
+
+def _is_test(test: Any) -> bool:
+    return isinstance(test, dict) and all(isinstance(test.get(key), str) for key in ("input", "output"))
 
 
 FORMATS = {
@@ -169,17 +199,22 @@ FORMATS = {
 }
 
 
-def _program(question: str, pairs: Any) -> Json:
-    """Return the fields of a task for a program that reads stdin, from (input, output) pairs."""
-    cases = [{"input": given, "output": wanted} for given, wanted in pairs]
+def _program(question: str, cases: list[Json]) -> Json:
+    """Return the fields of a task for a program that reads stdin."""
     return {"prompt": f"{question.rstrip()}\n\n{PROGRAM}", "cases": cases}
 
 
 def _function(question: str, starter: str, name: str, cases: list[Json]) -> Json:
     """Return the fields of a task for a function, or for a method of LeetCode's ``class Solution``."""
-    entry = f"Solution().{name}" if "class Solution" in starter else name
-    asks = f"{FUNCTION}\n\n```python\n{starter.rstrip()}\n```" if starter.strip() else f"Name the function `{name}`."
-    return {"prompt": f"{question.rstrip()}\n\n{asks}", "entry_point": entry, "cases": cases, "test_setup": LEETCODE}
+    task = f"Name the function `{name}`."
+    if starter.strip():
+        task = f"{FUNCTION}\n\n```python\n{starter.rstrip()}\n```"
+    return {
+        "prompt": f"{question.rstrip()}\n\n{task}",
+        "entry_point": f"Solution().{name}" if "class Solution" in starter else name,
+        "cases": cases,
+        "test_setup": LEETCODE,
+    }
 
 
 def _lines(text: Any) -> str:
@@ -222,15 +257,18 @@ def _private(text: Any) -> list[Any]:
 def _called_functions(code: Any, tests: str) -> set[str]:
     """Return the top-level functions of ``code`` that ``tests`` call; none if either is not Python."""
     try:
-        body, nodes = ast.parse(string(code, "code")).body, list(ast.walk(ast.parse(tests)))
+        body = ast.parse(string(code, "code")).body
+        nodes = list(ast.walk(ast.parse(tests)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return set()
-    called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-    return called & {statement.name for statement in body if isinstance(statement, ast.FunctionDef)}
+    defined = {statement.name for statement in body if isinstance(statement, ast.FunctionDef)}
+    functions = [node.func for node in nodes if isinstance(node, ast.Call)]
+    return defined & {function.id for function in functions if isinstance(function, ast.Name)}
 
 
 def _need(row: Row, format: str, *columns: str) -> None:
-    if missing := [column for column in columns if column not in row]:
+    missing = [column for column in columns if column not in row]
+    if missing:
         raise ValueError(f"format {format} needs {', '.join(missing)}; the columns are {list(row)}")
     for column in columns:
         if not string(row[column], column).strip():
@@ -248,4 +286,7 @@ def _without(row: Row, *columns: str) -> Json:
 
 def _solved(row: Row, solution: str, *columns: str) -> Json:
     """Return a row without these columns; its column ``solution`` gets this name."""
-    return _without(row, solution, *columns) | ({"solution": row[solution]} if solution in row else {})
+    fields = _without(row, solution, *columns)
+    if solution in row:
+        fields["solution"] = row[solution]
+    return fields

@@ -20,6 +20,10 @@ from rocm_ext.data.dialects import expect, parsed
 
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".ndjson": "json"}
 SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk writes into a folder
+_NULLABLE = ("arguments", "default", "const")  # of calls and schemas, see rocm_ext.data.dialects
+_SHOWN_REASONS, _SHOWN_ORIGINS = 10, 5  # of bad rows
+
+Origin = Callable[[int], str]  # a row's number -> its origin
 
 
 def open_source(
@@ -29,10 +33,10 @@ def open_source(
     name: str | None,
     column_map: Mapping[str, str] | None,
     fields: Collection[str] | None = None,
-) -> tuple[Any, Callable[[int], str], dict[str, str]]:
+) -> tuple[Any, Origin, dict[str, str]]:
     """Read the rows of a source; the arguments are those of :func:`rocm_ext.data.sft_dataset`.
 
-    ``fields`` are the names of our columns; None: any name.
+    ``fields`` are the names of our columns; without them, any name may be mapped.
 
     Returns:
         The rows; a function from a row's index to its origin: ``file:line`` in JSON lines, else the index, from 0; and
@@ -41,24 +45,41 @@ def open_source(
     Raises:
         UserError: the source does not exist, cannot be read or lacks a mapped column, or the split has no rows.
     """
-    column_map = {} if column_map is None else column_map
-    if not isinstance(column_map, Mapping) or not all(isinstance(x, str) for pair in column_map.items() for x in pair):
+    if column_map is None:
+        column_map = {}
+    if not isinstance(column_map, Mapping) or not _has_texts(column_map):
         raise UserError(f"column_map is {column_map!r}; expected our column -> yours, {{prompt: question}}")
     for ours in column_map:
         if fields is not None and ours not in fields:
             raise UserError(f"column_map maps our columns to yours; {ours!r} is not one of ours{nearest(ours, fields)}")
     rows, origin = _load_rows(source, split, data_files, name)
-    named = getattr(rows, "column_names", None)
-    columns, unread = dict.fromkeys(named or ()), iter(() if named else range(len(rows)))
-    while not columns.keys() >= set(column_map.values()) and (index := next(unread, None)) is not None:
-        with suppress(ValueError):
-            columns |= dict.fromkeys(row_at(rows, index))
-    if missing := [column for column in column_map.values() if column not in columns]:
-        raise UserError(f"column_map names {missing}, but the columns of {source} are {list(columns)}")
+    columns = _columns(rows, column_map.values())
+    missing = [column for column in column_map.values() if column not in columns]
+    if missing:
+        raise UserError(f"column_map names {missing}, but the columns of {source} are {columns}")
     return rows, origin, dict(column_map)
 
 
-def _load_rows(source: str, split: str, data_files: Any, name: str | None) -> tuple[Any, Callable[[int], str]]:
+def _has_texts(column_map: Mapping[Any, Any]) -> bool:
+    names = [*column_map, *column_map.values()]
+    return all(isinstance(name, str) for name in names)
+
+
+def _columns(rows: Any, wanted: Collection[str]) -> list[str]:
+    """Return the names of columns; of JSON rows, those of the first rows, until they have the ``wanted`` ones."""
+    named = getattr(rows, "column_names", None)
+    if named:
+        return list(named)
+    columns: Json = {}
+    for index in range(len(rows)):
+        if columns.keys() >= set(wanted):
+            break
+        with suppress(ValueError):
+            columns |= row_at(rows, index)
+    return list(columns)
+
+
+def _load_rows(source: str, split: str, data_files: Any, name: str | None) -> tuple[Any, Origin]:
     files = local_files(source)
     kinds = {LOADERS.get(_suffix(file)) for file in files}
     if len(kinds) > 1 or None in kinds:
@@ -71,27 +92,28 @@ def _load_rows(source: str, split: str, data_files: Any, name: str | None) -> tu
     if (files or saved) and (data_files is not None or name is not None):
         kind = "file" if files else "saved dataset"
         raise UserError(f"source {source} is a {kind}: data_files and name do not apply to it")
+    rows: Any
     if kinds == {"json"}:
         # `datasets` gives every row the keys of all rows, refuses columns whose type varies, and does not report
         # which line is malformed. So this module reads JSON itself.
         rows, origins = _read_json(files, split)
-        origin: Callable[[int], str] = origins.__getitem__
+        origin: Origin = origins.__getitem__
     else:
-        args = (*kinds, None) if files else (str(folder) if folder.is_dir() else source, name)
-        hint = (
-            ". No file or folder has this name; if it is a hub dataset and this machine is offline, "
-            f"run `hf download --repo-type dataset {source} --local-dir DIR` and set source: DIR"
-        )
-        named = files or folder.is_dir() or source in LOADERS.values()
-        with explain_errors(f"{source}: cannot load split {split!r}", "" if named else hint):
+        hint = ""
+        if not (files or folder.is_dir() or source in LOADERS.values()):
+            hint = (
+                ". No file or folder has this name; if it is a hub dataset and this machine is offline, "
+                f"run `hf download --repo-type dataset {source} --local-dir DIR` and set source: DIR"
+            )
+        with explain_errors(f"{source}: cannot load split {split!r}", hint):
             if saved:
                 rows = _saved(folder, split)
-            elif "csv" in kinds:
-                from datasets import load_dataset
-
-                rows = load_dataset("csv", data_files=files, split=split, **_table(files[0]))
+            elif files:
+                (kind_of_files,) = kinds
+                rows = _load_files(str(kind_of_files), files, split)
             else:
-                rows = _load(args, files or data_files, split)
+                path = str(folder) if folder.is_dir() else source
+                rows = _load(path, name, data_files, split)
         origin = partial("{}[{}] row {}".format, source, split)
     if len(rows) == 0:
         raise UserError(f"{source} has no rows in split {split!r}")
@@ -104,7 +126,16 @@ def _suffix(file: str | Path) -> str:
 
 def _open(file: str) -> Any:
     """Open a text file, perhaps a compressed one, to read it."""
-    return (gzip.open if file.endswith(".gz") else open)(file, "rt", encoding="utf-8-sig")
+    opener = gzip.open if file.endswith(".gz") else open
+    return opener(file, "rt", encoding="utf-8-sig")
+
+
+def _load_files(kind: str, files: list[str], split: str) -> Any:
+    """Read files with `datasets`; cells of a table are text."""
+    from datasets import load_dataset
+
+    options = _table(files[0]) if kind == "csv" else {}
+    return load_dataset(kind, data_files=files, split=split, **options)
 
 
 def _table(file: str) -> dict[str, Any]:
@@ -127,14 +158,14 @@ def _text_cells(columns: Iterable[str]) -> dict[str, Any]:
     return {"features": features, "na_values": [""], "keep_default_na": False}
 
 
-def _load(args: Any, files: Any, split: str) -> Any:
-    """Read rows with `datasets`; if they are CSV, read them again with text cells."""
+def _load(path: str, name: str | None, files: Any, split: str) -> Any:
+    """Read a folder, or a dataset of the hub, with `datasets`; if it is CSV, read it again with text cells."""
     from datasets import load_dataset
 
-    rows = load_dataset(*args, data_files=files, split=split)
+    rows = load_dataset(path, name, data_files=files, split=split)
     if rows.info.builder_name != "csv":
         return rows
-    return load_dataset(*args, data_files=files, split=split, **_text_cells(rows.column_names))
+    return load_dataset(path, name, data_files=files, split=split, **_text_cells(rows.column_names))
 
 
 def _saved(folder: Path, split: str) -> Any:
@@ -143,8 +174,12 @@ def _saved(folder: Path, split: str) -> Any:
 
     saved = load_from_disk(str(folder))
     splits = saved if isinstance(saved, dict) else {"train": saved}
-    parts = _parts(split, {name: len(rows) for name, rows in splits.items()})
-    return concatenate_datasets([splits[part.splitname].select(range(part.from_, part.to)) for part in parts])
+    sizes = {name: len(rows) for name, rows in splits.items()}
+    parts = []
+    for part in _parts(split, sizes):
+        rows = splits[part.splitname]
+        parts.append(rows.select(range(part.from_, part.to)))
+    return concatenate_datasets(parts)
 
 
 def _parts(split: str, sizes: dict[str, int]) -> Any:
@@ -163,32 +198,50 @@ def row_at(rows: Any, index: int) -> Json:
     Arrow gives every object the keys of all objects and fills the gaps with None. This removes them, except in calls
     and schemas, see :mod:`rocm_ext.data.dialects`. JSON rows stay as they are.
     """
-    if not isinstance(rows, list):
-        return _without_nulls(rows[index])
     row = rows[index]
-    row = parsed(row.decode(), "malformed JSON") if isinstance(row, bytes) else row
+    if not isinstance(rows, list):
+        return _without_nulls(row)
+    if isinstance(row, bytes):
+        row = parsed(row.decode(), "malformed JSON")
     return expect(row, dict, "a row must be a JSON object")
 
 
 def about_bad_rows(bad: Sequence[str], count: int, cure: str) -> str:
-    """Return a message about the bad ones of ``count`` rows, whose messages are ``ORIGIN: REASON``: up to ten
-    reasons with their first rows, and ``cure``."""
-    rows: dict[str, list[str]] = {}
+    """Return a message about the bad ones of ``count`` rows, and ``cure``.
+
+    ``bad`` are messages ``ORIGIN: REASON``. The result has up to ten reasons with their first rows.
+    """
+    by_reason: dict[str, list[str]] = {}
     for message in bad:
         origin, _, reason = message.partition(": ")
-        rows.setdefault(reason, []).append(origin)
-    shown = " | ".join(
-        f"{', '.join(those[:5])}{f' and {len(those) - 5:,} more' if len(those) > 5 else ''}: {reason}"
-        for reason, those in list(rows.items())[:10]
-    ) + (" | …" if len(rows) > 10 else "")
-    return f"{shown}; {cure}" if len(bad) == 1 else f"{len(bad):,} of {count:,} rows are bad: {shown}; {cure}"
+        by_reason.setdefault(reason, []).append(origin)
+    parts = []
+    for reason, origins in by_reason.items():
+        shown = ", ".join(origins[:_SHOWN_ORIGINS])
+        more = len(origins) - _SHOWN_ORIGINS
+        if more > 0:
+            shown += f" and {more:,} more"
+        parts.append(f"{shown}: {reason}")
+    if len(parts) > _SHOWN_REASONS:
+        parts[_SHOWN_REASONS:] = ["…"]
+    shown = " | ".join(parts)
+    if len(bad) == 1:
+        return f"{shown}; {cure}"
+    return f"{len(bad):,} of {count:,} rows are bad: {shown}; {cure}"
 
 
 def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        kept = ("arguments", "default", "const")
-        return {k: v if k in kept else _without_nulls(v) for k, v in value.items() if v is not None or k in kept}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for key, part in value.items():
+        if key in _NULLABLE:
+            kept[key] = part
+        elif part is not None:
+            kept[key] = _without_nulls(part)
+    return kept
 
 
 def local_files(source: str) -> list[str]:
@@ -199,14 +252,15 @@ def local_files(source: str) -> list[str]:
     path = Path(source).expanduser()
     if path.is_file():
         return [str(path)]
-    files = sorted(glob(str(path), recursive=True)) if has_magic(source) else []
-    path_like = _suffix(path) in LOADERS or has_magic(source) or source[:1] in "./~" or source.count("/") > 1
+    magic = has_magic(source)
+    files = sorted(glob(str(path), recursive=True)) if magic else []
+    path_like = magic or _suffix(path) in LOADERS or source[:1] in "./~" or source.count("/") > 1
     if path_like and not files and not path.is_dir():
         raise UserError(f"{source}: no such file or folder (looked in {Path.cwd()})")
     return files
 
 
-def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
+def _read_json(files: list[str], split: str) -> tuple[list[Any], list[str]]:
     """Read a split's rows and their origins from JSON lines, which :func:`row_at` parses, or from .json files."""
     rows: list[Any] = []
     origins: list[str] = []
@@ -215,7 +269,8 @@ def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
         try:
             with _open(file) as opened:
                 text = opened.read()
-            if _suffix(file) == ".json" and (listed := _listed(text)) is not None:
+            listed = _listed(text) if _suffix(file) == ".json" else None
+            if listed is not None:
                 rows += listed
                 origins += [f"{file} row {index}" for index in range(len(listed))]
                 continue
@@ -230,17 +285,23 @@ def _read_json(files: list[str], split: str) -> tuple[list[dict], list[str]]:
             raise UserError(f"{origin}: malformed JSON: {error}") from error
     if split == "train":
         return rows, origins
-    parts = [slice(part.from_, part.to) for part in _parts(split, {"train": len(rows)})]
-    return [row for part in parts for row in rows[part]], [origin for part in parts for origin in origins[part]]
+    chosen: list[int] = []
+    for part in _parts(split, {"train": len(rows)}):
+        chosen += range(part.from_, part.to)
+    return [rows[i] for i in chosen], [origins[i] for i in chosen]
 
 
 def _listed(text: str) -> list[Any] | None:
-    """Return the rows of a .json file: its list, also under ``data``, or its only object; None: its lines."""
+    """Return the rows of a .json file: its list, also under ``data``, or its only object.
+
+    A file with a row in each line, or a malformed one, gives None.
+    """
     if text.lstrip().startswith("["):
         return list(json.loads(text))
     try:
         content = json.loads(text)
     except ValueError:
         return None
-    data = content.get("data") if isinstance(content, dict) else None
-    return data if isinstance(data, list) else [content] if "\n" in text.strip() else None
+    if isinstance(content, dict) and isinstance(content.get("data"), list):
+        return content["data"]
+    return [content] if "\n" in text.strip() else None

@@ -8,10 +8,8 @@ from rocm_ext.data.dialects import CALLS, FLAGS, ROLES, called, expect, masked, 
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
 DETAILS = "reasoning_details"  # OpenRouter's list of parts of the reasoning
-_PARTS = {
-    "thinking": "thinking",
-    "reasoning": "text",
-}  # Anthropic's and others' parts of content: type -> key of its text
+# Anthropic's and others' parts of content: type -> key of its text
+_PARTS = {"thinking": "thinking", "reasoning": "text"}
 _READ = ("role", "from", "content", "value", *FLAGS)
 
 
@@ -50,57 +48,73 @@ def to_turns(turns: Any, blank: bool = False) -> list[Turn]:
         blank: whether an assistant's message may be empty.
     """
     checked: list[Turn] = []
-    for number, turn in enumerate(expect(turns, (list, tuple), "a conversation must be a list of messages")):
-        new, last = _to_turn(turn, f"message {number}", blank), checked[-1] if checked else None
-        if last and _is_call(turn) and (last.role, last.masked) == (new.role, new.masked):  # one turn, in ms-swift
-            calls = [*checked.pop().more.get("tool_calls", ()), *new.more["tool_calls"]]
-            new = last._replace(more={**last.more, "tool_calls": calls})
-        checked.append(new)
+    for number, message in enumerate(expect(turns, (list, tuple), "a conversation must be a list of messages")):
+        turn = _to_turn(message, f"message {number}", blank)
+        if checked and _is_call(message) and _continues(turn, checked[-1]):
+            turn = _with_calls_of(checked.pop(), turn)
+        checked.append(turn)
     return checked
 
 
-def _is_call(turn: Mapping[str, Any]) -> bool:
-    return turn.get("role", turn.get("from")) in CALLS
+def _is_call(message: Mapping[str, Any]) -> bool:
+    return message.get("role", message.get("from")) in CALLS
 
 
-def _to_turn(turn: Any, where: str, blank: bool) -> Turn:
-    expect(turn, Mapping, f"{where} must be an object with role and content")
-    if (role := role_of(turn)) is None:
-        raise ValueError(f"{where}: unknown role {turn.get('role', turn.get('from'))!r}; known: {', '.join(ROLES)}")
-    more = {key: value for key, value in turn.items() if key not in _READ and value is not None}
-    content, reasoning = turn.get("content", turn.get("value")), _reasoning(turn, where)
+def _continues(turn: Turn, last: Turn) -> bool:
+    """Return whether a call belongs to the turn before it; ms-swift writes several calls of a turn as messages."""
+    return turn.role == last.role and turn.masked == last.masked
+
+
+def _with_calls_of(last: Turn, turn: Turn) -> Turn:
+    """Return turn ``last`` with the calls of both."""
+    calls = [*last.more.get("tool_calls", ()), *turn.more["tool_calls"]]
+    return last._replace(more={**last.more, "tool_calls": calls})
+
+
+def _to_turn(message: Any, where: str, blank: bool) -> Turn:
+    expect(message, Mapping, f"{where} must be an object with role and content")
+    role = role_of(message)
+    if role is None:
+        unknown = message.get("role", message.get("from"))
+        raise ValueError(f"{where}: unknown role {unknown!r}; known: {', '.join(ROLES)}")
+    more = {key: value for key, value in message.items() if key not in _READ and value is not None}
+    content = message.get("content", message.get("value"))
+    reasoning = _reasoning(message, where)
     if reasoning is not None:
         more.pop(DETAILS, None)
         more["reasoning_content"] = reasoning
-    if _is_call(turn):
-        more["tool_calls"], content = called(content, where), None
-    if calls := more.pop("tool_calls", None):  # templates test for the key
+    if _is_call(message):
+        more["tool_calls"] = called(content, where)
+        content = None
+    calls = more.pop("tool_calls", None)  # templates test for the key
+    if calls:
         if role != "assistant":
             raise ValueError(f"{where}: tool_calls of the {role}; only the assistant calls tools")
         expect(calls, list, f"{where}: tool_calls must be a list")
         more["tool_calls"] = [_tool_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)]
-    silent = calls or reasoning or (blank and role == "assistant")
-    content = "" if content is None and silent else _text(content, where)
-    if role == "assistant" and not content.strip() and not silent:
+    may_be_empty = calls or reasoning or (blank and role == "assistant")
+    text = "" if content is None and may_be_empty else _text(content, where)
+    if role == "assistant" and not text.strip() and not may_be_empty:
         raise ValueError(f"{where}: the assistant's content is empty")
-    return Turn(role, content, masked(turn, role, where), more)
+    return Turn(role, text, masked(message, role, where), more)
 
 
-def _reasoning(turn: Mapping[str, Any], where: str) -> str | None:
+def _reasoning(message: Mapping[str, Any], where: str) -> str | None:
     """Return a message's reasoning, under whichever name or in whichever parts it comes; None without one."""
     for key in REASONING_KEYS:
-        if turn.get(key) is not None:
-            return string(turn[key], f"{where}: {key}")
+        if message.get(key) is not None:
+            return string(message[key], f"{where}: {key}")
     texts = []
-    for part in turn.get(DETAILS) or ():
+    for part in message.get(DETAILS) or ():
         text = part.get("text", part.get("summary")) if isinstance(part, Mapping) else None
         if text is None:
             raise ValueError(f"{where}: {DETAILS} has a part without text, such as an encrypted one; remove the column")
         texts.append(string(text, f"{where}: {DETAILS}"))
-    content = turn.get("content")
+    content = message.get("content")
     for part in content if isinstance(content, list) else ():
-        if isinstance(part, Mapping) and part.get("type") in _PARTS:
-            texts.append(string(part.get(_PARTS[part["type"]]), f"{where}: {part['type']}"))
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in _PARTS:
+            texts.append(string(part.get(_PARTS[kind]), f"{where}: {kind}"))
     return "\n".join(texts) if texts else None
 
 
@@ -123,8 +137,11 @@ def _tool_call(call: Any, where: str) -> Json:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where} needs a function with a name, found {call!r}")
-    arguments = parsed(function.get("arguments", function.get("parameters")), f"{where}: arguments are not valid JSON")
-    arguments = {} if arguments is None else expect(arguments, Mapping, f"{where}: arguments must be an object")
+    given = function.get("arguments", function.get("parameters"))
+    arguments = parsed(given, f"{where}: arguments are not valid JSON")
+    if arguments is None:
+        arguments = {}
+    expect(arguments, Mapping, f"{where}: arguments must be an object")
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
 
@@ -134,12 +151,16 @@ def with_system(messages: list[Any], column: Any, system_prompt: str | None) -> 
 
     ``messages`` are those of :func:`to_turns`, ``column`` is the value of the row's column ``system``.
     """
-    present = next((message for message in messages if role_of(message) == "system"), None)
     system: str | None = string("" if column is None else column, "system")
-    if present is not None and system and system != present.get("content", present.get("value")):
-        raise ValueError("the column system differs from the system message in the conversation; keep one of them")
+    for message in messages:
+        if role_of(message) == "system":
+            if system and system != message.get("content", message.get("value")):
+                raise ValueError(
+                    "the column system differs from the system message in the conversation; keep one of them"
+                )
+            return messages
     system = system or system_prompt
-    if present is not None or system is None:
+    if system is None:
         return messages
     return [{"role": "system", "content": system}, *messages]
 
@@ -157,4 +178,8 @@ def to_tools(value: Any) -> list[Json] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) and tool for tool in value):
         raise ValueError(f"tools must be a list of objects, as in OpenAI's API, found {value!r}")
-    return [schema(tool if "name" not in tool else {"type": "function", "function": tool}) for tool in value]
+    tools = []
+    for tool in value:
+        framed = {"type": "function", "function": tool} if "name" in tool else tool
+        tools.append(schema(framed))
+    return tools

@@ -36,32 +36,36 @@ def name_of(pre: Json) -> str | None:
     """Return llama.cpp's name of a ``pre_tokenizer``, or None."""
     steps = pre.get("pretokenizers", [pre])
     kinds = [step.get("type") for step in steps]
-    if kinds[-1:] != ["ByteLevel"] or steps[-1].get("add_prefix_space"):
+    if not steps or kinds[-1] != "ByteLevel" or steps[-1].get("add_prefix_space"):
         return None
     by_level = steps[-1].get("use_regex", True)
+    first = steps[0]
     if kinds == ["ByteLevel"] and by_level:
         return "gpt-2"
-    if kinds == ["Digits", "ByteLevel"] and by_level and steps[0].get("individual_digits"):
+    if kinds == ["Digits", "ByteLevel"] and by_level and first.get("individual_digits"):
         return "smollm"
-    if kinds == ["Split", "ByteLevel"] and not by_level:
-        plain = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert")
-        return _SPLITS.get(str((steps[0].get("pattern") or {}).get("Regex"))) if plain else None
-    return None
+    if kinds != ["Split", "ByteLevel"] or by_level:
+        return None
+    if first.get("behavior") != "Isolated" or first.get("invert"):
+        return None
+    pattern = first.get("pattern") or {}
+    return _SPLITS.get(str(pattern.get("Regex")))
 
 
 def of_name(name: str) -> Json | None:
-    """Return llama.cpp's ``pre_tokenizer`` by a name of :func:`known_as`; None: the name is not in the table."""
+    """Return llama.cpp's ``pre_tokenizer`` by a name of :func:`known_as`, or None if the table lacks the name."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     if name == "gpt-2":
         return level
     if name == "smollm":
-        steps = [{"type": "Digits", "individual_digits": True}, level]
-    elif rules := [rules for rules, named in _SPLITS.items() if named == name]:
-        split = {"type": "Split", "pattern": {"Regex": rules[0]}, "behavior": "Isolated", "invert": False}
-        steps = [split, level | {"use_regex": False}]
+        first = {"type": "Digits", "individual_digits": True}
     else:
-        return None
-    return {"type": "Sequence", "pretokenizers": steps}
+        rules = {named: rule for rule, named in _SPLITS.items()}.get(name)
+        if rules is None:
+            return None
+        first = {"type": "Split", "pattern": {"Regex": rules}, "behavior": "Isolated", "invert": False}
+        level["use_regex"] = False
+    return {"type": "Sequence", "pretokenizers": [first, level]}
 
 
 def known_as(name: str) -> str:

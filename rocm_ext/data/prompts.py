@@ -11,7 +11,7 @@ from rocm_ext.base.errors import UserError, one_line, require_known
 from rocm_ext.base.kinds import NULL, Kind, check, integer, one_of
 from rocm_ext.base.log import log
 from rocm_ext.base.types import Json, Message, Row
-from rocm_ext.data.dialects import conversation, listed
+from rocm_ext.data.dialects import conversation, listed, present
 from rocm_ext.data.formats import FORMATS
 from rocm_ext.data.loading import about_bad_rows, open_source, row_at
 from rocm_ext.data.messages import Turn, to_tools, to_turns, with_system
@@ -89,7 +89,7 @@ def prompt_dataset(
 
     Args:
         source, split, data_files, name: see :func:`rocm_ext.data.sft_dataset`.
-        format: name of a format; None: the columns have our names already, or get them from ``column_map``.
+        format: name of a format; without it, the columns have our names already, or get them from ``column_map``.
         column_map: our column -> yours, ``{prompt: problem}``; with a format, the format's column -> yours.
         system_prompt: added to conversations without a system message; empty adds nothing.
         limit: maximum number of rows to read.
@@ -128,10 +128,13 @@ def prompt_dataset(
         log.warning("%s: left out %d rows without usable tests", source, len(unused))
     distinct = _distinct(prompts, source)
     kept = {prompt.origin for prompt in distinct}
-    repeated = [prompt.origin for prompt in prompts if prompt.origin not in kept]
-    of_bad = [message.partition(": ")[0] for message in bad]
-    dropped = {"bad_rows": of_bad, "dropped_by_format": unused, "dropped_repeated": repeated}
-    return Prompts(distinct, count, {reason: origins for reason, origins in dropped.items() if origins})
+    dropped = {
+        "bad_rows": [message.partition(": ")[0] for message in bad],
+        "dropped_by_format": unused,
+        "dropped_repeated": [prompt.origin for prompt in prompts if prompt.origin not in kept],
+    }
+    given = {reason: origins for reason, origins in dropped.items() if origins}
+    return Prompts(distinct, count, given)
 
 
 def check_disjoint(train: Iterable[Prompt], held_out: Sequence[Prompt]) -> None:
@@ -146,10 +149,11 @@ def check_disjoint(train: Iterable[Prompt], held_out: Sequence[Prompt]) -> None:
         trained[_turns(prompt)[-1]].append(prompt)
     pairs = []
     for held in held_out:
-        turns = _turns(held)
-        same = (p for p in trained.get(turns[-1], ()) if _is_single(p) or _is_single(held) or _turns(p) == turns)
-        if (first := next(same, None)) is not None:
-            pairs.append((first, held))
+        last = _turns(held)[-1]
+        for prompt in trained.get(last, ()):
+            if _is_single(prompt) or _is_single(held) or _turns(prompt) == _turns(held):
+                pairs.append((prompt, held))
+                break
     if pairs:
         first, held = pairs[0]
         raise UserError(
@@ -160,7 +164,12 @@ def check_disjoint(train: Iterable[Prompt], held_out: Sequence[Prompt]) -> None:
 
 def _turns(prompt: Prompt) -> list[str]:
     """Return the turns without system messages, in lower case, with single spaces."""
-    return [" ".join(m["content"].casefold().split()) for m in prompt.messages if m["role"] != "system"]
+    turns = []
+    for message in prompt.messages:
+        if message["role"] != "system":
+            words = message["content"].casefold().split()
+            turns.append(" ".join(words))
+    return turns
 
 
 def _is_single(prompt: Prompt) -> bool:
@@ -169,22 +178,29 @@ def _is_single(prompt: Prompt) -> bool:
 
 def _prompt(row: Row, mapping: dict[str, str], format: str | None, system: str, origin: str) -> Prompt | None:
     """Return the row's prompt, or None if the format leaves it out."""
-    # Arrow fills gaps with None.
-    present = {key: value for key, value in row.items() if value is not None}
+    values = present(row)
     taken = {*mapping, *mapping.values()}
-    fields = {key: value for key, value in present.items() if key not in taken}
-    fields |= {ours: present[yours] for ours, yours in mapping.items() if yours in present}
+    fields: Json = {key: value for key, value in values.items() if key not in taken}
+    for ours, yours in mapping.items():
+        if yours in values:
+            fields[ours] = values[yours]
     tools = to_tools(fields.get("tools"))
-    if format is not None:
-        if (formatted := FORMATS[format](fields)) is None:
+    if format is None:
+        if "messages" in fields:
+            talk = conversation(fields["messages"], tools)
+            turns = _turns_of(fields | {"messages": talk}, mapping)
+        else:
+            turns = _turns_of(fields, mapping)
+    else:
+        formatted = FORMATS[format](fields)
+        if formatted is None:
             return None
         fields = formatted
         turns = _from_text(fields["prompt"])
-    else:
-        talk = {key: conversation(value, tools) for key, value in fields.items() if key == "messages"}
-        turns = _turns_of(fields | talk, mapping)
-    messages = tuple(with_system([turn.message() for turn in turns], fields.get("system"), system or None))
-    prompt = Prompt("", messages, {**fields, "prompt": messages[-1]["content"]}, origin, tuple(tools or ()))
+    said = [turn.message() for turn in turns]
+    messages = with_system(said, fields.get("system"), system or None)
+    columns = {**fields, "prompt": messages[-1]["content"]}
+    prompt = Prompt("", tuple(messages), columns, origin, tuple(tools or ()))
     return replace(prompt, id=_id(fields) or prompt.key[:16])
 
 
@@ -199,7 +215,8 @@ def _turns_of(fields: Row, mapping: dict[str, str]) -> list[Turn]:
         return _from_text(fields["prompt"])
     if columns == ["messages"]:
         return _conversation(fields["messages"])
-    asked, messages = _from_text(fields["prompt"]), fields["messages"]
+    asked = _from_text(fields["prompt"])
+    messages = fields["messages"]
     last = messages[-1] if isinstance(messages, list) and messages else None
     if isinstance(last, Mapping) and last.get("role") == "assistant":
         messages = messages[:-1]
@@ -257,17 +274,28 @@ def _distinct(prompts: list[Prompt], source: str) -> list[Prompt]:
     for prompt in prompts:
         earlier = by_key.setdefault(prompt.key, prompt)
         if earlier is not prompt:
-            columns = dict.fromkeys([*earlier.row, *prompt.row])  # NaN counts as equal to itself
-            if other := [c for c in columns if _canonical(earlier.row.get(c)) != _canonical(prompt.row.get(c))]:
-                raise UserError(
-                    f"{prompt.origin} asks the same as {earlier.origin}, but differs in {', '.join(other)}; "
-                    "keep one of them"
-                )
-        elif (earlier := by_id.setdefault(prompt.id, prompt)) is not prompt:
+            _refuse_other_columns(prompt, earlier)
+            continue
+        earlier = by_id.setdefault(prompt.id, prompt)
+        if earlier is not prompt:
             raise UserError(f"{prompt.origin} has the id {prompt.id!r} of {earlier.origin}; ids must be unique")
-    if repeated := len(prompts) - len(by_key):
+    repeated = len(prompts) - len(by_key)
+    if repeated:
         log.warning("%s: dropped %d of %d rows that repeat others", source, repeated, len(prompts))
     return list(by_key.values())
+
+
+def _refuse_other_columns(prompt: Prompt, earlier: Prompt) -> None:
+    """Raise a UserError if two rows with the same conversation differ in a column; NaN equals itself."""
+    different = []
+    for column in dict.fromkeys([*earlier.row, *prompt.row]):
+        if _canonical(earlier.row.get(column)) != _canonical(prompt.row.get(column)):
+            different.append(column)
+    if different:
+        raise UserError(
+            f"{prompt.origin} asks the same as {earlier.origin}, but differs in {', '.join(different)}; keep one of "
+            "them"
+        )
 
 
 def _canonical(value: Any) -> str:

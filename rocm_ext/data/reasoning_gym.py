@@ -30,7 +30,7 @@ def reasoning_gym_prompts(
         seed: seed of the entries.
         skip: number of first entries to leave out, together with later entries that repeat them.
         options: settings of the task, such as ``{min_terms: 2, max_terms: 4}``.
-        system_prompt: system message, which asks for the tags that the verifier reads; empty: none.
+        system_prompt: system message, which asks for the tags that the verifier reads. Without text there is none.
 
     Raises:
         UserError: the package is not installed, the task or an option is unknown, or a number is out of range.
@@ -41,8 +41,10 @@ def reasoning_gym_prompts(
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     prompts: dict[str, Prompt] = {}
     for index, (question, answer) in enumerate(entries(task, options, seed, skip + size)):
-        messages = (*system, {"role": "user", "content": question})
         row = {"prompt": question, COLUMN: {**made, "index": index}}
-        row |= {"answer": answer} if isinstance(answer, str) else {}
-        prompts.setdefault(question, Prompt(f"{task}-{seed}-{index}", messages, row, f"{task}:{index}"))
+        if isinstance(answer, str):
+            row["answer"] = answer
+        messages = (*system, {"role": "user", "content": question})
+        prompt = Prompt(f"{task}-{seed}-{index}", messages, row, f"{task}:{index}")
+        prompts.setdefault(question, prompt)
     return [prompt for prompt in prompts.values() if prompt.row[COLUMN]["index"] >= skip]
