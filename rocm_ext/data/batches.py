@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,10 +35,11 @@ class MicroBatch:
     Attributes:
         tokens: [b, s] token ids.
         positions: [b, s] position of the token in its sequence.
-        lengths: numbers of tokens of the packed sequences, which fill the only row (b = 1); None: rows are padded on
+        lengths: numbers of tokens of the packed sequences, which fill the only row (b = 1); None if rows are padded on
             the right instead.
         shared: for each packed sequence, the number of its first tokens that it shares with the last earlier sequence
-            that shares nothing. They are in the row once, and not part of its length. Empty: nothing is shared.
+            that shares nothing. They are in the row once, and not part of its length. It is empty if nothing is
+            shared.
         index: [n] indices of the predicting tokens in the flattened [b * s] hidden states. The last shared token
             predicts a label in every sequence that shares it.
         targets: [n] the labels.
@@ -45,8 +47,8 @@ class MicroBatch:
         sequences: number of sequences that have a label.
         real_tokens: number of tokens without padding.
         columns: the rows' columns at the labels, by name, [n] fp32.
-        routes: [b, s, layers * chosen] int16, experts that sampling chose, at tokens that predict a label; -1: the
-            model chooses. None: it chooses everywhere.
+        routes: [b, s, layers * chosen] int16, experts that sampling chose, at tokens that predict a label; where it is
+            -1 the model chooses, and without ``routes`` everywhere.
     """
 
     tokens: Tensor
@@ -62,8 +64,9 @@ class MicroBatch:
     routes: Tensor | None = None
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        columns = {name: change(column) for name, column in self.columns.items()}
         changed: Any = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, columns={name: change(column) for name, column in self.columns.items()}, **changed)
+        return replace(self, columns=columns, **changed)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Copy the batch to ``device``."""
@@ -81,7 +84,7 @@ class Steps:
     Attributes:
         rows: number of rows in the data set.
         per_step: rows of an optimiser step, over all ranks; the last step of an epoch may have fewer.
-        limit: maximum number of steps per epoch; None: no limit.
+        limit: maximum number of steps per epoch; by default there is none.
         data_seed: together with the epoch, determines the order of rows.
         shuffle: whether to shuffle the rows; False keeps their order.
         mixture: the rows' data sets and their weights in an epoch.
@@ -105,17 +108,21 @@ class Steps:
         if self.mixture is not None and self.mixture.weights:
             length = min(self.rows, self.per_epoch * self.per_step)
             return mixed_order(self.mixture, epoch, length, self.data_seed if self.shuffle else None)
-        return _order(self.rows, self.data_seed + epoch) if self.shuffle else list(range(self.rows))
+        if not self.shuffle:
+            return list(range(self.rows))
+        return _order(self.rows, self.data_seed + epoch)
 
     def __getitem__(self, step: int) -> list[int]:
         """Return the indices of the rows of step ``step`` of the run, counted from 0."""
         epoch, position = divmod(step, self.per_epoch)
-        return self.order(epoch)[position * self.per_step : (position + 1) * self.per_step]
+        start = position * self.per_step
+        return self.order(epoch)[start : start + self.per_step]
 
 
 @lru_cache(maxsize=2)
 def _order(rows: int, seed: int) -> list[int]:
-    return torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(rows, generator=generator).tolist()
 
 
 def count_labels(labels: np.ndarray, lengths: Sequence[int]) -> tuple[int, int]:
@@ -125,17 +132,19 @@ def count_labels(labels: np.ndarray, lengths: Sequence[int]) -> tuple[int, int]:
 
 
 def _of_sequences(labels: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    return np.add.reduceat(labelled(labels, lengths), np.cumsum([0, *lengths])[:-1], dtype=np.int64)
+    starts = np.cumsum([0, *lengths])[:-1]
+    return np.add.reduceat(labelled(labels, lengths), starts, dtype=np.int64)
 
 
 def label_counts(rows: Rows) -> list[tuple[int, int]]:
     """Return :func:`count_labels` of all rows."""
     if not len(rows):
         return []
-    counts = _of_sequences(concatenated(rows.labels), [n for row in rows.lengths for n in row])
+    counts = _of_sequences(concatenated(rows.labels), list(chain(*rows.lengths)))
     starts = np.cumsum([0, *map(len, rows.lengths)])[:-1]
-    of_rows = (np.add.reduceat(part, starts, dtype=np.int64).tolist() for part in (counts, counts > 0))
-    return list(zip(*of_rows, strict=True))
+    labels = np.add.reduceat(counts, starts).tolist()
+    sequences = np.add.reduceat(counts > 0, starts, dtype=np.int64).tolist()
+    return list(zip(labels, sequences, strict=True))
 
 
 def cut(lengths: Sequence[int], ranks: int, budget: int, packed: bool) -> list[list[list[int]]]:
@@ -151,16 +160,22 @@ def cut(lengths: Sequence[int], ranks: int, budget: int, packed: bool) -> list[l
     Returns:
         ``[rank][micro-batch]`` -> indices into ``lengths``; an empty list if no row is left for a micro-batch.
     """
-    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    pieces = _cut_packed(lengths, longest_first, ranks, budget) if packed else []
-    if not packed:
-        for i in longest_first:
-            if pieces and lengths[pieces[-1][0]] * (len(pieces[-1]) + 1) <= budget:
-                pieces[-1].append(i)
-            else:
-                pieces.append([i])
-        pieces += [[] for _ in range(-len(pieces) % ranks)]
-    return [[sorted(piece) for piece in pieces[rank::ranks]] for rank in range(ranks)]
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    cut_rows = _cut_packed if packed else _cut_padded
+    pieces = [sorted(piece) for piece in cut_rows(lengths, longest_first, ranks, budget)]
+    return [pieces[rank::ranks] for rank in range(ranks)]
+
+
+def _cut_padded(lengths: Sequence[int], longest_first: list[int], ranks: int, budget: int) -> list[list[int]]:
+    pieces: list[list[int]] = []
+    for i in longest_first:
+        if pieces and lengths[pieces[-1][0]] * (len(pieces[-1]) + 1) <= budget:
+            pieces[-1].append(i)
+        else:
+            pieces.append([i])
+    while len(pieces) % ranks:
+        pieces.append([])
+    return pieces
 
 
 def _cut_packed(lengths: Sequence[int], longest_first: list[int], ranks: int, budget: int) -> list[list[int]]:
@@ -173,7 +188,7 @@ def _cut_packed(lengths: Sequence[int], longest_first: list[int], ranks: int, bu
             emptiest = filled.index(min(filled))
             pieces[emptiest].append(i)
             filled[emptiest] += lengths[i]
-        if all(tokens <= budget or len(piece) == 1 for tokens, piece in zip(filled, pieces, strict=True)):
+        if not any(filled[i] > budget and len(piece) > 1 for i, piece in enumerate(pieces)):
             return pieces
         count += ranks
 
@@ -194,10 +209,12 @@ def _sequences(rows: Rows, i: int, share: bool) -> list[_Sequence]:
     def split(row: np.ndarray) -> list[np.ndarray]:
         return np.split(row, np.cumsum(rows.lengths[i])[:-1])
 
-    tokens, labels = split(rows.tokens[i]), split(rows.labels[i])
+    tokens = split(rows.tokens[i])
+    labels = split(rows.labels[i])
     columns = [split(column[i]) for column in rows.columns.values()]
+    of_sequences = list(zip(*columns, strict=True)) or [()] * len(tokens)
     shared = shared_beginnings(rows.tokens[i], rows.lengths[i]) if share else [0] * len(tokens)
-    return [_Sequence(tokens[k], labels[k], [c[k] for c in columns], shared[k]) for k in range(len(tokens))]
+    return list(map(_Sequence, tokens, labels, of_sequences, shared))
 
 
 def shared_beginnings(tokens: np.ndarray, lengths: Sequence[int]) -> list[int]:
@@ -224,8 +241,9 @@ def row_sizes(rows: Rows, share: bool) -> list[int]:
     sizes = [sum(row) for row in rows.lengths]
     if not share:
         return sizes
-    parts = zip(sizes, rows.tokens, rows.lengths, strict=True)
-    return [size - sum(shared_beginnings(tokens, lengths)) for size, tokens, lengths in parts]
+    for i, lengths in enumerate(rows.lengths):
+        sizes[i] -= sum(shared_beginnings(rows.tokens[i], lengths))
+    return sizes
 
 
 def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: int, share: bool = False) -> MicroBatch:
@@ -274,10 +292,13 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
         picked = [part[at] for part, at in zip(parts, predicted, strict=True)]
         return torch.from_numpy(np.concatenate(picked).astype(dtype))
 
+    columns: dict[str, Tensor] = {}
+    for c, name in enumerate(rows.columns):
+        dtype = np.int16 if name == ROUTES else np.float32
+        columns[name] = at_labels((sequence.columns[c] for sequence in sequences), dtype)
     routes = None
-    names = list(rows.columns)
-    if ROUTES in names:
-        chosen = at_labels((sequence.columns[names.index(ROUTES)] for sequence in sequences), np.int16)
+    chosen = columns.pop(ROUTES, None)
+    if chosen is not None:
         by_token = np.full((tokens.size, chosen.shape[1]), -1, dtype=np.int16)
         # a shared token gets the experts of its first sequence: of equal indices numpy keeps the last one
         by_token[np.concatenate(predicting)[::-1]] = chosen.numpy()[::-1]
@@ -291,18 +312,17 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
         sequence=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),
         sequences=len(counts),
         real_tokens=real,
-        columns={
-            name: at_labels((sequence.columns[c] for sequence in sequences), np.float32)
-            for c, name in enumerate(names)
-            if name != ROUTES
-        },
+        columns=columns,
         shared=tuple(sequence.shared for sequence in sequences) if share else (),
         routes=routes,
     )
 
 
 def _nothing(length: int, pad_id: int, rows: Rows) -> _Sequence:
-    columns = [np.zeros((length, *column[0].shape[1:]), np.float32) for column in rows.columns.values()]
+    columns = []
+    for column in rows.columns.values():
+        shape = (length, *column[0].shape[1:])
+        columns.append(np.zeros(shape, np.float32))
     return _Sequence(np.full(length, pad_id), np.full(length, IGNORE), columns)
 
 
@@ -369,8 +389,11 @@ class StepLoader(Dataset):
         pin_memory: bool = False,
         count_shared: bool = False,
     ) -> None:
-        self._rows, self._steps, self._layout = rows, steps, layout
-        self._num_workers, self._pin_memory = num_workers, pin_memory
+        self._rows = rows
+        self._steps = steps
+        self._layout = layout
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
         self._sizes = row_sizes(rows, layout.share and not count_shared)
         self._counts: list[tuple[float, float]] = [*label_counts(rows)]
         if ROW_WEIGHT in rows.columns:
@@ -380,15 +403,14 @@ class StepLoader(Dataset):
             self._counts = list(map(tuple, (counts * means).tolist()))
 
     def __getitem__(self, step: int) -> Update:
-        indices, layout = self._steps[step], self._layout
+        indices = self._steps[step]
+        layout = self._layout
         sizes = [self._sizes[i] for i in indices]
-        pieces = cut(sizes, layout.ranks, layout.tokens_per_micro_batch, layout.packed)[layout.rank]
-        batches = [
-            collate(
-                self._rows, [indices[i] for i in piece], layout.packed, layout.pad_id, layout.multiple, layout.share
-            )
-            for piece in pieces
-        ]
+        of_ranks = cut(sizes, layout.ranks, layout.tokens_per_micro_batch, layout.packed)
+        batches = []
+        for piece in of_ranks[layout.rank]:
+            rows = [indices[i] for i in piece]
+            batches.append(collate(self._rows, rows, layout.packed, layout.pad_id, layout.multiple, layout.share))
         labels, sequences = zip(*(self._counts[i] for i in indices), strict=True)
         return Update(batches, sum(labels), sum(sequences), indices)
 
@@ -432,7 +454,8 @@ def micro_batch_budget(cfg: DictConfig, longest: int) -> int:
 
     If ``tokens_per_micro_batch`` is null, the budget is ``batch_size`` longest rows.
     """
-    if (requested := cfg.tokens_per_micro_batch) is None:
+    requested = cfg.tokens_per_micro_batch
+    if requested is None:
         return cfg.batch_size * longest
     if requested < longest:
         raise UserError(

@@ -20,7 +20,7 @@ class DataShare(TypedDict, total=False):
 
     name: str  # source or component
     rows: int  # training rows
-    weight: float | None  # None: the config has no weights
+    weight: float | None  # None if the config has no weights
     rows_of_epoch: int
     share: float  # of an epoch's rows
     rows_given: int  # rows in the run's steps; missing if these are not known
@@ -39,7 +39,7 @@ class Mixture:
     Attributes:
         names: source or component, by data set.
         rows: number of training rows, by data set; :class:`Rows` has them in this order.
-        weights: weight, by data set; empty: the config has none.
+        weights: weight, by data set; empty if the config has none.
     """
 
     names: tuple[str, ...]
@@ -50,19 +50,22 @@ class Mixture:
     def of(cls, dataset: Any, rows: Rows) -> "Mixture":
         """Return the mixture of a config's ``dataset``, given its training rows; UserError: the weights are wrong."""
         weights = data_weights(dataset)
-        parts = dataset if OmegaConf.is_list(dataset) else [dataset]
-        if len(rows.ends) != len(parts):
+        components = dataset if OmegaConf.is_list(dataset) else [dataset]
+        if len(rows.ends) != len(components):
             if weights:
                 raise UserError("dataset has weights, but its rows do not say from which data set they come")
             return cls(("dataset",), (len(rows),))
-        names = (part.get("source") or part.get(COMPONENT) if OmegaConf.is_dict(part) else "list" for part in parts)
-        of_sets = np.diff(np.searchsorted(np.asarray(rows.numbers), rows.ends), prepend=0)
-        return cls(tuple(map(str, names)), tuple(of_sets.tolist()), weights)
+        names = tuple(map(_name_of, components))
+        ends = np.searchsorted(np.asarray(rows.numbers), rows.ends)
+        counts = np.diff(ends, prepend=0).tolist()
+        return cls(names, tuple(counts), weights)
 
     def check(self) -> None:
         """Raise a UserError if a data set has a weight but no row in an epoch."""
-        for name, rows, given in zip(self.names, self.rows, self.shares, strict=True):
-            if self.weights and not given:
+        if not self.weights:
+            return
+        for name, rows, share in zip(self.names, self.rows, self.shares, strict=True):
+            if not share:
                 why = "its weight is too small for" if rows else "no row of it is left, but it has a weight in"
                 raise UserError(f"dataset {name}: {why} an epoch of {sum(self.rows):,} rows; raise it or leave it out")
 
@@ -71,16 +74,18 @@ class Mixture:
         """Number of rows in an epoch, by data set, exact to a row."""
         if not self.weights:
             return list(self.rows)
-        # a plan from a sample of the rows may have none of a data set
         # scaled without rounding, because products of rows and weights near 1e308 are infinite
         _, exponent = math.frexp(max(self.weights))
-        weights = [
-            math.ldexp(weight, -exponent) if rows else 0.0 for weight, rows in zip(self.weights, self.rows, strict=True)
-        ]
-        exact = [sum(self.rows) * weight / sum(weights) for weight in weights]
-        shares = [math.floor(share) for share in exact]
-        missing = sum(self.rows) - sum(shares)
-        for i in sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])[:missing]:
+        weights = [math.ldexp(weight, -exponent) for weight in self.weights]
+        for i, rows in enumerate(self.rows):
+            if not rows:  # a plan from a sample of the rows may have none of a data set
+                weights[i] = 0.0
+        total = sum(self.rows)
+        exact = [total * weight / sum(weights) for weight in weights]
+        shares = list(map(math.floor, exact))
+        missing = total - sum(shares)
+        largest_remainders = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])
+        for i in largest_remainders[:missing]:
             shares[i] += 1
         return shares
 
@@ -88,42 +93,75 @@ class Mixture:
         """Describe the data sets; [] for a single one. ``steps`` are the rows of each step of a run."""
         if len(self.rows) == 1:
             return []
-        parts = zip(self.names, self.rows, self.weights or [None] * len(self.rows), self.shares, strict=True)
-        table: list[DataShare] = [
-            {"name": name, "rows": rows, "weight": weight, "rows_of_epoch": share, "share": share / sum(self.rows)}
-            for name, rows, weight, share in parts
-        ]
+        shares = self.shares
+        table: list[DataShare] = []
+        for i, name in enumerate(self.names):
+            part: DataShare = {
+                "name": name,
+                "rows": self.rows[i],
+                "weight": self.weights[i] if self.weights else None,
+                "rows_of_epoch": shares[i],
+                "share": shares[i] / sum(self.rows),
+            }
+            table.append(part)
         if steps is not None:
-            counts = np.zeros(len(self.rows), np.int64)
-            for numbers in steps:
-                counts += np.bincount(np.searchsorted(np.cumsum(self.rows), numbers, "right"), minlength=len(counts))
-            table = [{**part, "rows_given": count} for part, count in zip(table, counts.tolist(), strict=True)]
+            for part, count in zip(table, self._count_rows(steps), strict=True):
+                part["rows_given"] = count
         return table
+
+    def _count_rows(self, steps: Iterable[Sequence[int]]) -> list[int]:
+        """Return the number of rows in all steps, by data set."""
+        ends = np.cumsum(self.rows)
+        counts = np.zeros(len(ends), np.int64)
+        for rows in steps:
+            sets = np.searchsorted(ends, rows, "right")
+            counts += np.bincount(sets, minlength=len(ends))
+        return counts.tolist()
+
+
+def _name_of(component: Any) -> str:
+    """Return the source of a data set, else its component."""
+    if not OmegaConf.is_dict(component):
+        return "list"
+    return str(component.get("source") or component.get(COMPONENT))
 
 
 def lines(table: Iterable[DataShare]) -> list[str]:
     """Return :meth:`Mixture.table` as lines of text."""
-    return [
-        f"{part['name']}: {part['rows']:,} rows, {part['share']:.1%} of an epoch"
-        + (f" ({part['rows_of_epoch']:,} rows, weight {part['weight']:g})" if part["weight"] else "")
-        for part in table
-    ]
+    lines = []
+    for part in table:
+        line = f"{part['name']}: {part['rows']:,} rows, {part['share']:.1%} of an epoch"
+        if part["weight"]:
+            line += f" ({part['rows_of_epoch']:,} rows, weight {part['weight']:g})"
+        lines.append(line)
+    return lines
 
 
 @lru_cache(maxsize=2)
 def mixed_order(mixture: Mixture, epoch: int, length: int, seed: int | None) -> list[int]:
-    """Return the ``length`` rows of an epoch under weights; ``seed`` None: rows stay in the order of the data."""
+    """Return the ``length`` rows of an epoch under weights; without a ``seed``, rows stay in the order of the data."""
     # row j of the n that a data set gives comes after (j + 1/2) / n of the epoch
-    times = np.concatenate([(np.arange(share) + 0.5) / max(1, share) for share in mixture.shares])
-    sets = np.repeat(np.arange(len(mixture.rows)), mixture.shares)[np.argsort(times, kind="stable")][:length]
-    order, first = np.empty(length, np.int64), 0
+    times = [(np.arange(share) + 0.5) / max(1, share) for share in mixture.shares]
+    sets = np.repeat(np.arange(len(times)), mixture.shares)  # data set of each row, one data set after another
+    sets = sets[np.argsort(np.concatenate(times), kind="stable")]
+    sets = sets[:length]
+    order = np.empty(length, np.int64)
+    first = 0  # number of the data set's first row
     for number, rows in enumerate(mixture.rows):
         positions = np.flatnonzero(sets == number)
-        if len(positions):
-            start = epoch * len(positions)  # rows of this data set in earlier epochs
-            passes = range(start // rows, (start + len(positions) - 1) // rows + 1)
-            seeds = [None if seed is None else (seed, number, i) for i in passes]
-            orders = [np.arange(rows) if s is None else np.random.default_rng(s).permutation(rows) for s in seeds]
-            order[positions] = first + np.concatenate(orders)[start % rows :][: len(positions)]
+        count = len(positions)
+        if count:
+            order[positions] = first + _passes(rows, epoch * count, count, seed, number)
         first += rows
     return order.tolist()
+
+
+def _passes(rows: int, start: int, count: int, seed: int | None, number: int) -> np.ndarray:
+    """Return ``count`` rows of data set ``number`` from the ``start``-th on; it goes through its rows in passes."""
+    orders = []
+    for number_of_pass in range(start // rows, (start + count - 1) // rows + 1):
+        order = np.arange(rows)
+        if seed is not None:
+            order = np.random.default_rng((seed, number, number_of_pass)).permutation(rows)
+        orders.append(order)
+    return np.concatenate(orders)[start % rows :][:count]

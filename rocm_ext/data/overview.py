@@ -1,8 +1,12 @@
-"""Describe rows: their lengths, repetitions, and texts with the trained parts."""
+"""An overview of a config's data: lengths, repetitions, and texts with the trained parts.
+
+``rocm-ext rows`` prints it, and a run writes it for the report.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from os.path import commonprefix
 from pathlib import Path
@@ -66,8 +70,11 @@ class Overview:
 
     def as_json(self, rows: Iterable[int] = ()) -> Json:
         """Return the content, and under ``shown`` these rows; by default the first, the shortest and the longest."""
-        ends = [0, *(self.lengths.index(end(self.lengths)) for end in (min, max))]
-        return self.content | {"shown": [self.show(row) for row in dict.fromkeys(rows or ends)]}
+        if not rows:
+            shortest = self.lengths.index(min(self.lengths))
+            longest = self.lengths.index(max(self.lengths))
+            rows = (0, shortest, longest)
+        return self.content | {"shown": [self.show(row) for row in dict.fromkeys(rows)]}
 
 
 def write(path: Path, make: Callable[[], Overview]) -> None:
@@ -81,66 +88,93 @@ def write(path: Path, make: Callable[[], Overview]) -> None:
 
 
 def of_rows(
-    cfg: DictConfig, tokenizer: Any, rows: Rows, validation: Rows | None, origins: Sequence[Origin] = (), ranks: int = 1
+    cfg: DictConfig,
+    tokenizer: Any,
+    rows: Rows,
+    validation: Rows | None,
+    origins: Sequence[Origin] = (),
+    ranks: int = 1,
 ) -> Overview:
     """Describe the rows of SFT or DPO, for a training by ``ranks`` processes.
 
     ``origins`` are functions from an item's number to its origin, for ``dataset`` and, if it is set, ``dataset_val``;
     without them the origin is the number.
     """
-
-    def of_row(part: Rows, origin: Origin) -> Origin:
-        return lambda row: origin(int(part.numbers[row]))
-
-    def described(part: Rows, origin: Origin) -> tuple[Json, dict[str, list[int]]]:
-        tokens = lengths(part)
-        trained = sum(sum(values) for name, values in tokens.items() if name in ("trained", "chosen", "rejected"))
-        content: Json = {"rows": part.counts["rows"], "counts": part.counts, "first": part.first}
-        content |= numbers(tokens, keys(part), origin) | {"trained_share": trained / sum(map(len, part.tokens))}
-        return content | ({"weights": weights} if (weights := part.weights()) else {}), tokens
-
     origins = origins or ["row {}".format]
-    origin = of_row(rows, origins[0])
-    content, tokens = described(rows, origin)
+    origin = _origin_in(rows, origins[0])
     steps = Steps(len(rows), rows_per_step(cfg, ranks), cfg.max_steps_per_epoch)
-    result = {"dataset": content, "steps_per_epoch": steps.per_epoch, "rows_per_step": steps.per_step, "ranks": ranks}
-    result["data_sets"] = Mixture.of(cfg.dataset, rows).table()
+    tokens = lengths(rows)
+    content: Json = {
+        "dataset": _described(rows, tokens, origin),
+        "steps_per_epoch": steps.per_epoch,
+        "rows_per_step": steps.per_step,
+        "ranks": ranks,
+        "data_sets": Mixture.of(cfg.dataset, rows).table(),
+    }
     if validation is not None:
-        held_origin = of_row(validation, origins[-1])
-        held_out, _ = described(validation, held_origin)
-        for name, hashes in (("trained_on", keys), ("prompt_trained_on", prompt_keys)):
-            held_out |= equal(name, shared(hashes(validation), hashes(rows)), held_origin, origin)
+        held_origin = _origin_in(validation, origins[-1])
+        held_out = _described(validation, lengths(validation), held_origin)
+        repeated = shared(keys(validation), keys(rows))
+        held_out |= equal("trained_on", repeated, held_origin, origin)
+        repeated = shared(prompt_keys(validation), prompt_keys(rows))
+        held_out |= equal("prompt_trained_on", repeated, held_origin, origin)
         if cfg.dataset_val is None:  # a part of the rows that `dataset` counts
-            held_out |= {"counts": {}, "first": {}}
-        result["validation"] = held_out
+            held_out["counts"] = {}
+            held_out["first"] = {}
+        content["validation"] = held_out
 
     def show(row: int) -> Json:
-        weight = {"weight": float(rows.columns[ROW_WEIGHT][row][0])} if ROW_WEIGHT in rows.columns else {}
-        return {"row": row, "origin": origin(row), **weight, "sequences": sequences(rows, row, tokenizer)}
+        shown: Json = {"row": row, "origin": origin(row)}
+        if ROW_WEIGHT in rows.columns:
+            shown["weight"] = float(rows.columns[ROW_WEIGHT][row][0])
+        shown["sequences"] = sequences(rows, row, tokenizer)
+        return shown
 
-    return Overview(result, next(iter(tokens.values())), show)
+    main_lengths, *_ = tokens.values()
+    return Overview(content, main_lengths, show)
+
+
+def _origin_in(rows: Rows, origin: Origin) -> Origin:
+    """Return the function from a row's index in ``rows`` to its origin; ``origin`` takes its number in the dataset."""
+    return lambda row: origin(int(rows.numbers[row]))
+
+
+def _described(rows: Rows, tokens: Mapping[str, list[int]], origin: Origin) -> Json:
+    """Describe the rows of a data set; ``tokens`` are their :func:`lengths`."""
+    trained = sum(sum(tokens.get(name, ())) for name in ("trained", *SIDES))
+    content: Json = {
+        "rows": rows.counts["rows"],
+        "counts": rows.counts,
+        "first": rows.first,
+        **numbers(tokens, keys(rows), origin),
+        "trained_share": trained / sum(map(len, rows.tokens)),
+    }
+    weights = rows.weights()
+    if weights:
+        content["weights"] = weights
+    return content
 
 
 def spread(values: Iterable[int]) -> Spread:
     """Describe lengths in tokens; there must be at least one."""
     lengths = np.sort(np.fromiter(values, np.int64))
     low, high = int(lengths[0]), int(lengths[-1])
-    median, p95 = (int(value) for value in np.percentile(lengths, [50, 95], method="inverted_cdf"))
-    width = (high - low) // _BARS + 1
+    median, p95 = np.percentile(lengths, [50, 95], method="inverted_cdf").tolist()
     if high > _TAIL * max(1, median):
-        starts = [low, *(start for start in (2**k for k in range(1, 63)) if low < start <= high)]
+        doubling = (2**k for k in range(1, 63))
+        starts = [low, *(start for start in doubling if low < start <= high)]
     else:
-        starts = list(range(low, high + 1, width))
-    bars = [[start, end - 1] for start, end in pairwise([*starts, max(high + 1, starts[-1] + 1)])]
-    counts = np.diff(np.searchsorted(lengths, [*starts, high + 1])).tolist()
+        starts = list(range(low, high + 1, (high - low) // _BARS + 1))
+    edges = [*starts, high + 1]
+    counts = np.diff(np.searchsorted(lengths, edges)).tolist()
     return {
         "min": low,
-        "median": median,
-        "p95": p95,
+        "median": int(median),
+        "p95": int(p95),
         "max": high,
         "mean": float(lengths.mean()),
         "total": int(lengths.sum()),
-        "histogram": [[*bar, count] for bar, count in zip(bars, counts, strict=True)],
+        "histogram": [[edges[i], edges[i + 1] - 1, count] for i, count in enumerate(counts)],
     }
 
 
@@ -157,14 +191,22 @@ def numbers(lengths: Mapping[str, list[int]], hashes: Sequence[bytes], origin: O
         the earlier row, and :func:`spread` by kind of length as ``tokens``.
     """
     first: dict[bytes, int] = {}
-    repeated = [(i, first[key]) for i, key in enumerate(hashes) if first.setdefault(key, i) != i]
-    tokens = {name: spread(values) for name, values in lengths.items()}
-    return {"kept": len(hashes), **equal("repeated", repeated, origin, origin), "tokens": tokens}
+    repeated = []
+    for i, hashed in enumerate(hashes):
+        earlier = first.setdefault(hashed, i)
+        if earlier != i:
+            repeated.append((i, earlier))
+    return {
+        "kept": len(hashes),
+        **equal("repeated", repeated, origin, origin),
+        "tokens": {name: spread(values) for name, values in lengths.items()},
+    }
 
 
 def equal(name: str, pairs: Sequence[tuple[int, int]], origin: Origin, other: Origin) -> Json:
     """Return the number of pairs of equal rows as ``name``, and the origins of the first pair."""
-    return {name: len(pairs), f"first_{name}": [(origin(i), other(j)) for i, j in pairs[:1]]}
+    origins = [(origin(i), other(j)) for i, j in pairs[:1]]
+    return {name: len(pairs), f"first_{name}": origins}
 
 
 def lengths(rows: Rows) -> dict[str, list[int]]:
@@ -174,26 +216,36 @@ def lengths(rows: Rows) -> dict[str, list[int]]:
         For single answers ``row`` and ``trained``, the predicted tokens. For pairs ``longer side``, which length limits
         apply to, ``shared prompt``, and ``chosen`` and ``rejected``, the trained tokens of a side.
     """
+    trained = [labels for labels, _ in label_counts(rows)]
     if not rows.pairs:
-        return {"row": list(map(len, rows.tokens)), "trained": [labels for labels, _ in label_counts(rows)]}
-    chosen = [int(labelled(labels, row)[: row[0]].sum()) for labels, row in zip(rows.labels, rows.lengths, strict=True)]
-    rejected = [labels - first for (labels, _), first in zip(label_counts(rows), chosen, strict=True)]
-    prompt = list(map(_asked, rows.labels, rows.lengths))
-    sides = dict(zip(SIDES, (chosen, rejected), strict=True))
-    return {"longer side": list(map(max, rows.lengths)), "shared prompt": prompt, **sides}
+        return {"row": list(map(len, rows.tokens)), "trained": trained}
+    prompts = []
+    chosen = []
+    for labels, of_sides in zip(rows.labels, rows.lengths, strict=True):
+        mask = labelled(labels, of_sides)
+        prompts.append(int(np.argmax(mask)))
+        chosen.append(int(mask[: of_sides[0]].sum()))
+    return {
+        "longer side": list(map(max, rows.lengths)),
+        "shared prompt": prompts,
+        "chosen": chosen,
+        "rejected": np.subtract(trained, chosen).tolist(),
+    }
 
 
 def keys(rows: Rows) -> list[bytes]:
     """Return hashes of the rows; rows with equal tokens have equal hashes."""
-    return [key(tokens, row) for tokens, row in zip(rows.tokens, rows.lengths, strict=True)]
+    return list(map(key, rows.tokens, rows.lengths))
 
 
 def prompt_keys(rows: Rows) -> list[bytes | None]:
-    """Return hashes of the tokens before a row's first trained token; None: there are none, or the row is a pack."""
-    packs = [len(row) > 1 and SIDE not in rows.columns for row in rows.lengths]
-    asked = map(_asked, rows.labels, rows.lengths)
-    parts = zip(rows.tokens, asked, packs, strict=True)
-    return [None if pack or count < 2 else key(tokens[:count]) for tokens, count, pack in parts]
+    """Return hashes of the tokens before a row's first trained token; None for packs, and for rows without them."""
+    hashes: list[bytes | None] = []
+    for tokens, labels, row in zip(rows.tokens, rows.labels, rows.lengths, strict=True):
+        pack = len(row) > 1 and SIDE not in rows.columns
+        count = int(np.argmax(labelled(labels, row)))
+        hashes.append(None if pack or count < 2 else key(tokens[:count]))
+    return hashes
 
 
 def shared(hashes: Iterable[bytes | None], others: Iterable[bytes | None]) -> list[tuple[int, int]]:
@@ -201,52 +253,64 @@ def shared(hashes: Iterable[bytes | None], others: Iterable[bytes | None]) -> li
     first: dict[bytes | None, int] = {}
     for i, other in enumerate(others):
         first.setdefault(other, i)
-    return [(i, first[key]) for i, key in enumerate(hashes) if key is not None and key in first]
+    first.pop(None, None)
+    return [(i, first[hashed]) for i, hashed in enumerate(hashes) if hashed in first]
 
 
 def sequences(rows: Rows, number: int, tokenizer: Any) -> list[TokenText]:
     """Describe the sequences of a row, see :func:`sequence`; preferences also have a ``side``."""
-    ends = list(accumulate(rows.lengths[number]))[:-1]
-    mask = labelled(rows.labels[number], rows.lengths[number])
-    parts = zip(np.split(rows.tokens[number], ends), np.split(mask, ends), strict=True)
-    described = [sequence(tokenizer, tokens.tolist(), trained) for tokens, trained in parts]
-    if SIDE in rows.columns:
-        alone = "good" if rows.columns[SIDE][number][0] > 0 else "bad"
-        sides = SIDES if rows.pairs else (alone,)
-        described = [{"side": side, **part} for side, part in zip(sides, described, strict=True)]
-    return described
+    lengths = rows.lengths[number]
+    ends = np.cumsum(lengths)[:-1]
+    mask = labelled(rows.labels[number], lengths)
+    tokens = np.split(rows.tokens[number], ends)
+    trained = np.split(mask, ends)
+    described = []
+    for part, of_part in zip(tokens, trained, strict=True):
+        described.append(sequence(tokenizer, part.tolist(), of_part))
+    if SIDE not in rows.columns:
+        return described
+    sides: Sequence[str] = SIDES
+    if not rows.pairs:
+        sides = ["good" if rows.columns[SIDE][number][0] > 0 else "bad"]
+    return [{"side": side, **part} for side, part in zip(sides, described, strict=True)]
 
 
 def sequence(tokenizer: Any, tokens: Sequence[int], trained: np.ndarray) -> TokenText:
     """Describe a sequence of ``tokens`` [s]: its text, and the parts that are ``trained`` [s], booleans."""
-    decode, edges = _decoder(tokenizer), np.flatnonzero(np.diff(trained, prepend=False, append=False)).tolist()
+    decode = _decoder(tokenizer)
     text = decode(tokens)
-    parts = [decode(tokens[start:end]) for start, end in pairwise([0, *edges, len(tokens)])]
+    edges = np.flatnonzero(np.diff(trained, prepend=False, append=False)).tolist()
+    bounds = [0, *edges, len(tokens)]
+    parts = [decode(tokens[start:end]) for start, end in pairwise(bounds)]
     if "".join(parts) == text:
-        cuts = list(accumulate(map(len, parts)))[:-1]
+        cuts = list(accumulate(map(len, parts[:-1])))
     else:  # the decoder changes a text's beginning, or a character lies across an edge
-        cuts = [len(commonprefix([decode(tokens[:edge]), text])) for edge in edges]  # noqa: RUF071 - of characters
-    spans = [list(pair) for pair in zip(cuts[::2], cuts[1::2], strict=True)]
-    return {"tokens": len(tokens), "trained_tokens": int(trained.sum()), "text": text, "trained": spans}
+        beginnings = [decode(tokens[:edge]) for edge in edges]
+        cuts = [len(commonprefix([beginning, text])) for beginning in beginnings]  # noqa: RUF071 - of characters
+    return {
+        "tokens": len(tokens),
+        "trained_tokens": int(trained.sum()),
+        "text": text,
+        "trained": [cuts[i : i + 2] for i in range(0, len(cuts), 2)],
+    }
 
 
 def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     """Return a function that decodes tokens, including special ones."""
-    renderer, encoder = getattr(tokenizer, "renderer", None), getattr(tokenizer, "encoder", None)
+    renderer = getattr(tokenizer, "renderer", None)
+    encoder = getattr(tokenizer, "encoder", None)
     if isinstance(renderer, TemplateRenderer):
         return renderer.text
     if isinstance(encoder, TextEncoder):
-        return lambda tokens: encoder.decode(tokens, special=True)
+        return partial(encoder.decode, special=True)
     names = {getattr(tokenizer, f"{what}_id", None): f"<{what}>" for what in ("bos", "eos")}
     names |= {number: name for name, number in getattr(tokenizer, "special_tokens", {}).items()}
 
     def decode(tokens: Sequence[int]) -> str:
-        runs = ((name, list(run)) for name, run in groupby(tokens, names.get))
-        return "".join(name * len(run) if name else to_text(tokenizer, run) for name, run in runs)
+        text = ""
+        for name, run in groupby(tokens, names.get):
+            same = list(run)
+            text += name * len(same) if name else to_text(tokenizer, same)
+        return text
 
     return decode
-
-
-def _asked(labels: np.ndarray, lengths: Sequence[int]) -> int:
-    """Return the number of tokens before the first trained one."""
-    return int(np.argmax(labelled(labels, lengths)))

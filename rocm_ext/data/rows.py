@@ -5,12 +5,11 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -44,19 +43,23 @@ def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
     components work as in torchtune. Else it gets a tokenizer without ``max_seq_len``, because it must not cut rows.
     """
     if OmegaConf.is_list(cfg) and cfg:
-        parts = [without(part, WEIGHT) if OmegaConf.is_dict(part) else part for part in cfg]
-        return ConcatDataset([open_dataset(part, tokenizer, too_long) for part in parts])
+        parts = []
+        for part in cfg:
+            component = without(part, WEIGHT) if OmegaConf.is_dict(part) else part
+            parts.append(open_dataset(component, tokenizer, too_long))
+        return ConcatDataset(parts)
     component = cfg.get(COMPONENT) if OmegaConf.is_dict(cfg) else None
     if component is None:
         raise UserError("dataset needs a _component_, such as rocm_ext.data.sft_dataset, or a list of them")
     with explain_errors(f"dataset component {component}"):  # a user's component may raise anything
-        as_it_is = too_long == "truncate" or cfg.get("packed")  # torchtune's packing needs the limit
         if cfg.get("packed") and isinstance(tokenizer, ChatTokenizer):
             tokenizer = copy.copy(tokenizer)
             tokenizer.cuts = True
-        content: Any = OmegaConf.to_container(cfg, resolve=True)
-        build = import_component(content.pop(COMPONENT))
-        return build(tokenizer if as_it_is else unlimited(tokenizer), **content)
+        if too_long != "truncate" and not cfg.get("packed"):  # torchtune's packing needs the limit
+            tokenizer = unlimited(tokenizer)
+        arguments: Any = OmegaConf.to_container(cfg, resolve=True)
+        build = import_component(arguments.pop(COMPONENT))
+        return build(tokenizer, **arguments)
 
 
 def origin_of(dataset: Any, index: int) -> str:
@@ -67,14 +70,16 @@ def origin_of(dataset: Any, index: int) -> str:
             if index < end:
                 return origin_of(part, index - start)
             start = end
-    return dataset.origin(index) if hasattr(dataset, "origin") else f"{type(dataset).__name__} row {index}"
+    if hasattr(dataset, "origin"):
+        return dataset.origin(index)
+    return f"{type(dataset).__name__} row {index}"
 
 
 class Ragged(Sequence[np.ndarray]):
     """Arrays of different lengths in one buffer, because a million arrays in a list take too much memory.
 
     Args:
-        joined: the arrays end to end; None: an empty buffer for int32.
+        joined: the arrays end to end; by default an empty buffer for int32.
         bounds: starts of the arrays, and the end of the last one.
     """
 
@@ -85,7 +90,9 @@ class Ragged(Sequence[np.ndarray]):
     @property
     def joined(self) -> np.ndarray:
         """The arrays end to end; :meth:`append` fails while a view of them exists."""
-        return self._joined if isinstance(self._joined, np.ndarray) else np.frombuffer(self._joined, np.int32)
+        if isinstance(self._joined, np.ndarray):
+            return self._joined
+        return np.frombuffer(self._joined, np.int32)
 
     def append(self, row: np.ndarray) -> None:
         """Add an array."""
@@ -110,8 +117,9 @@ def concatenated(arrays: Arrays) -> np.ndarray:
 
 def key(tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] = ()) -> bytes:
     """Return a hash of tokens ``[s]`` and of the lengths of the sequences in them."""
-    parts = np.asarray(lengths, np.int64).tobytes(), np.asarray(tokens, np.int32).tobytes()
-    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+    digest = hashlib.blake2b(np.asarray(lengths, np.int64).tobytes(), digest_size=16)
+    digest.update(np.asarray(tokens, np.int32).tobytes())
+    return digest.digest()
 
 
 @dataclass(frozen=True)
@@ -122,12 +130,13 @@ class Rows:
         tokens: token ids by row, ``[s]`` int32.
         labels: labels by row, ``[s]`` int32: the token, or -100 for no loss.
         lengths: lengths of the sequences by row; they add up to ``s``.
-        counts: number of ``rows`` read, of kept rows that were ``truncated``, of rows ``dropped_too_long`` and of
-            rows ``dropped_without_labels``; for pairs see :class:`_PairReader`. In GRPO ``answers`` and ``trained``,
-            see :class:`rocm_ext.rl.selection.Selected`.
+        counts: what happened to the items of a data set, from :func:`tokenize`: the number of ``rows`` read, of rows
+            ``truncated`` and dropped, by reason, as the reader of that kind of item counts them. Rows of sampled
+            answers have no data set: there it is the number of ``answers`` and of those ``trained``, see
+            :class:`rocm_ext.rl.selection.Selected`.
         columns: further values per token, by name (``old_logprobs``, ``advantages``, …): by row, ``[s]`` float32.
         said: warnings from reading the rows.
-        numbers: numbers of the rows in their dataset, from 0, for :func:`origin_of`; empty: there is no dataset.
+        numbers: numbers of the rows in their dataset, from 0, for :func:`origin_of`; empty without a dataset.
         first: origin of the first counted row, by name of the count; not for ``rows``.
         ends: number of the last row plus 1, by data set.
         known: :meth:`fingerprint` by the names of the columns, if it was stored with the rows.
@@ -171,26 +180,34 @@ class Rows:
         for row in order:
             if row not in drawn and len(drawn) + len(together[row]) <= second:
                 drawn.update(together[row])
-        drawn = drawn or set(together[min(order, key=lambda row: len(together[row]))])
+        if not drawn:  # all are larger: take a smallest one
+            smallest = min(order, key=lambda row: len(together[row]))
+            drawn.update(together[smallest])
         if len(drawn) == len(self):
-            rows = "pairs" if self.pairs else "answers"
-            one = f"{rows} have one prompt, and {rows} of one prompt"
-            what = one if SIDE in self.columns else "rows are equal, and such"
+            what = "rows are equal, and such"
+            if SIDE in self.columns:
+                answers = "pairs" if self.pairs else "answers"
+                what = f"{answers} have one prompt, and {answers} of one prompt"
             raise UserError(f"validation_fraction {fraction}: all {len(self)} {what} stay together; set dataset_val")
-        return self.part(i for i in range(len(self)) if i not in drawn), self.part(sorted(drawn))
+        rest = [row for row in range(len(self)) if row not in drawn]
+        return self.part(rest), self.part(sorted(drawn))
 
     def _together(self) -> list[list[int]]:
         """Return by row the rows that a split keeps together: preferences of its prompt, or equal rows."""
-        keys = self._prompts() if SIDE in self.columns else [key(tokens) for tokens in self.tokens]
+        keys = self._prompts() if SIDE in self.columns else list(map(key, self.tokens))
         by_text: dict[bytes, list[int]] = {}
         for i, text in enumerate(keys):
             by_text.setdefault(text, []).append(i)
         return [by_text[text] for text in keys]
 
+    def _starts(self) -> list[int]:
+        """Return the index of each row's first label."""
+        return [int(np.argmax(labels != IGNORE)) for labels in self.labels]
+
     def _prompts(self) -> list[bytes]:
         """Return hashes of the prompts: the tokens before a row's first label."""
-        texts = zip(self.tokens, self.labels, strict=True)
-        return [key(tokens[: int(np.argmax(labels != IGNORE))]) for tokens, labels in texts]
+        starts = self._starts()
+        return [key(tokens[: starts[row]]) for row, tokens in enumerate(self.tokens)]
 
     def mismatched(self) -> "Rows":
         """Return the prompts with answers to other prompts; the rows must be single answers.
@@ -198,30 +215,44 @@ class Rows:
         Every answer is used once. A prompt of more than half of the rows also gets answers to itself. New rows are cut
         to the length of the longest old one.
         """
-        prompts = self._prompts()
-        number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-        order = sorted(range(len(self)), key=lambda i: number[prompts[i]])  # rows of one prompt are neighbours
-        shift = max(Counter(prompts).values()) % len(self) or 1  # past all of them, so by as many as any prompt has
-        other = {i: order[at - shift] for at, i in enumerate(order)}
-        starts, most = [int(np.argmax(labels != IGNORE)) for labels in self.labels], max(map(len, self.tokens))
-        rows = Rows([], [], [], {"rows": len(self)})
-        for i in range(len(self)):
-            for mine, parts in ((rows.tokens, self.tokens), (rows.labels, self.labels)):
-                mine.append(np.concatenate([parts[i][: starts[i]], parts[other[i]][starts[other[i]] :]])[:most])
-            rows.lengths.append((len(rows.tokens[i]),))
-        return rows
+        by_prompt: dict[bytes, list[int]] = {}
+        for row, prompt in enumerate(self._prompts()):
+            by_prompt.setdefault(prompt, []).append(row)
+        order = [row for rows in by_prompt.values() for row in rows]  # rows of one prompt are neighbours
+        # past all of a prompt's rows, so by as many as any prompt has
+        shift = max(map(len, by_prompt.values())) % len(self) or 1
+        other = {row: order[at - shift] for at, row in enumerate(order)}
+        starts = self._starts()
+        most = max(map(len, self.tokens))
+
+        def joined(arrays: Arrays, row: int) -> np.ndarray:
+            prompt = arrays[row][: starts[row]]
+            answer = arrays[other[row]][starts[other[row]] :]
+            return np.concatenate([prompt, answer])[:most]
+
+        rows = range(len(self))
+        tokens = [joined(self.tokens, row) for row in rows]
+        labels = [joined(self.labels, row) for row in rows]
+        lengths: list[tuple[int, ...]] = [(len(row),) for row in tokens]
+        return Rows(tokens, labels, lengths, {"rows": len(self)})
 
     def part(self, indices: Iterable[int]) -> "Rows":
         """Return the rows with these indices."""
         chosen = list(indices)
 
-        def take(parts: Any) -> list:
-            return [parts[i] for i in chosen]
+        def take(values: Any) -> list:
+            return [values[i] for i in chosen]
 
-        columns: dict[str, Arrays] = {name: take(column) for name, column in self.columns.items()}
-        numbers = take(self.numbers) if len(self.numbers) else []
-        kept = take(self.tokens), take(self.labels), take(self.lengths)
-        return Rows(*kept, self.counts, columns, numbers=numbers, first=self.first, ends=self.ends)
+        return Rows(
+            tokens=take(self.tokens),
+            labels=take(self.labels),
+            lengths=take(self.lengths),
+            counts=self.counts,
+            columns={name: take(column) for name, column in self.columns.items()},
+            numbers=take(self.numbers) if len(self.numbers) else [],
+            first=self.first,
+            ends=self.ends,
+        )
 
     def join_groups(self, groups: Sequence[str], most: float) -> tuple["Rows", list[str]]:
         """Join the rows of a group, such as a prompt's answers, so that a micro-batch computes their beginning once.
@@ -233,27 +264,26 @@ class Rows:
         Returns:
             The joined rows, in the order in which groups first appear, and the group by joined row.
         """
-        parts: list[list[int]] = []  # indices of the rows that a joined row consists of
-        of_part: list[str] = []
         members: dict[str, list[int]] = {}
         for i, group in enumerate(groups):
             members.setdefault(group, []).append(i)
+        parts: list[list[int]] = []  # indices of the rows that a joined row consists of
+        of_part: list[str] = []
         for group, rows in members.items():
-            part: list[int] = []
             tokens = 0
             for i in rows:
                 tokens += len(self.tokens[i])
-                if not part or tokens > most:
-                    part, tokens = [], len(self.tokens[i])
-                    parts.append(part)
+                if i == rows[0] or tokens > most:
+                    tokens = len(self.tokens[i])
+                    parts.append([])
                     of_part.append(group)
-                part.append(i)
+                parts[-1].append(i)
 
-        def join(arrays: Arrays) -> list[np.ndarray]:
+        def join(arrays: Arrays) -> Arrays:
             return [np.concatenate([arrays[i] for i in part]) for part in parts]
 
-        lengths = [tuple(n for i in part for n in self.lengths[i]) for part in parts]
-        columns: dict[str, Arrays] = {name: join(column) for name, column in self.columns.items()}
+        lengths = [tuple(chain.from_iterable(self.lengths[i] for i in part)) for part in parts]
+        columns = {name: join(column) for name, column in self.columns.items()}
         return Rows(join(self.tokens), join(self.labels), lengths, self.counts, columns), of_part
 
     def add_labels_column(self, name: str, values: Sequence[np.ndarray | Sequence[float]]) -> None:
@@ -262,9 +292,10 @@ class Rows:
         ``values`` are by row: [n], or [n, …] for :data:`ROUTES`.
         """
         self.columns[name] = []
+        dtype = np.int16 if name == ROUTES else np.float32
         for labels, lengths, row in zip(self.labels, self.lengths, values, strict=True):
             shape = (len(labels), *np.shape(row)[1:])
-            column = np.zeros(shape, dtype=np.int16 if name == ROUTES else np.float32)
+            column = np.zeros(shape, dtype)
             column[labelled(labels, lengths)] = row
             self.columns[name].append(column)
 
@@ -277,12 +308,15 @@ class Rows:
 
     def fingerprint(self) -> str:
         """Return a SHA-256 of the rows in their order, in hex."""
-        if (known := self.known.get(tuple(self.columns))) is not None:
+        known = self.known.get(tuple(self.columns))
+        if known is not None:
             return known
         digest = hashlib.sha256()
         for tokens, labels, lengths in zip(self.tokens, self.labels, self.lengths, strict=True):
-            digest.update(np.array([len(lengths), *lengths], dtype="<i8").tobytes())
-            digest.update(tokens.astype("<i4").tobytes() + labels.astype("<i4").tobytes())
+            counts = [len(lengths), *lengths]
+            digest.update(np.array(counts, "<i8").tobytes())
+            digest.update(tokens.astype("<i4").tobytes())
+            digest.update(labels.astype("<i4").tobytes())
         for _, column in sorted(self.columns.items()):
             for values in column:
                 digest.update(values.astype("<f4").tobytes())
@@ -295,7 +329,8 @@ def labelled(labels: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
     ``labels`` [s] are ``IGNORE`` where masked; ``lengths`` of the row's sequences add up to s.
     """
     mask = labels != IGNORE
-    mask[[0, *accumulate(lengths)][:-1]] = False  # no token predicts the first token of a sequence
+    starts = [0, *accumulate(lengths)][:-1]
+    mask[starts] = False  # no token predicts the first token of a sequence
     return mask
 
 
@@ -327,11 +362,11 @@ def tokenize(
     Args:
         dataset: dataset in torchtune's form, with items of ``tokens`` and ``labels``. ``PackedDataset`` and
             ``PreferenceDataset`` work as well. An item may have a ``weight``.
-        max_seq_len: maximum length of a row in tokens; None: no limit.
+        max_seq_len: maximum length of a row in tokens, or None without a limit.
         too_long: policy for longer rows: ``truncate`` (cut at the end), ``drop`` or ``error``.
         progress: whether to show a progress bar.
-        positions: the model's maximum length of a sequence in tokens; None: unknown. It limits rows as ``max_seq_len``
-            does.
+        positions: the model's maximum length of a sequence in tokens, if it is known. It limits rows as
+            ``max_seq_len`` does.
         every: 1 reads all rows, 2 every second one, and so on.
         name: key of the dataset in the config, for messages.
         bad_rows: policy for malformed rows: ``error``, which names all of them, or ``drop``.
@@ -341,28 +376,33 @@ def tokenize(
     """
     if not hasattr(dataset, "__len__"):
         raise UserError(f"{type(dataset).__name__} has no length; only map-style datasets can be trained on")
-    chosen, parts = range(0, len(dataset), every), getattr(dataset, "datasets", [dataset])
-    foreign = not all(isinstance(part, SourceDataset) for part in parts)
-    builder = _RowBuilder(dataset, len(chosen), _LengthLimits(max_seq_len, positions, too_long, foreign))
+    parts = getattr(dataset, "datasets", [dataset])
+    ours = [part for part in parts if isinstance(part, SourceDataset)]
+    limits = _LengthLimits(max_seq_len, positions, too_long, foreign=len(ours) < len(parts))
+    chosen = range(0, len(dataset), every)
+    builder = _RowBuilder(dataset, len(chosen), limits)
     bar = tqdm(chosen, desc="tokenize", unit="row", disable=not progress)
     for index, item in zip(bar, _items(dataset, chosen), strict=True):
         beat()
         builder.add(index, item)
-    rows, bad = builder.rows, builder.bad
+    rows = builder.rows
+    bad = builder.bad
     if bad and bad_rows == "error":
         raise UserError(about_bad_rows(bad, len(chosen), "correct what is bad, or set bad_rows=drop to leave it out"))
     if bad:
         rows.counts["bad_rows"] = len(bad)
         rows.first["bad_rows"] = bad[0].partition(": ")[0]
         rows.said.append(f"{name}: {about_bad_rows(bad, len(chosen), 'left out (bad_rows: drop)')}")
-    rows.said.extend(text for part in parts if isinstance(part, SourceDataset) for text in part.warnings())
-    if missing := [side for side in ("good", "bad") if len(rows) and rows.counts.get(side) == 0]:
+    for part in ours:
+        rows.said.extend(part.warnings())
+    missing = [side for side in ("good", "bad") if rows.counts.get(side) == 0]
+    if missing and len(rows):
         rows.said.append(f"{name}: none of {len(rows):,} answers is {missing[0]}; add some, which the loss needs")
     warn(rows.said)
     if not len(rows):
         raise UserError(f"{name}: 0 of {len(chosen)} rows left{builder.dropped()}")
     builder.add_weights()
-    if foreign and max_seq_len and all(labels[-1] == IGNORE for labels in rows.labels):
+    if limits.foreign and max_seq_len and all(labels[-1] == IGNORE for labels in rows.labels):
         log.warning(
             "the last token of every row is masked, so the model will not learn to stop: torchtune's tokenizers mask "
             "the stop token under max_seq_len. Use rocm_ext.data.sft_dataset or set max_seq_len to null"
@@ -375,9 +415,10 @@ def _items(dataset: Any, indices: Sequence[int]) -> Iterator[Any]:
     if isinstance(dataset, SourceDataset):
         yield from dataset.items(indices)
     elif isinstance(dataset, ConcatDataset):
-        starts = [0, *dataset.cumulative_sizes]
-        for part, start, end in zip(dataset.datasets, starts, starts[1:], strict=False):
+        start = 0
+        for part, end in zip(dataset.datasets, dataset.cumulative_sizes, strict=True):
             yield from _items(part, [index - start for index in indices if start <= index < end])
+            start = end
     else:
         for index in indices:
             try:
@@ -395,10 +436,13 @@ class _RowBuilder:
 
     def __init__(self, dataset: Any, count: int, limits: "_LengthLimits") -> None:
         ends = list(getattr(dataset, "cumulative_sizes", [len(dataset)]))
-        self._numbers, self._weights = array("q"), array("f")
-        self.rows = Rows(Ragged(), Ragged(), [], {"rows": count}, numbers=self._numbers, ends=ends)
+        self._numbers = array("q")
+        self._weights = array("f")
+        counts = {"rows": count}
+        self.rows = Rows(Ragged(), Ragged(), [], counts, numbers=self._numbers, ends=ends)
         self.bad: list[str] = []
-        self._dataset, self._limits = dataset, limits
+        self._dataset = dataset
+        self._limits = limits
         self._reader: _Reader | None = None  # of the first item; all have one kind
 
     def add(self, index: int, item: Any) -> None:
@@ -417,35 +461,51 @@ class _RowBuilder:
 
     def _add(self, index: int, item: Any) -> None:
         item = returned(item)
-        rows, origin = self.rows, partial(origin_of, self._dataset, index)
-        pair = any(f"{side}_input_ids" in item for side in SIDES)  # as in torchtune's PreferenceDataset
-        kind = _PairReader if pair else _SequenceReader if SIDE not in item else _LabelledReader
-        self._reader = self._reader or kind(rows, self._limits)
+        origin = partial(origin_of, self._dataset, index)
+        reader = self._reader_of(item, origin)
+        counts = self.rows.counts
+        before = dict(counts)
+        weight = _weight(item)
+        if weight:
+            reader.add(item, origin)
+        else:
+            counts[_NO_WEIGHT] = counts.get(_NO_WEIGHT, 0) + 1
+        if len(self.rows) > len(self._numbers):
+            self._numbers.append(index)
+            self._weights.append(weight)
+        for what, count in counts.items():
+            if count != before.get(what, 0):
+                self.rows.first.setdefault(what, origin())
+
+    def _reader_of(self, item: Row, origin: Callable[[], str]) -> "_Reader":
+        """Return the reader of an item; WrongRow: earlier items are of another kind."""
+        kind: type[_Reader] = _SequenceReader
+        if any(f"{side}_input_ids" in item for side in SIDES):  # as in torchtune's PreferenceDataset
+            kind = _PairReader
+        elif SIDE in item:
+            kind = _LabelledReader
+        if self._reader is None:
+            self._reader = kind(self.rows, self._limits)
         if type(self._reader) is not kind:
             mixed = " and ".join(sorted((self._reader.what, kind.what)))
             raise WrongRow(f"{origin()}: {mixed} in one dataset; train on them in separate runs")
-        before = {**rows.counts}
-        if weight := _weight(item):
-            self._reader.add(item, origin)
-        else:
-            rows.counts[_NO_WEIGHT] = rows.counts.get(_NO_WEIGHT, 0) + 1
-        added = len(rows) - len(self._numbers)
-        self._numbers.extend([index] * added)
-        self._weights.extend([weight] * added)
-        for what in (what for what, count in rows.counts.items() if count != before.get(what, 0)):
-            rows.first.setdefault(what, origin())
+        return self._reader
 
     def add_weights(self) -> None:
         """Add the column of weights, views of one number per row, unless all weights are 1."""
-        if any(weight != 1 for weight in self._weights):
-            parts = zip(self._weights, self.rows.tokens, strict=True)
-            self.rows.columns[ROW_WEIGHT] = [np.broadcast_to(np.float32(weight), len(row)) for weight, row in parts]
+        if all(weight == 1 for weight in self._weights):
+            return
+        column: list[np.ndarray] = []
+        for row, weight in enumerate(self._weights):
+            length = len(self.rows.tokens[row])
+            column.append(np.broadcast_to(np.float32(weight), length))
+        self.rows.columns[ROW_WEIGHT] = column
 
     def dropped(self) -> str:
         """Return the end of a message that no rows are left: why they were dropped."""
         why = "" if self._reader is None else f": {self._reader.dropped()}"
-        counts = self.rows.counts
-        return why + (f", {counts[_NO_WEIGHT]} have weight 0" if _NO_WEIGHT in counts else "")
+        weightless = self.rows.counts.get(_NO_WEIGHT)
+        return f"{why}, {weightless} have weight 0" if weightless else why
 
 
 @dataclass(frozen=True)
@@ -470,7 +530,9 @@ class _LengthLimits:
         limit = self.least()
         if limit is None:
             return "no limit"
-        return f"the model's window of {limit} tokens" if limit == self.positions else f"max_seq_len {limit}"
+        if limit == self.positions:
+            return f"the model's window of {limit} tokens"
+        return f"max_seq_len {limit}"
 
     def drops(self, origin: Callable[[], str], length: int, limit: int) -> bool:
         """Return whether a sequence of ``length`` tokens, above ``limit``, is dropped; False: it is cut.
@@ -478,9 +540,10 @@ class _LengthLimits:
         Raises a WrongRow if ``too_long`` is ``error``.
         """
         if self.too_long == "error":
-            of_model = limit == self.positions
-            what, cure = ("the model takes", "set") if of_model else ("max_seq_len is", "raise it, or set")
-            raise WrongRow(f"{origin()}: {length} tokens, but {what} {limit}; {cure} too_long to truncate or drop")
+            problem = f"max_seq_len is {limit}; raise it, or set"
+            if limit == self.positions:
+                problem = f"the model takes {limit}; set"
+            raise WrongRow(f"{origin()}: {length} tokens, but {problem} too_long to truncate or drop")
         return self.too_long == "drop"
 
 
@@ -491,7 +554,9 @@ class _Reader(ABC):
     what: str
 
     def __init__(self, rows: Rows, limits: _LengthLimits) -> None:
-        self._rows, self._limits, self._counts = rows, limits, rows.counts
+        self._rows = rows
+        self._limits = limits
+        self._counts = rows.counts
         rows.counts.update(dict.fromkeys(self.counted, 0))
 
     @abstractmethod
@@ -502,6 +567,11 @@ class _Reader(ABC):
             UserError: a sequence is too long under ``error``, or too long for the model in a pack.
             ValueError: the item is malformed, or the prompts of a pair's sides differ.
         """
+
+    def add_side(self, values: np.ndarray) -> None:
+        """Add the values ``[s]`` of the last row to the column :data:`SIDE`."""
+        column: Any = self._rows.columns.setdefault(SIDE, [])
+        column.append(values)
 
     @abstractmethod
     def dropped(self) -> str:
@@ -516,7 +586,8 @@ class _SequenceReader(_Reader):
 
     def add(self, item: Row, origin: Callable[[], str]) -> None:
         tokens, labels, lengths = _read_item(item)
-        max_seq_len, positions = self._limits.max_seq_len, self._limits.positions
+        max_seq_len = self._limits.max_seq_len
+        positions = self._limits.positions
         limit = len(tokens) if max_seq_len is None else max_seq_len
         if positions is not None and max(lengths, default=0) > positions:
             if len(lengths) > 1:
@@ -525,12 +596,16 @@ class _SequenceReader(_Reader):
                     "tokenizer.max_seq_len"
                 )
             limit = min(limit, positions)
-        if cut := len(tokens) > limit:
+        cut = len(tokens) > limit
+        if cut:
             if self._limits.drops(origin, len(tokens), limit):
                 self._counts["dropped_too_long"] += 1
                 return
-            tokens, labels = tokens[:limit], labels[:limit]
-            lengths = tuple(int(n) for n in np.diff(np.minimum(np.cumsum(lengths), limit), prepend=0) if n)
+            tokens = tokens[:limit]
+            labels = labels[:limit]
+            ends = np.minimum(np.cumsum(lengths), limit)
+            left = np.diff(ends, prepend=0).tolist()
+            lengths = tuple(filter(None, left))
         if not len(labels) or not labelled(labels, lengths).any():
             self._counts["dropped_without_labels"] += 1
             return
@@ -555,12 +630,13 @@ class _LabelledReader(_SequenceReader):
     what = "answers with a label"
 
     def add(self, item: Row, origin: Callable[[], str]) -> None:
-        before, side = len(self._rows), float(item[SIDE])
+        side = float(item[SIDE])
+        before = len(self._rows)
         super().add(item, origin)
         if len(self._rows) > before:
             self._counts["good" if side > 0 else "bad"] += 1
-            values = np.full(sum(self._rows.lengths[-1]), side, np.float32)
-            self._rows.columns.setdefault(SIDE, []).append(values)
+            length = sum(self._rows.lengths[-1])
+            self.add_side(np.full(length, side, np.float32))
 
 
 class _PairReader(_Reader):
@@ -579,31 +655,38 @@ class _PairReader(_Reader):
         longest = max(len(tokens) for tokens, _ in pair)
         # torchtune's tokenizers cut at max_seq_len
         cut = self._limits.foreign and longest == self._limits.max_seq_len
-        if reason := _reason_to_drop(pair):
+        reason = _reason_to_drop(pair)
+        if reason is not None:
             self._counts["dropped_equal_when_cut" if cut and reason == "dropped_equal" else reason] += 1
             return
-        chosen, rejected = (tokens[: int(np.argmax(labels != IGNORE))] for tokens, labels in pair)
-        if not np.array_equal(chosen, rejected):
+        prompts = [tokens[: int(np.argmax(labels != IGNORE))] for tokens, labels in pair]
+        if not np.array_equal(prompts[0], prompts[1]):
             raise ValueError("the prompts of the chosen and the rejected answer differ")
         limit = self._limits.least() or longest
         if longest > limit:
             if self._limits.drops(origin, longest, limit):
                 self._counts["dropped_too_long"] += 1
                 return
-            pair, cut = [(tokens[:limit], labels[:limit]) for tokens, labels in pair], True
+            cut = True
+            pair = [(tokens[:limit], labels[:limit]) for tokens, labels in pair]
             if _reason_to_drop(pair):  # if a side has no label left, both sides are the beginning of the prompt
                 self._counts["dropped_equal_when_cut"] += 1
                 return
         self._counts["truncated"] += cut
-        lengths = tuple(len(tokens) for tokens, _ in pair)
-        self._rows.tokens.append(np.concatenate([tokens for tokens, _ in pair]))
-        self._rows.labels.append(np.concatenate([labels for _, labels in pair]))
-        self._rows.lengths.append(lengths)
-        self._rows.columns.setdefault(SIDE, []).append(np.repeat(np.array([1, -1], dtype=np.float32), lengths))
+        (chosen, chosen_labels), (rejected, rejected_labels) = pair
+        self._rows.tokens.append(np.concatenate([chosen, rejected]))
+        self._rows.labels.append(np.concatenate([chosen_labels, rejected_labels]))
+        self._rows.lengths.append((len(chosen), len(rejected)))
+        side = np.ones(len(chosen) + len(rejected), np.float32)
+        side[len(chosen) :] = -1
+        self.add_side(side)
 
     def dropped(self) -> str:
-        dropped = {what: count for what, count in self._counts.items() if what.startswith("dropped")}
-        return ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in dropped.items()) + f" ({self._limits})"
+        reasons = []
+        for what, count in self._counts.items():
+            if what.startswith("dropped"):
+                reasons.append(f"{count} {what.replace('_', ' ')}")
+        return f"{', '.join(reasons)} ({self._limits})"
 
 
 def _weight(item: Row) -> float:
@@ -620,7 +703,9 @@ def _reason_to_drop(pair: list[tuple[np.ndarray, np.ndarray]]) -> str | None:
     (chosen, _), (rejected, _) = pair
     if len(chosen) and np.array_equal(chosen, rejected):
         return "dropped_equal"
-    return "dropped_empty" if any((labels[1:] == IGNORE).all() for _, labels in pair) else None
+    if any((labels[1:] == IGNORE).all() for _, labels in pair):
+        return "dropped_empty"
+    return None
 
 
 def _read_item(item: Row) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
@@ -637,14 +722,14 @@ def _read_item(item: Row) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
     # labels can go.
     end = len(tokens) - lengths[-1] if lengths else 0
     if (labels[end:] == IGNORE).all():
-        tokens, labels, lengths = tokens[:end], labels[:end], lengths[:-1]
+        return tokens[:end], labels[:end], lengths[:-1]
     return tokens, labels, lengths
 
 
 def _tokens_and_labels(item: Row, *keys: str) -> tuple[np.ndarray, np.ndarray]:
-    if not set(keys) <= item.keys():
+    if not item.keys() >= set(keys):
         raise ValueError(f"an item needs {' and '.join(keys)}, found {list(item)}")
-    tokens, labels = (np.asarray(item[key], dtype=np.int32) for key in keys)
+    tokens, labels = (np.asarray(item[key], np.int32) for key in keys)
     if tokens.ndim != 1 or tokens.shape != labels.shape:
         raise ValueError(f"{keys[0]} {tokens.shape} and {keys[1]} {labels.shape} must be flat lists of one length")
     return tokens, labels
