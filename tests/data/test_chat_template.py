@@ -405,6 +405,20 @@ def test_rows_read_together_are_what_they_are_alone(model_folder, rows, name, sy
         assert sum(isinstance(item, str) for item in alone) >= 2
 
 
+def test_a_batch_of_rows_is_encoded_at_once_with_both_sides_of_its_pairs(model_folder, rows, monkeypatch):
+    encode_all, sizes = TextEncoder.encode_all, []
+
+    def counted(self, texts):
+        sizes.append(len(texts))
+        return encode_all(self, texts)
+
+    tokenizer = open_tokenizer(config_for(model_folder("qwen2_5")))
+    source = rows(*({"prompt": f"{i}?", "chosen": "a", "rejected": "b"} for i in range(130)))
+    monkeypatch.setattr(TextEncoder, "encode_all", counted)
+    assert len(list(preference_dataset(tokenizer, source=source).items(range(130)))) == 130
+    assert sizes == [256, 4]
+
+
 ADDED = [AddedToken(text, normalized=False) for text in ("<a>", "<a>b", "x<a>yz", "<a><a>")]
 ADDED += [AddedToken("<l>", lstrip=True), AddedToken("<r>", rstrip=True), AddedToken("aw", single_word=True)]
 PIECES = st.lists(st.sampled_from([*map(str, ADDED), *"ab xyz<\n", "\u0301"]), max_size=6).map("".join)
