@@ -44,7 +44,7 @@ def guard():
         scalar.__eq__ = lambda self, other: 0 not in (getattr(other, "shape", ()) or ()) and equal(self, other)
 
 
-def full(function, *args, **keywords):
+def full(function, /, *args, **keywords):
     """Call a function, or an operator by its name, for the tests. A bool wraps a function of numpy in ``args[0]``.
 
     Empty and non-empty values together are a failure where numpy would broadcast them, or calls the two equal. An

@@ -71,7 +71,7 @@ class CodeClass(type):
     def __new__(meta, name, bases, namespace):
         JUDGE.refuse(f"a class of the tests inherits from the code's {bases[-1].__name__}")
 
-    def __call__(cls, *args, **keywords):
+    def __call__(cls, /, *args, **keywords):
         JUDGE.fresh = None
         value = JUDGE.request("call", cls, *args, **keywords)
         if type(value) is bool and cls.__open__ is None:
@@ -104,7 +104,7 @@ class ErrorClass(type):
     __number__ = property(lambda cls: cls.__class_number__)
     __getitem__ = lambda cls, key: taken_for_data(cls)  # noqa: E731 - an ExceptionGroup["any"] is true
 
-    def __call__(cls, *args, **keywords):
+    def __call__(cls, /, *args, **keywords):
         return JUDGE.request("call", cls, *args, **keywords)
 
 
@@ -288,7 +288,7 @@ def binary(op, how=""):
     return run
 
 
-def called(self, *args, **keywords):
+def called(self, /, *args, **keywords):
     """A call of an object of the code."""
     value = JUDGE.request("call", self, *args, **keywords)
     of_data = type(self).__class_number__ or self.__number__ in JUDGE.inside
@@ -335,7 +335,7 @@ class Method:
     def __init__(self, target, name, of_data):
         self.__self__, self.__name__, self._of_data = target, name, of_data
 
-    def __call__(self, *args, **keywords):
+    def __call__(self, /, *args, **keywords):
         value = JUDGE.request("method", self.__self__, self.__name__, *args, **keywords)
         if self._of_data and type(value) is bool and (args or keywords):
             JUDGE.refuse(f"an object of the code answers .{self.__name__}() as data would")
@@ -543,8 +543,11 @@ class Judge(Wire):
         made = re.findall(rf"\b{name}\([^()]*\)\.(\w+)", self.source)
         return re.search(uses, self.source) or not self.of_data.issuperset(made)
 
-    def request(self, op, *args, **keywords):
-        """Have the code's process do an operation; returns or raises what that does."""
+    def request(self, op, /, *args, **keywords):
+        """Have the code's process do an operation; returns or raises what that does.
+
+        Its own parameters are positional only, since the code's functions may have keywords of these names.
+        """
         with self.lock:
             if self.gone:
                 raise CodeEnded(self.gone)

@@ -48,9 +48,9 @@ class Program(Wire):
         in_place = ["i" + name.strip("_") for name in BINARY]
         self.operations = {name: getattr(_operator, name) for name in (*BINARY, *in_place, *OPERATORS)}
         self.operations |= {name: getattr(builtins, name) for name in BUILTINS}
-        self.operations |= {"call": lambda f, *a, **k: f(*a, **k), "await": self.finish, "state": state,
+        self.operations |= {"call": lambda f, /, *a, **k: f(*a, **k), "await": self.finish, "state": state,
                             "anext": lambda o: self.finish(o.__anext__()), "value": lambda o: READ[base_of(type(o))](o),
-                            "method": lambda o, name, *a, **k: getattr(o, name)(*a, **k),
+                            "method": lambda o, name, /, *a, **k: getattr(o, name)(*a, **k),
                             "send": lambda o, value: o.send(value), "copy": lambda o: __import__("copy").copy(o),
                             "deepcopy": lambda o: __import__("copy").deepcopy(o)}  # fmt: skip
         self.describing = {"names": self.names, "get": self.get}  # these give JSON
