@@ -1,12 +1,39 @@
-"""Make comparisons of numpy and pytest fail that hold for empty arrays. This runs in the tests' process."""
+"""Make comparisons fail that hold because nothing is compared. This runs in the tests' process."""
 
 import inspect
 import operator
 import sys
+from collections import deque
 from functools import partial
 
 OPERATORS = {value for value in vars(operator).values() if type(value) is type(len)} | {pow, divmod}
 VARIABLE = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
+VIEWS: tuple[type, ...] = type({}.keys()), type({}.values()), type({}.items())
+SIZED = list, tuple, str, bytes, bytearray, range, dict, set, frozenset, deque, *VIEWS
+
+
+def zipped(longer, *values):
+    """The tuples of ``zip``; raises AssertionError at their end if it leaves something of a value out.
+
+    Args:
+        longer: for each value, whether it may be longer than the others.
+        values: what to zip. What has no length, such as a generator, may be longer.
+    """
+    numpy = sys.modules.get("numpy")
+    kinds = (*SIZED, numpy.ndarray) if numpy else SIZED
+    whole = [value for value, may in zip(values, longer, strict=True) if not may and isinstance(value, kinds)]
+    return _tuples(zip(*values, strict=False), whole)
+
+
+def _tuples(tuples, whole):
+    count = 0
+    for item in tuples:
+        count += 1
+        yield item
+    if any(len(value) > count for value in whole):
+        raise AssertionError(f"zip ends after {count} of {max(map(len, whole))}")
 
 
 def guarded(array):

@@ -4,6 +4,7 @@ import __future__
 
 import ast
 import builtins
+import contextlib
 import importlib
 import inspect
 import math
@@ -14,7 +15,8 @@ from functools import partial
 
 import _empty
 from _judge import CodeEnded, Judge, Unjudged
-from _source import FULL, WATCH, Broken, Tests, is_test
+from _rewrite import FULL, RAN, WATCH, ZIP, Checks, Full
+from _source import Broken, Tests, is_test
 from _wire import Closed, Malformed, judge_channel
 
 MAIN = "__main__"  # unittest, dataclasses and pickle look for the tests' classes there
@@ -23,13 +25,13 @@ FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_
 
 
 class TestCounts:
-    """Counts of passed and failed tests. ``with counts:`` watches an assert of the tests.
+    """Counts of passed and failed tests. ``with counts:`` watches an assert of the tests, and counts it.
 
     Attributes:
         go_on: whether to go on after a failure.
         passed, total, failures: numbers of units.
         detail: the first failure.
-        ran: number of asserts that ran.
+        ran: number of checks that ran.
         failed: the unit's last AssertionError in an assert, even if something caught it.
     """
 
@@ -47,21 +49,34 @@ class TestCounts:
         if isinstance(error, AssertionError) and not hasattr(error, "__number__"):
             self.failed = error
 
+    def count(self, value=None):
+        """Count a check whose value is given, and return the value."""
+        self.ran += 1
+        return value
+
     @property
     def stopped(self):
         """Whether the rest need not run."""
         return bool(self.judge.gone or self.judge.unjudged or (self.failures and not self.go_on))
 
-    def unit(self, run, text, asserts=False):
-        """Run a unit, which raises if it fails; with ``asserts``, it also fails if none of its asserts runs."""
+    @contextlib.contextmanager
+    def must_check(self, holds_checks):
+        """Raise AssertionError if what holds checks runs to its end, and none of them runs."""
+        before = self.ran
+        yield
+        if holds_checks and self.ran == before:
+            raise AssertionError("none of its checks ran")
+
+    def unit(self, run, text, holds_checks=False):
+        """Run a unit, which raises if it fails."""
         self.total += 1
         if self.stopped:
             return
-        failures, ran, self.failed = self.failures, self.ran, None
+        failures = self.failures
+        self.failed = None
         try:
-            run()
-            if asserts and self.ran == ran:
-                raise AssertionError("none of its asserts ran")
+            with self.must_check(holds_checks):
+                run()
             if self.failed is not None:
                 raise self.failed
         except BaseException as error:  # this name goes at the end: its traceback would keep the unit's objects
@@ -114,11 +129,14 @@ def run(task, judge, namespace, report):
     score, judge.live = TestCounts(judge, task["tests"], task["all"]), tests.live
     prepare("\n".join([task["tests"], *task["trusted"]]), score)
     namespace.update((name, defined[name]) for name in task["shared"] if name in defined)
-    namespace[FULL] = _empty.full
+    namespace.update({WATCH: score, RAN: score.count, ZIP: _empty.zipped, FULL: _empty.full})
+    checks = None if calls else Checks(tests)
     for source in task["trusted"]:
         tree = ast.parse(source)
         tree.body = [s for s in tree.body if getattr(s, "name", "") not in task["shared"]]  # they live with the code
-        calls or tests.watch_numpy(tree)
+        if checks:
+            checks.visit(tree)
+            guard_numpy(tests, tree)
         try:
             exec(compile(tree, "setup", "exec", dont_inherit=True), namespace)
         except Exception as error:
@@ -139,7 +157,7 @@ def run(task, judge, namespace, report):
     if type(judge) is Judge:
         solution = sys.modules["solution"] = types.ModuleType("solution")
         solution.__dict__.update(defined)
-    tests.take(namespace, score) if calls else take(tests, namespace, score)
+    tests.take(namespace, score) if calls else take(tests, checks, namespace, score)
     if not score.total and not score.failures and not judge.unjudged:
         raise Broken("all of them are skipped")
     return {"kind": "done", "passed": score.passed, "total": score.total, "detail": score.detail,
@@ -160,22 +178,24 @@ def prepare(source, score):
     _empty.guard()
 
 
-def take(tests, namespace, score):
+def take(tests, checks, namespace, score):
     """Run the tests: the top level's statements in order, then the functions, then pytest."""
     called = {getattr(getattr(getattr(s, "value", None), "func", None), "id", "") for s in tests.body}
-    lines = tests.watch()
-    namespace[WATCH] = score
+    body, units = rewritten(tests, checks)
+    counted = set(checks.counted(body))
+    lines = {first_line(function) for function in checks.counted(checks.functions)}
+    for statement in body:
+        guard_numpy(tests, statement)
     flags = compile("\n".join(tests.lines), "tests", "exec", dont_inherit=True).co_flags & FUTURE
-    for statement in tests.body:
+    for statement in body:
         if isinstance(statement, ast.ImportFrom) and statement.module != "solution":
             # the entry point stays the answer's
             statement.names = [a for a in statement.names if (a.asname or a.name) not in tests.required]
             if not statement.names:
                 continue
         work, text = partial(execute, statement, flags, namespace), tests.text(statement)
-        if statement in tests.units:
-            loops = isinstance(statement, (ast.For, ast.While, ast.With, ast.If)) and WATCH in ast.unparse(statement)
-            score.unit(work, text, loops)
+        if statement in units:
+            score.unit(work, text, statement in counted)
         elif score.stopped:
             score.total += getattr(statement, "name", "") in tests.simple  # what was not reached earns nothing
         else:
@@ -197,6 +217,30 @@ def take(tests, namespace, score):
             score.unit(work, name, value.__code__.co_firstlineno in lines)
     if tests.runner and not score.stopped:
         by_pytest(tests, score, lines)
+
+
+def rewritten(tests, checks):
+    """The top level's statements, rewritten, and those of them that pass or fail."""
+    body = []
+    units = set()
+    for statement in tests.body:
+        now = checks.visit(statement)
+        parts = now if isinstance(now, list) else [now]
+        body += parts
+        if statement in tests.units:
+            units.update(parts)
+    return body, units
+
+
+def guard_numpy(tests, tree):
+    """Have comparisons in a tree fail that hold for empty arrays, if the tests use numpy."""
+    if tests.uses_numpy():
+        Full(tests.name).visit(tree)
+
+
+def first_line(function):
+    """The line where Python says that a function begins, which is its first decorator's."""
+    return min(node.lineno for node in (function, *function.decorator_list))
 
 
 def execute(statement, flags, namespace):
@@ -240,12 +284,15 @@ def by_pytest(tests, score, lines):
             return [] if name in tests.helpers or name in tests.wanted else None
 
         def pytest_pyfunc_call(self, pyfuncitem):
-            ran, function = score.ran, pyfuncitem.obj
-            finish(function(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
-            code = getattr(inspect.unwrap(function), "__code__", None)
-            if getattr(code, "co_firstlineno", 0) in lines and score.ran == ran:
-                raise AssertionError("none of its asserts ran")
+            arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+            finish(pyfuncitem.obj(**arguments))
             return True
+
+        @pytest.hookimpl(wrapper=True)
+        def pytest_runtest_call(self, item):
+            code = getattr(inspect.unwrap(item.obj), "__code__", None)
+            with score.must_check(getattr(code, "co_firstlineno", 0) in lines):
+                return (yield)
 
         def pytest_runtest_setup(self, item):
             score.failed = None

@@ -23,7 +23,8 @@ SCOPES = (*DEFINITIONS, ast.Lambda)
 BLOCKS = (ast.For, ast.While, ast.With, ast.Try)
 BINDS = (*SCOPES, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.AugAssign)
 ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
-CHECKS = {"fail", "exit", "run", "main", "raises", "warns"}  # calls that may fail, like assertEqual
+CHECKS = {"fail", "raises", "warns"}  # calls that may fail, like assertEqual
+RUNNERS = {"exit", "run", "main"}  # calls that may run tests, or end with their outcome
 HOOKS = ("__", "setup", "teardown", "asyncsetup", "asyncteardown", "runtest", "assert", "_assert")  # need no caller
 PATCHES = ("patch.", "mock.patch.", "unittest.mock.patch.", "monkeypatch.")
 REACHES = ("sys.stdout", "sys.stderr", "__main__.")  # the judge prints the code's output there
@@ -50,10 +51,6 @@ REASONS = {name: reason for reason, names in REFUSED.items() for name in names.s
 TEXTS, INNER = {*REFUSED[TEXT].split()}, ("__builtins__", "__globals__", "__self__", "__subclasses__")
 RISKS = {name.split(".")[0] for name in TEXTS}
 APART = "the code runs in another process; `isolation: same_process` can judge it"
-WATCH, FULL = "__watch__", "__full__"
-OPERATORS = dict(
-    zip("Add Sub Mult Div FloorDiv Mod Pow Eq NotEq Lt LtE Gt GtE".split(),  # noqa: SIM905
-        "add sub mul truediv floordiv mod pow eq ne lt le gt ge".split(), strict=True))  # noqa: SIM905  # fmt: skip
 
 
 class Broken(ValueError):
@@ -81,6 +78,8 @@ class Tests:
         wanted: ``required``, and names that the answer may define.
         live: names of the answer whose changing values the tests see.
         library: name used without an import -> (module, attribute, or "" for the module itself).
+        functions: definitions of functions in the tests, and of those at the top of the trusted sources.
+        called: names that are called.
 
     Raises:
         Broken: a part of the tests would not run or could not fail, or the tested name is unknown.
@@ -89,15 +88,19 @@ class Tests:
     def __init__(self, source, trusted=(), entry="", apart=True):
         self.entry, self.apart, self.lines, tree = entry, apart, source.split("\n"), ast.parse(source)
         self.body = [part for statement in tree.body for part in _unwrapped(statement)]
-        self.nodes = list(_walk(tree))
+        self.nodes = list(walk(tree))
         above = [node for text in trusted for node in ast.parse(text).body]
-        top = [n for s in self.body for n in ([s] if isinstance(s, SCOPES) else _walk(s, False))]
+        top = [n for s in self.body for n in ([s] if isinstance(s, SCOPES) else walk(s, False))]
         functions = self.of(*FUNCTIONS)
-        self.imports, self.checking = _imports([*above, *self.nodes]), _checking([*functions, *above])
+        self.imports = _imports([*above, *self.nodes])
+        self.functions = [*functions, *(node for node in above if isinstance(node, FUNCTIONS))]
+        self.checking = functions_that(_checks_alone, self.functions)
         self.called = _ids(n.func for n in self.of(ast.Call))
         self.defined = {n.name for n in top if isinstance(n, DEFINITIONS)}
         self.helpers = {f.name for f in functions if f.name in self.called and _needs(f) and not f.decorator_list}
-        self.fixtures = {f for f in functions for d in f.decorator_list if _last(getattr(d, "func", d)) == "fixture"}
+        self.fixtures = {
+            f for f in functions for d in f.decorator_list if last_name(getattr(d, "func", d)) == "fixture"
+        }
         cases = {"TestCase", "IsolatedAsyncioTestCase"}
         for node in (n for n in [*above, *top] if isinstance(n, ast.ClassDef)):
             cases |= {node.name} if cases & {self.name(base).split(".")[-1] for base in node.bases} else set()
@@ -113,7 +116,7 @@ class Tests:
             raise Broken("the tests check nothing: they hold no assert that runs")
         bound, read = _globals(source, tree)
         given = {name for text in trusted for name in _globals(text, ast.parse(text))[0]}
-        self.above = [node for text in trusted for node in _walk(ast.parse(text))]
+        self.above = [node for text in trusted for node in walk(ast.parse(text))]
         self._find_names(bound, (read - given | _ids(ast.walk(ast.parse(entry or "0")))) - bound)
         for problem in self._problems():
             raise Broken(problem)
@@ -133,41 +136,18 @@ class Tests:
 
     def checks(self, tree):
         """Whether code has a check: it asserts, raises, or calls a function that does."""
-        return any(_checks(node, self.checking) for node in _walk(tree))
+        return any(_checks(node, self.checking) for node in walk(tree))
 
     def _is_unit(self, statement):
         if isinstance(statement, ast.Expr):
             call = statement.value
-            return isinstance(call, (ast.Call, ast.Await)) and _last(getattr(call, "func", None)) != "print"
+            return isinstance(call, (ast.Call, ast.Await)) and last_name(getattr(call, "func", None)) != "print"
         return not isinstance(statement, BINDS) and (isinstance(statement, BLOCKS) or self.checks(statement))
 
-    def watch(self):
-        """Put all asserts into ``with __watch__:``; the first lines of the functions whose only checks are asserts."""
-        lines = set()
-        for node in self.of(*FUNCTIONS):
-            returns = is_test(node.name) and node.name not in self.called
-            for block in [b for inner in list(_walk(node, False)) for b in _blocks_of(inner)] if returns else ():
-                for index, statement in enumerate(block):
-                    if isinstance(statement, ast.Return) and isinstance(statement.value, (ast.Compare, ast.BoolOp)):
-                        block[index] = ast.copy_location(ast.Assert(statement.value), statement)
-                        block.insert(index + 1, ast.copy_location(ast.Return(), statement))
-            held = [n for n in _walk(node, False) if isinstance(n, ast.Try) or _checks(n, self.checking)]
-            if held and all(isinstance(n, ast.Assert) for n in held):
-                lines.add(min(n.lineno for n in (node, *node.decorator_list)))
-        for block in (self.body, *(block for node in self.nodes for block in _blocks_of(node))):
-            for index, statement in enumerate(block):
-                if isinstance(statement, ast.Assert):
-                    block[index] = ast.copy_location(ast.parse(f"with {WATCH}: pass").body[0], statement)
-                    block[index].body = [statement]
-        self.units |= {s for s in self.body if isinstance(s, ast.With)}
-        for statement in self.body:
-            self.watch_numpy(statement)
-        return lines
-
-    def watch_numpy(self, tree):
-        """If the tests use numpy, route its calls and all operators through ``__full__``."""
-        if "numpy" in {name.split(".")[0] for name in {*self.imports.values(), *self.library}} or "np" in self.library:
-            Full(self.name).visit(tree)
+    def uses_numpy(self):
+        """Whether the tests use numpy."""
+        modules = {name.split(".")[0] for name in (*self.imports.values(), *self.library)}
+        return "numpy" in modules or "np" in self.library
 
     def _find_names(self, bound, free):
         """Sort the names that the tests use: the answer's, builtins', the library's."""
@@ -198,7 +178,7 @@ class Tests:
         """The function under test, for tests that use only names of builtins and the library."""
         candidates = {n for n in called if not n.endswith(("Error", "Exception", "Exit", "Interrupt", "Iteration"))}
         left = [n.test.left for n in self.of(ast.Assert) if isinstance(n.test, ast.Compare)]
-        plain = {_last(n.func) for n in left if isinstance(n, ast.Call) and not _ids(_walk(ast.Tuple(n.args)))}
+        plain = {last_name(n.func) for n in left if isinstance(n, ast.Call) and not _ids(walk(ast.Tuple(n.args)))}
         for names in (candidates, plain & candidates):
             if len(names) == 1:
                 return names.pop()
@@ -215,13 +195,13 @@ class Tests:
         """Yield why tests would not run, could not fail, or do not reach the code."""
         self.used = {getattr(n, "id", None) or getattr(n, "attr", None) or str(getattr(n, "value", ""))
                      for n in self.of(ast.Name, ast.Attribute, ast.Constant)}  # fmt: skip
-        expects = {n for node in self.of(ast.With, ast.AsyncWith, ast.Try) for n in _walk(node)}  # an exception
+        expects = {n for node in self.of(ast.With, ast.AsyncWith, ast.Try) for n in walk(node)}  # an exception
         tasks = {f.name for f in self.of(ast.AsyncFunctionDef)}
         self.passed_on = self._modules_passed_on([*self.above, *self.nodes])
         for node in filter(self._runs_text, self.above):
             yield f"`{ast.unparse(node)}` of the set-up {TEXT}"
         calls = [call for call in self.of(ast.Call) if self._runs_text(call.func) and _is_constant(call)]
-        constant = {n for call in calls for n in _walk(call.func)}
+        constant = {n for call in calls for n in walk(call.func)}
         for node in (node for node in self.nodes if node not in constant and self._runs_text(node)):
             yield from self._no(node, f"has {ast.unparse(node)}, which {TEXT}")
         for node in self.nodes:
@@ -263,7 +243,7 @@ class Tests:
             yield from self._no(node, reason, apart=True)
         if name.endswith((".skipif", ".skipIf", ".skipUnless", ".mark.xfail")):
             known = self.imports.keys() | vars(builtins)
-            if not _ids(_walk(node)) <= known or isinstance((args or [node])[0], ast.Constant):
+            if not _ids(walk(node)) <= known or isinstance((args or [node])[0], ast.Constant):
                 yield from self._no(node, REASONS["pytest.skip"], apart=True)
         if name.endswith("TextTestRunner"):
             yield from self._no(node, "is not needed: write the TestCase at the top level")
@@ -296,7 +276,7 @@ class Tests:
             case ast.Attribute(attr=text) | ast.Constant(value=text) if text in INNER:
                 return True
             case ast.Name(ctx=ast.Load()) | ast.Attribute():
-                name, names = self.name(node), _ids(_walk(node))
+                name, names = self.name(node), _ids(walk(node))
                 if not names & self.imports.keys():  # a builtin, unless the answer or the tests define the name
                     return name in TEXTS and not names & (self.defined | self.required)
                 parts = [part.lstrip("_") for part in name.split(".")]
@@ -317,13 +297,13 @@ class Tests:
         runs = node.decorator_list or name in self.used or is_test(name) or name.lower().startswith(HOOKS)
         if not runs and self.checks(node):
             yield f"nothing calls {name}(), which holds asserts: call it or name it test_{name}"
-        kinds = {type(n) for n in _walk(node, False)}
+        kinds = {type(n) for n in walk(node, False)}
         if isinstance(node, ast.AsyncFunctionDef) and ast.Await in kinds and kinds & {ast.Nonlocal, ast.Global}:
             yield from self._no(node, "counts concurrent coroutines", apart=True)
         runs = is_test(name) and name not in self.helpers and node not in self.fixtures
         if runs and kinds & {ast.Yield, ast.YieldFrom}:
             yield f"{name}() is a generator, which does not run: use asserts or parametrize"
-        chosen = self.wanted & _ids(n for d in node.decorator_list for n in _walk(d))
+        chosen = self.wanted & _ids(n for d in node.decorator_list for n in walk(d))
         if is_test(name) and chosen:
             yield f"{chosen.pop()} of the answer decorates {name}(), and so decides what is tested"
         for arg in (arg.arg for arg in node.args.args if self.apart and arg.arg in REASONS):
@@ -331,7 +311,7 @@ class Tests:
 
     def _problems_of_class(self, node):
         tests = [n for n in node.body if isinstance(n, FUNCTIONS) and n.name.startswith("test")]
-        name, bases, runs = node.name, set(map(_last, node.bases)), node in self.classes
+        name, bases, runs = node.name, set(map(last_name, node.bases)), node in self.classes
         if tests and not runs and name not in self.used:
             yield f"class {name} does not run: name it Test{name} or derive it from TestCase"
         if tests and runs and not bases and any(getattr(n, "name", "") == "__init__" for n in node.body):
@@ -340,57 +320,6 @@ class Tests:
             yield f"a test of {name} is async: derive it from IsolatedAsyncioTestCase"
         if self.apart and (of_answer := bases & self.wanted):
             yield f"class {name} of the tests inherits from {of_answer.pop()} of the answer: {APART}"
-
-
-class Full(ast.NodeTransformer):
-    """Routes calls and binary operators through ``__full__``; ``name`` is :meth:`Tests.name`."""
-
-    def __init__(self, name):
-        self.name, self.called = name, set()
-
-    def visit_Call(self, node):
-        self.called.add(node.func)
-        node = self.generic_visit(node)
-        node.func = self._by(node.func, ast.Constant(True), node.func)
-        return node
-
-    def visit_Attribute(self, node):
-        if self.name(node).split(".")[0] not in ("numpy", "np"):
-            return self.generic_visit(node)
-        called = node in self.called or not isinstance(node.ctx, ast.Load)
-        return node if called else self._by(node, ast.Constant(False), node)
-
-    visit_Name = visit_Attribute
-
-    def visit_match_case(self, node):
-        node.guard, node.body = node.guard and self.visit(node.guard), list(map(self.visit, node.body))
-        return node
-
-    def visit_AugAssign(self, node):
-        op, parts = OPERATORS.get(type(node.op).__name__), list(ast.walk(node.target))
-        if op and not any(isinstance(part, ast.Call) for part in parts):
-            read = ast.parse(ast.unparse(node.target), mode="eval").body
-            node.value = self._by(node, ast.Constant(f"i{op}"), read, node.value)
-        return self.generic_visit(node)
-
-    def visit_BinOp(self, node):
-        node, op = self.generic_visit(node), OPERATORS.get(type(node.op).__name__)
-        return self._by(node, ast.Constant(op), node.left, node.right) if op else node
-
-    def visit_Compare(self, node):
-        node, op = self.generic_visit(node), OPERATORS.get(type(node.ops[0]).__name__)
-        return self._by(node, ast.Constant(op), node.left, *node.comparators) if op and not node.ops[1:] else node
-
-    def visit_List(self, node):
-        node.elts = [item if type(item) is ast.Constant else self.visit(item) for item in node.elts]  # may be millions
-        return node
-
-    visit_Tuple = visit_Set = visit_List
-
-    @staticmethod
-    def _by(node, *args):
-        full, constant = (ast.copy_location(new, node) for new in (ast.Name(FULL, ast.Load()), args[0]))
-        return ast.copy_location(ast.Call(full, [constant, *args[1:]], []), node)
 
 
 def is_test(name):
@@ -418,7 +347,7 @@ def _unwrapped(statement):
     return statement.body if main else [statement]
 
 
-def _walk(tree, scopes=True):
+def walk(tree, scopes=True):
     """The nodes of a tree, without constants in lists, which may be megabytes of data.
 
     ``scopes=False``: also without the insides of functions and classes below ``tree``.
@@ -438,30 +367,54 @@ def _blocks_of(node):
     return [block for block in blocks if isinstance(block, list)]
 
 
+def calls_check(node):
+    """Whether a node is a call that may fail by its name, such as ``assertEqual(a, b)``."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = last_name(node.func)
+    return name in CHECKS or name.lower().startswith("assert")
+
+
+def functions_that(holds, functions):
+    """The names of functions that hold a certain node, or call functions that do.
+
+    Args:
+        holds: says whether it is the node, from the node and the names that are known so far.
+        functions: definitions of functions.
+    """
+    names = set()
+    while True:
+        more = set()
+        for function in functions:
+            parts = (part for statement in function.body for part in walk(statement))
+            if function.name not in names and any(holds(part, names) for part in parts):
+                more.add(function.name)
+        if not more:
+            return names
+        names |= more
+
+
 def _checks(node, checking):
     """Whether a node is a check; ``checking``: names of functions that hold checks."""
     match node:
         case ast.Assert() | ast.Raise() | ast.Return(value=ast.Compare() | ast.BoolOp()):
             return True  # a test that returns False fails
-        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
-            return name in checking or name in CHECKS or name.lower().startswith("assert")
+        case ast.Call():
+            name = last_name(node.func)
+            return name in checking or name in RUNNERS or calls_check(node)
     return False
 
 
-def _checking(nodes):
-    """The names of functions that hold checks, or call functions that do."""
-    functions, checking = [f for f in nodes if isinstance(f, FUNCTIONS)], set()
-    while more := {f.name for f in functions if f.name not in checking and any(
-            _checks(n, checking) for s in f.body for n in _walk(s) if not isinstance(n, ast.Return))}:  # fmt: skip
-        checking |= more
-    return checking
+def _checks_alone(node, checking):
+    """Whether a node is a check also in a function that is no test, whose result nobody looks at."""
+    return not isinstance(node, ast.Return) and _checks(node, checking)
 
 
 def _is_constant(call):
     """Whether a plain name is called with constants and lambdas, and the constants mention nothing that runs text."""
     values = [*call.args, *(keyword.value for keyword in call.keywords if ast.unparse(keyword.value) != "globals()")]
-    plain = all(isinstance(n, (ast.Name, ast.Attribute, ast.expr_context)) for n in _walk(call.func))
-    return plain and bool(values) and _last(call.func)[:1].islower() and all(
+    plain = all(isinstance(n, (ast.Name, ast.Attribute, ast.expr_context)) for n in walk(call.func))
+    return plain and bool(values) and last_name(call.func)[:1].islower() and all(
         isinstance(value, ast.Lambda)
         or (isinstance(value, ast.Constant) and RISKS.isdisjoint(re.findall(r"\w+", str(value.value))))
         for value in values)  # fmt: skip
@@ -476,7 +429,7 @@ def _ids(nodes):
     return {n.id for n in nodes if isinstance(n, ast.Name)}
 
 
-def _last(node):
+def last_name(node):
     """``c`` of the expression ``a.b.c``."""
     return getattr(node, "attr", getattr(node, "id", "")) or ""
 

@@ -21,7 +21,7 @@ from rocm_ext.verifiers.base import short
 PATIENCE = 60.0  # seconds that a judge may take to start
 GRACE = 1.0  # seconds that a judge may take to end a verdict whose program was killed
 SCRIPTS = {  # script -> its modules in the order of their imports; the last has the `main`
-    "judge": ("_empty", "_wire", "_source", "_judge", "_run", "_warm"),
+    "judge": ("_empty", "_wire", "_source", "_rewrite", "_judge", "_run", "_warm"),
     "program": ("_wire", "_program"),
     "interpreter": ("_interpreter",),
 }

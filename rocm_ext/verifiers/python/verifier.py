@@ -59,7 +59,8 @@ class PythonTests(Verifier):
     calls that the tests make; it sees neither the tests' source nor the expected values. It returns plain data of exact
     library types, or handles on objects of the code, on which the tests may operate; ``_judge.py`` has the rule.
     Containers cross as copies; after a call, the tests' containers get the content that the code left in its copies. A
-    failed assert is a failure, even if something catches its error.
+    failed assert is a failure, even if something catches its error. So is a test that ends before any of its checks has
+    run, such as a loop over an empty list, and a ``zip`` of the tests that leaves out values of a list.
 
     ``check_row`` refuses rows that would not run, could not fail, or need one process. docs/verifiers.md lists tests
     that cannot be judged, and SECURITY.md the asserts that trust the code. Code that changes a class of the set-up
