@@ -60,6 +60,7 @@ HONEST = {  # code, how to make it wrong, tests, set-up
     "monkeypatched class": ("class A:\n    rate = 2\n    def cost(self): return self.rate * 3", ("self.rate", "2"), "A.rate = 5\nassert A().cost() == 15"),
     "threads of the tests": ("import threading\nclass C:\n    def __init__(self): self.n, self.lock = 0, threading.Lock()\n    def inc(self):\n        with self.lock: self.n += 1", ("+= 1", "+= 2"), "import threading\nc = C()\ndef work():\n    for _ in range(50): c.inc()\nthreads = [threading.Thread(target=work) for _ in range(4)]\nfor t in threads: t.start()\nfor t in threads: t.join()\nassert c.n == 200"),
     "arguments": ("def f(*a, **k): return a, k", ("a, k", "k, a"), "assert f(1, *[2], b=3, **{'c': [4]}) == ((1, 2), {'b': 3, 'c': [4]})"),
+    "the protocols that a class has": ("class A:\n    def __len__(self): return 2\nclass B:\n    n = 2\n    def __iter__(self): return iter(range(self.n))\ndef f(): return A()\ndef g():\n    try:\n        while True: yield 1\n    except KeyError as e: yield e.args[0]", ("n = 2", "n = 3"), "from collections.abc import Iterable, Sized, Iterator\nassert isinstance(A(), Sized) and not isinstance(A(), Iterable) and isinstance(f(), Sized)\nb = B()\nassert isinstance(b, Iterable) and not isinstance(b, (Sized, Iterator)) and 1 in b and list(b) == [0, 1] and b\ntry:\n    len(b)\n    ok = False\nexcept TypeError:\n    ok = True\nassert ok and not hasattr(b, '__len__')\ni = g()\nassert next(i) == 1 and i.throw(KeyError('k')) == 'k'"),
     "keywords of any name": ("class School:\n    def __call__(self, self_, **k): return k\n    def add(self, name, o=0, op=1): return [name, o, op]\ndef f(f, op, function, cls=0): return [f, op, function, cls]", ("[name, o, op]", "[name, op, o]"), "import numpy as np\nassert f(f=1, op=2, function=3, cls=4) == [1, 2, 3, 4]\ns = School()\nassert s.add(name='Ann', o=2, op=3) == ['Ann', 2, 3]\nassert s(0, name=1, op=2, cls=3) == {'name': 1, 'op': 2, 'cls': 3}"),
     "identity of an argument": ("def f(x):\n    x.sort()\n    return x\ndef g(x): return sorted(x)", ("return x\n", "return list(x)\n"), "x = [2, 1]\nassert f(x) is x and x == [1, 2]\nassert g(x) is not x and g(x) == x"),
     "functions of the library as arguments": ("def f(key, items): return sorted(items, key=key)", ("key=key", "key=None"), "assert f(len, ['aa', 'b']) == ['b', 'aa']\nassert f(str.lower, ['B', 'a']) == ['a', 'B']"),
@@ -180,7 +181,8 @@ def test_what_is_not_judged_is_never_right(apart: PythonTests, together: PythonT
 
 
 def test_the_verdict_of_what_cannot_be_judged_is_a_choice(apart: PythonTests):
-    code, tests = "class Box: pass\ndef f(): return Box()", row("assert f() < 5")
+    code = "class Box:\n    def __lt__(self, other): return True\ndef f(): return Box()"
+    tests = row("assert f() < 5")
     named = PythonTests(unjudged="error")(code, tests)
     assert named == Result(Verdict.ERROR, None, apart(code, tests).detail)
     swallowed = row("try:\n    ok = f() < 5\nexcept BaseException:\n    ok = True\nassert ok")

@@ -3,7 +3,7 @@
 The code's process sends plain data of exact library types, and handles. It sends no modules, and data has no callable
 attribute, such as a field of a named tuple. A handle stands for an object in the code's process; operations on it run
 there and return plain data or a handle. The danger is an answer whose objects lie: an object instead of data whose
-``__eq__`` is always true, or whose methods read the expected value. So this file keeps five rules:
+``__eq__`` is always true, or whose methods read the expected value. So this file keeps six rules:
 
 - A handle that the tests did not make, by calling a class, may stand for data. Such a handle never answers yes or no
   by a name that data has, too (``startswith``, ``isin``, ``equals``), and neither does a function inside data. If the
@@ -14,6 +14,7 @@ there and return plain data or a handle. The danger is an answer whose objects l
 - An object whose class derives from a builtin type, such as dict or int, comes with its value, which is plain data.
   Operations that the class inherits from that type are done here, with the value. A ``__missing__`` gets the keys that
   a dict lacks.
+- A handle has the special methods that its class defines, such as ``__len__``, and no others.
 - Two handles are equal if the code says so and their attributes are equal.
 - A failed assert of the tests stays a failure, through whatever code it passes.
 
@@ -32,8 +33,8 @@ import _wire
 from _wire import BINARY, FUNCTIONS, MUTABLE, Closed, Malformed, Unsendable, Wire, expect, mutable, number, text
 
 VISIBLE = {"__name__", "__qualname__", "__dict__", "__members__", "__match_args__"}
-LIBRARIES = {*sys.stdlib_module_names, "numpy", "__main__"} - {"unittest", "doctest"}  # their exceptions cross
-STOPS, STEPS = {"StopIteration", "StopAsyncIteration"}, {"next", "send", "await", "anext"}
+LIBRARIES = {*sys.stdlib_module_names, "numpy"} - {"unittest", "doctest", "__main__"}  # their exceptions cross
+STOPS, STEPS = {"StopIteration", "StopAsyncIteration"}, {"next", "send", "throw", "await", "anext"}
 OF_DATA = {  # module -> types of data; their attributes are the names that data has
     "builtins": "str bytes bytearray list tuple dict set frozenset int float complex range",
     **{"collections": "deque", "datetime": "date datetime timedelta", "decimal": "Decimal", "fractions": "Fraction"},
@@ -41,7 +42,8 @@ OF_DATA = {  # module -> types of data; their attributes are the names that data
 }
 OF_TABLES = {"all", "any", "equals", "isin", "isna", "isnull", "notna", "notnull", "between"}
 ASKS = ("is", "startswith", "endswith", "any", "all", "equals", "not", "match", "between", "exists")
-ALWAYS = ("bool", "delattr", "delitem", "dir", "format", "next", "repr", "setattr", "setitem", "str")
+ALWAYS = ("bool", "delitem", "next", "setitem")
+OF_ALL = ("dir", "format", "repr", "str")  # operations that all objects have
 KNOWN = "abs complex float index int invert iter len neg pos reversed round".split()  # noqa: SIM905
 VALUES = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 GENERATOR = type(_ for _ in ())
@@ -84,12 +86,16 @@ class CodeClass(type):
 
     def __instancecheck__(cls, value):
         kind = type(value)
-        if type(kind) is CodeClass:
+        if isinstance(kind, CodeClass):
             return cls.__class_number__ in kind.__lineage__
         return isinstance(value, tuple) and hasattr(kind, "_fields") and kind.__name__ == cls.__name__
 
     def __subclasscheck__(cls, kind):
-        return type(kind) is CodeClass and cls.__class_number__ in kind.__lineage__
+        return isinstance(kind, CodeClass) and cls.__class_number__ in kind.__lineage__
+
+
+class CodeCollection(CodeClass):
+    """The type of the stand-ins for the code's classes that have items, such as enumerations."""
 
     def __contains__(cls, item):
         return item in list(cls)
@@ -138,39 +144,6 @@ class Handle:
             return hash(value)
         return JUDGE.request("hash", self) if type(self).__compares__ else hash(self.__number__)
 
-    def __contains__(self, item):
-        if (value := value_of(self, "contains")) is not NONE:
-            return item in value
-        if not (isinstance(item, Handle) or self.__built__):
-            taken_for_data(self)
-        return JUDGE.request("contains", self, item)
-
-    def __getitem__(self, key):
-        if self.__known__:
-            return JUDGE.request("getitem", self, key)
-        if (value := value_of(self, "getitem")) is NONE:
-            taken_for_data(self)
-        if "__missing__" not in type(self).__defined__ or key in value:
-            return value[key]
-        item = JUDGE.request("getitem", self, key)
-        if type(item) is bool:
-            JUDGE.refuse("an object of the code answers for a key as data would")
-        if JUDGE.request("contains", self, key) is True:  # the class keeps it
-            value[key] = item
-        return item
-
-    def __enter__(self):
-        built, given = self.__built__, JUDGE.request("method", self, "__enter__")
-        set_slot(self, "__built__", built)  # also if it gives itself
-        return given
-
-    def __exit__(self, kind, error, trace):
-        if not is_failure(error):
-            return JUDGE.request("method", self, "__exit__", kind, error, None)
-        with contextlib.suppress(Exception):
-            JUDGE.request("method", self, "__exit__", AssertionError, AssertionError(), None)
-        return False
-
     def __copy__(self, op="copy"):
         built, copied = self.__built__, JUDGE.request(op, self)
         if type(copied) is type(self):
@@ -179,18 +152,6 @@ class Handle:
 
     def __deepcopy__(self, memo):
         return self.__copy__("deepcopy")
-
-    async def __aenter__(self):
-        return await JUDGE.request("method", self, "__aenter__")
-
-    def __aiter__(self):
-        return JUDGE.request("method", self, "__aiter__")
-
-    async def __anext__(self):
-        return await JUDGE.request("method", self, "__anext__")
-
-    async def __aexit__(self, kind, error, trace):
-        return await JUDGE.request("method", self, "__aexit__", kind, error, None) and not is_failure(error)
 
 
 def set_slot(value, name, content):
@@ -209,6 +170,69 @@ def value_of(value, *operations):
         return getattr(value, "__value__", NONE)
     latest = JUDGE.request("value", value)  # the code may have changed it since
     return latest if type(latest) is kind.__data__ else taken_for_data(value)
+
+
+def contains(self, item):
+    """``item in self``."""
+    if (value := value_of(self, "contains")) is not NONE:
+        return item in value
+    if not (isinstance(item, Handle) or self.__built__):
+        taken_for_data(self)
+    return JUDGE.request("contains", self, item)
+
+
+def get_item(self, key):
+    """``self[key]``; with a ``__missing__``, the code gives what its dict lacks, and may keep it."""
+    if self.__known__:
+        return JUDGE.request("getitem", self, key)
+    value = value_of(self, "getitem")
+    if value is NONE:
+        taken_for_data(self)
+    if "__missing__" not in type(self).__defined__ or key in value:
+        return value[key]
+    item = JUDGE.request("getitem", self, key)
+    if type(item) is bool:
+        JUDGE.refuse("an object of the code answers for a key as data would")
+    if JUDGE.request("contains", self, key) is True:  # the class keeps it
+        value[key] = item
+    return item
+
+
+def enter(self):
+    """``with self:`` begins."""
+    built = self.__built__
+    given = JUDGE.request("method", self, "__enter__")
+    set_slot(self, "__built__", built)  # also if it gives itself
+    return given
+
+
+def leave(self, kind, error, trace):
+    """``with self:`` ends; a failure of the tests stays one, whatever the code says."""
+    if not is_failure(error):
+        return JUDGE.request("method", self, "__exit__", kind, error, None)
+    with contextlib.suppress(Exception):
+        JUDGE.request("method", self, "__exit__", AssertionError, AssertionError(), None)
+    return False
+
+
+async def enter_async(self):
+    """``async with self:`` begins."""
+    return await JUDGE.request("method", self, "__aenter__")
+
+
+async def leave_async(self, kind, error, trace):
+    """``async with self:`` ends."""
+    return await JUDGE.request("method", self, "__aexit__", kind, error, None) and not is_failure(error)
+
+
+def iterate_async(self):
+    """``async for x in self:`` begins."""
+    return JUDGE.request("method", self, "__aiter__")
+
+
+async def next_async(self):
+    """``async for x in self:`` goes on."""
+    return await JUDGE.request("method", self, "__anext__")
 
 
 def compute(op, *values):
@@ -312,21 +336,66 @@ def attribute(target, name):
     return Method(target, name, of_data) if value is METHOD else value
 
 
-OPERATIONS = {
+OPERATIONS = {  # special method -> what it does for a handle; a class has those that the code's class defines
     **{f"__{op}__": always(op) for op in ALWAYS},
     **{f"__{op}__": known(op) for op in KNOWN},
     **{f"__{op}__": ordered(op) for op in ("lt", "le", "gt", "ge")},
     **{f"__{op.strip('_')}__": binary(op) for op in (*BINARY, "divmod")},
     **{f"__r{op.strip('_')}__": binary(op, "r") for op in (*BINARY, "divmod")},
     **{f"__i{op.strip('_')}__": binary(op, "i") for op in BINARY},
-    "__getattr__": attribute,
+    "__contains__": contains,
+    "__getitem__": get_item,
+    "__enter__": enter,
+    "__exit__": leave,
+    "__aenter__": enter_async,
+    "__aexit__": leave_async,
+    "__aiter__": iterate_async,
+    "__anext__": next_async,
+    "__call__": called,
 }
-for name, operation in OPERATIONS.items():
+ATTRIBUTES = {"__getattr__": attribute, "__setattr__": always("setattr"), "__delattr__": always("delattr")}
+for name, operation in ATTRIBUTES.items():
     setattr(Handle, name, operation)
-for name in ("__getattr__", "__setattr__", "__delattr__"):
-    setattr(CodeClass, name, OPERATIONS[name])
+    setattr(CodeClass, name, operation)
+for name in OF_ALL:
+    setattr(Handle, f"__{name}__", always(name))
 for name in ("iter", "len", "getitem"):
-    setattr(CodeClass, f"__{name}__", named(name))
+    setattr(CodeCollection, f"__{name}__", named(name))
+
+
+def special_methods(defined, hashes, data):
+    """The special methods of the stand-in for a class.
+
+    Args:
+        defined: names that the class of the code defines, beyond those of ``data``.
+        hashes: whether its objects may be hashed.
+        data: the builtin type that it derives from; None if it derives from none.
+    """
+    own = {*defined, *(dir(data) if data is not None else ())}
+    methods = {name: run for name, run in OPERATIONS.items() if name in own}
+    if "__len__" in methods:  # an object with a length of 0 is false
+        methods["__bool__"] = OPERATIONS["__bool__"]
+    if not hashes:
+        methods["__hash__"] = None
+    return methods
+
+
+class TypeInData:
+    """A builtin type inside data of the code, such as ``[int, str]``: it equals the type, and cannot be called."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __eq__(self, other):
+        return other is self.kind or (isinstance(other, TypeInData) and other.kind is self.kind)
+
+    def __hash__(self):
+        return hash(self.kind)
+
+    def __repr__(self):
+        return repr(self.kind)
 
 
 class Method:
@@ -393,7 +462,7 @@ class Judge(Wire):
         used = [module for module in OF_DATA if module == "builtins" or module in self.source]
         kinds = [getattr(__import__(module), name) for module in used for name in OF_DATA[module].split()]
         self.of_data = OF_TABLES.union(task["methods"], *map(dir, kinds))
-        self.kind(0, "function", False, True, [], "", [])
+        self.kind(0, "function", False, True, False, [], "", ["__call__"])
 
     def refuse(self, reason):
         """Stop the tests, because they cannot be judged."""
@@ -402,9 +471,11 @@ class Judge(Wire):
 
     def opaque(self, value, depth):
         kind = type(value)
+        if kind is TypeInData:
+            return ["B", value.kind.__name__]
         if kind is Method:
             return ["m", value.__self__.__number__, value.__name__]
-        if isinstance(value, Handle) or kind in (CodeClass, ErrorClass) or hasattr(value, "__number__"):
+        if isinstance(value, Handle) or issubclass(kind, (CodeClass, ErrorClass)) or hasattr(value, "__number__"):
             return ["h", value.__number__]
         if isinstance(value, BaseException):
             return self.thrown(value)
@@ -448,10 +519,10 @@ class Judge(Wire):
             return self.exception(*parts)
         if tag in CLASSES:
             kind = CLASSES[tag](self, *parts)
-            items = type(kind) is type and hasattr(kind, "__class_getitem__")
-            if self.fields or items:  # list["any"] is true, and set.union(x) is x
+            of_builtin = type(kind) is type and hasattr(kind, "__class_getitem__")
+            if self.fields or of_builtin:  # list["any"] is true, and set.union(x) is x
                 self.refuse(f"the code gives the class {kind.__name__} instead of data")
-            return kind
+            return TypeInData(kind) if tag == "T" and self.level > 1 else kind
         at = number(parts[0])
         if tag == "f":
             return self.things[at - 1]
@@ -462,7 +533,7 @@ class Judge(Wire):
             return self.streams[at]
         expect(tag == "h", f"tag {tag!r}")
         if at not in self.handles:
-            self.handles[at], self.fresh = made_handle(self.kind(*parts[1:8]), at), at
+            self.handles[at], self.fresh = made_handle(self.kind(*parts[1:9]), at), at
         handle = self.handles[at]
         calls, is_object = "__call__" in vars(type(handle)), type(handle).__class_number__
         if calls and (self.fields or (self.level > 1 and is_object)):
@@ -470,21 +541,32 @@ class Judge(Wire):
         if calls and self.level > 1:
             self.inside.add(at)
         set_slot(handle, "__built__", False)  # an object that the code sends may stand for data
-        if parts[8:]:
-            set_slot(handle, "__value__", self._decode(parts[8]))
+        if parts[9:]:
+            set_slot(handle, "__value__", self._decode(parts[9]))
             expect(type(handle.__value__) is type(handle).__data__, "no value")
         return handle
 
-    def kind(self, at, name, compares, calls, bases, data, defined):
+    def kind(self, at, name, compares, hashes, has_items, bases, data, defined):
         """The stand-in for a class of the code."""
         if number(at) not in self.kinds:
             data = next((kind for kind in VALUES if kind.__name__ == data), None)
-            self.kinds[at] = type.__new__(CodeClass, text(name), (Handle,), {
-                "__slots__": (), "__doc__": vars(Handle)["__doc__"], "__module__": "solution", "__class_number__": at,
-                "__open__": None, "__compares__": compares, "__lineage__": {at, *map(number, bases)},
-                "__data__": data, "__defined__": frozenset(map(text, defined)),
-                **({"__class__": property(lambda self: data)} if data else {}),
-                **({"__call__": called} if calls else {})})  # fmt: skip
+            defined = frozenset(map(text, defined))
+            namespace = {
+                "__slots__": (),
+                "__doc__": vars(Handle)["__doc__"],
+                "__module__": "solution",
+                "__class_number__": at,
+                "__open__": None,
+                "__compares__": compares,
+                "__lineage__": {at, *map(number, bases)},
+                "__data__": data,
+                "__defined__": defined,
+                **special_methods(defined, hashes, data),
+            }
+            if data is not None:
+                namespace["__class__"] = property(lambda self: data)
+            meta = CodeCollection if has_items else CodeClass
+            self.kinds[at] = type.__new__(meta, text(name), (Handle,), namespace)
         return self.kinds[at]
 
     def exception_class(self, names):
@@ -528,7 +610,7 @@ class Judge(Wire):
         defined = self.request("names", *names)
         defined = {name: defined[name] for name in names if name in defined}
         for name, value in defined.items():
-            if type(value) is CodeClass:
+            if isinstance(value, CodeClass):
                 known = name.lstrip("_")[:1].isupper() and (name in self.bare or self.is_class(name))
                 opened = ("functions" if name in self.bare else "objects") if known else ""
                 type.__setattr__(value, "__open__", opened or value.__open__ or "")
@@ -650,13 +732,17 @@ def rewrite(old, new):
 
 def generator(handle):
     """The values of an iterator of the code, which runs on demand."""
-    sent = None
+    step = ["next", handle]
     while True:
         try:
-            item = JUDGE.request("next", handle) if sent is None else JUDGE.request("send", handle, sent)
+            item = JUDGE.request(*step)
         except StopIteration as stop:
             return stop.args[0] if stop.args else None
-        sent = yield item
+        try:
+            sent = yield item
+            step = ["next", handle] if sent is None else ["send", handle, sent]
+        except Exception as error:  # of the tests' throw()
+            step = ["throw", handle, error]
 
 
 async def coroutine(handle):

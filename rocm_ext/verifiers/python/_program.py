@@ -46,13 +46,20 @@ class Program(Wire):
         self.namespace = self.module.__dict__
         self.namespace["__builtins__"] = builtins
         in_place = ["i" + name.strip("_") for name in BINARY]
-        self.operations = {name: getattr(_operator, name) for name in (*BINARY, *in_place, *OPERATORS)}
-        self.operations |= {name: getattr(builtins, name) for name in BUILTINS}
-        self.operations |= {"call": lambda f, /, *a, **k: f(*a, **k), "await": self.finish, "state": state,
-                            "anext": lambda o: self.finish(o.__anext__()), "value": lambda o: READ[base_of(type(o))](o),
-                            "method": lambda o, name, /, *a, **k: getattr(o, name)(*a, **k),
-                            "send": lambda o, value: o.send(value), "copy": lambda o: __import__("copy").copy(o),
-                            "deepcopy": lambda o: __import__("copy").deepcopy(o)}  # fmt: skip
+        self.operations = {
+            **{name: getattr(_operator, name) for name in (*BINARY, *in_place, *OPERATORS)},
+            **{name: getattr(builtins, name) for name in BUILTINS},
+            "call": lambda f, /, *a, **k: f(*a, **k),
+            "method": lambda o, name, /, *a, **k: getattr(o, name)(*a, **k),
+            "send": lambda o, value: o.send(value),
+            "throw": lambda o, error: o.throw(error),
+            "anext": lambda o: self.finish(o.__anext__()),
+            "await": self.finish,
+            "value": lambda o: READ[base_of(type(o))](o),
+            "state": state,
+            "copy": lambda o: __import__("copy").copy(o),
+            "deepcopy": lambda o: __import__("copy").deepcopy(o),
+        }
         self.describing = {"names": self.names, "get": self.get}  # these give JSON
 
     def opaque(self, value, depth):
@@ -73,7 +80,7 @@ class Program(Wire):
         if kind.__module__ == "builtins" and kind.__name__ in ("coroutine", "async_generator"):
             return ["w" if kind.__name__ == "coroutine" else "g", self.number(value)]
         if kind in FUNCTIONS or kind.__name__ in WRAPPERS:
-            return ["h", self.number(value), 0, "function", False, True, [], "", []]
+            return ["h", self.number(value), 0, "function", False, True, False, [], "", []]
         return ["h", self.number(value), *self.describe(kind), *self.value(value, base_of(kind))]
 
     def number(self, value):
@@ -90,14 +97,24 @@ class Program(Wire):
         return ["X", self.lineage(kind)] if issubclass(kind, BaseException) else ["k", *self.describe(kind)]
 
     def describe(self, kind):
-        """A class: number, name, whether it defines ``==``, and ``()``, bases, builtin type, names beyond that type."""
+        """A class, for ``Judge.kind``.
+
+        Its number and name, whether it defines ``==``, can be hashed and has items as a class, its bases' numbers, the
+        builtin type that it derives from, and the names that it has beyond that type or, without one, object's.
+        """
         equals = next(base for base in kind.__mro__ if "__eq__" in vars(base))
-        bases = [self.number(base) for base in kind.__mro__[1:-1] if base.__module__ == "solution"]
-        calls = any("__call__" in vars(base) for base in kind.__mro__)
         compares = equals is not object and equals.__module__ != "enum"
+        has_items = hasattr(type(kind), "__iter__") or hasattr(kind, "__class_getitem__")
+        bases = [self.number(base) for base in kind.__mro__[1:-1] if base.__module__ == "solution"]
         data = base_of(kind)
-        defined = [name for base in kind.__mro__[: kind.__mro__.index(data)] for name in vars(base)] if data else []
-        return [self.number(kind), kind.__name__, compares, calls, bases, data.__name__ if data else "", defined]
+        defined = {}  # a dict keeps the order
+        for base in kind.__mro__[: kind.__mro__.index(data or object)]:
+            for name, value in vars(base).items():
+                if data or name[:2] == name[-2:] == "__":
+                    defined.setdefault(name, value is not None)
+        names = [name for name, usable in defined.items() if usable]
+        return [self.number(kind), kind.__name__, compares, kind.__hash__ is not None, has_items, bases,
+                data.__name__ if data else "", names]  # fmt: skip
 
     def value(self, value, base):
         """A list with the JSON of an object's plain value; empty if it has none, or is a container inside another."""

@@ -8,7 +8,7 @@ import ast
 
 from _source import calls_check, functions_that, is_test, last_name, walk
 
-WATCH, RAN, ZIP, FULL = NAMES = ("__watch__", "__ran__", "__zip__", "__full__")
+WATCH, RAN, FAILURE, ZIP, FULL = NAMES = ("__watch__", "__ran__", "__failure__", "__zip__", "__full__")
 OPERATORS = dict(
     zip("Add Sub Mult Div FloorDiv Mod Pow Eq NotEq Lt LtE Gt GtE".split(),  # noqa: SIM905
         "add sub mul truediv floordiv mod pow eq ne lt le gt ge".split(), strict=True))  # noqa: SIM905  # fmt: skip
@@ -31,6 +31,7 @@ class Checks(Rewriter):
     - A call that may fail, such as ``self.assertEqual(a, b)``, becomes ``__ran__(...)``. A function of the tests counts
       by the checks inside it.
     - The condition of an ``if`` with a branch that fails (``if a != b: pytest.fail()``) becomes ``__ran__(...)``.
+      What it raises inside a ``with`` goes through ``__failure__``, so that no ``__exit__`` of the code swallows it.
     - What handles an exception begins with ``__ran__()``: the tests expected it. So does a loop whose ``else`` fails.
     - ``zip`` becomes ``__zip__``, which fails where it leaves values out.
 
@@ -48,6 +49,7 @@ class Checks(Rewriter):
         self.handling = set()  # nodes that run only after an exception
         self.helpers = {function.name for function in tests.functions}
         self.returns = False  # whether a returned comparison is a check
+        self.inside_with = False  # of the same function
 
     def counted(self, nodes):
         """Those of the rewritten nodes that hold a check which counts, perhaps in a function that they call."""
@@ -67,13 +69,23 @@ class Checks(Rewriter):
 
     def visit_FunctionDef(self, node):
         self.functions.append(node)
-        outer = self.returns
+        outer = self.returns, self.inside_with
         self.returns = is_test(node.name) and node.name not in self.called
+        self.inside_with = False
         node = self.generic_visit(node)
-        self.returns = outer
+        self.returns, self.inside_with = outer
         return node
 
     visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_With(self, node):
+        outer = self.inside_with
+        self.inside_with = True
+        node = self.generic_visit(node)
+        self.inside_with = outer
+        return node
+
+    visit_AsyncWith = visit_With
 
     def visit_Return(self, node):
         is_check = self.returns and isinstance(node.value, (ast.Compare, ast.BoolOp))
@@ -102,9 +114,13 @@ class Checks(Rewriter):
         return node
 
     def visit_If(self, node):
-        is_check = any(_fails(branch[-1]) for branch in (node.body, node.orelse) if branch)
+        ends = [branch[-1] for branch in (node.body, node.orelse) if branch]
+        failures = [end for end in ends if _fails(end)]
         node = self.generic_visit(node)
-        node.test = _ran(node.test) if is_check else node.test
+        for end in failures:
+            if self.inside_with and isinstance(end, ast.Raise) and end.exc:
+                end.exc = _call(FAILURE, end, end.exc)
+        node.test = _ran(node.test) if failures else node.test
         return node
 
     def visit_For(self, node):

@@ -15,7 +15,7 @@ from functools import partial
 
 import _empty
 from _judge import CodeEnded, Judge, Unjudged
-from _rewrite import FULL, RAN, WATCH, ZIP, Checks, Full
+from _rewrite import NAMES, Checks, Full
 from _source import Broken, Tests, is_test
 from _wire import Closed, Malformed, judge_channel
 
@@ -105,6 +105,14 @@ class TestCounts:
         self.detail = ": ".join(filter(None, parts))
 
 
+def failure(error):
+    """Mark an exception, or a class of it, that a check of the tests raises."""
+    if isinstance(error, type):
+        error = error()
+    error.__in_assert__ = True
+    return error
+
+
 def said(error):
     """The text of an exception; empty if its class fails to give one."""
     try:
@@ -129,7 +137,7 @@ def run(task, judge, namespace, report):
     score, judge.live = TestCounts(judge, task["tests"], task["all"]), tests.live
     prepare("\n".join([task["tests"], *task["trusted"]]), score)
     namespace.update((name, defined[name]) for name in task["shared"] if name in defined)
-    namespace.update({WATCH: score, RAN: score.count, ZIP: _empty.zipped, FULL: _empty.full})
+    namespace.update(zip(NAMES, (score, score.count, failure, _empty.zipped, _empty.full), strict=True))
     checks = None if calls else Checks(tests)
     for source in task["trusted"]:
         tree = ast.parse(source)
