@@ -86,40 +86,66 @@ class Tests:
     """
 
     def __init__(self, source, trusted=(), entry="", apart=True):
-        self.entry, self.apart, self.lines, tree = entry, apart, source.split("\n"), ast.parse(source)
-        self.body = [part for statement in tree.body for part in _unwrapped(statement)]
+        self.entry = entry
+        self.apart = apart
+        self.lines = source.split("\n")
+        tree = ast.parse(source)
+        given = [ast.parse(text) for text in trusted]
+        self.body = []
+        for statement in tree.body:
+            self.body += _unwrapped(statement)
         self.nodes = list(walk(tree))
-        above = [node for text in trusted for node in ast.parse(text).body]
-        top = [n for s in self.body for n in ([s] if isinstance(s, SCOPES) else walk(s, False))]
-        functions = self.of(*FUNCTIONS)
+        self.above = []
+        above = []  # the top level of the trusted sources
+        given_names = set()
+        for text, part in zip(trusted, given, strict=True):
+            self.above += walk(part)
+            above += part.body
+            given_names |= _globals(text, part)[0]
         self.imports = _imports([*above, *self.nodes])
-        self.functions = [*functions, *(node for node in above if isinstance(node, FUNCTIONS))]
+        self.called = _ids(node.func for node in self.of(ast.Call))
+        self.functions = [*self.of(*FUNCTIONS), *(node for node in above if isinstance(node, FUNCTIONS))]
         self.checking = functions_that(_checks_alone, self.functions)
-        self.called = _ids(n.func for n in self.of(ast.Call))
-        self.defined = {n.name for n in top if isinstance(n, DEFINITIONS)}
-        self.helpers = {f.name for f in functions if f.name in self.called and _needs(f) and not f.decorator_list}
-        self.fixtures = {
-            f for f in functions for d in f.decorator_list if last_name(getattr(d, "func", d)) == "fixture"
-        }
-        cases = {"TestCase", "IsolatedAsyncioTestCase"}
-        for node in (n for n in [*above, *top] if isinstance(n, ast.ClassDef)):
-            cases |= {node.name} if cases & {self.name(base).split(".")[-1] for base in node.bases} else set()
-        self.top_classes = [n for n in top if isinstance(n, ast.ClassDef)]
-        self.classes = [n for n in self.top_classes if n.name.startswith("Test") or n.name in cases]
-        tests = [f for f in top if isinstance(f, FUNCTIONS) and is_test(f.name) and f not in self.fixtures]
-        self.tests = tests = [f for f in tests if f.name not in self.helpers or (f.name == "check" and entry)]
-        self.simple = [f.name for f in tests if f.name == "check" or not (_needs(f) or f.decorator_list)]
-        hooks = self.fixtures or any(f.name.startswith(("setup_", "teardown_")) for f in functions)
-        self.runner = bool(self.classes or hooks or len(tests) > len(self.simple) or "pytestmark" in source)
-        self.units = {s for s in self.body if self._is_unit(s)}
-        if not any(map(self.checks, [*self.units, *tests, *self.classes])):
+        self._sort_definitions(above, "pytestmark" in source)
+        self.units = {statement for statement in self.body if self._is_unit(statement)}
+        if not any(self.checks(part) for part in (*self.units, *self.tests, *self.classes)):
             raise Broken("the tests check nothing: they hold no assert that runs")
         bound, read = _globals(source, tree)
-        given = {name for text in trusted for name in _globals(text, ast.parse(text))[0]}
-        self.above = [node for text in trusted for node in walk(ast.parse(text))]
-        self._find_names(bound, (read - given | _ids(ast.walk(ast.parse(entry or "0")))) - bound)
+        of_entry = _ids(ast.walk(ast.parse(entry or "0")))
+        self._find_names(bound, ((read - given_names) | of_entry) - bound)
         for problem in self._problems():
             raise Broken(problem)
+
+    def _sort_definitions(self, above, marked):
+        """Sort the functions and classes: tests, their helpers and fixtures, and what pytest must run.
+
+        Args:
+            above: the top level's statements of the trusted sources.
+            marked: whether the tests have a mark of pytest for all of them.
+        """
+        top = []  # the top level's nodes, without the insides of definitions
+        for statement in self.body:
+            top += [statement] if isinstance(statement, SCOPES) else walk(statement, False)
+        functions = self.of(*FUNCTIONS)
+        self.defined = {node.name for node in top if isinstance(node, DEFINITIONS)}
+        self.helpers = {f.name for f in functions if f.name in self.called and _needs(f) and not f.decorator_list}
+        self.fixtures = {function for function in functions if _is_fixture(function)}
+        cases = {"TestCase", "IsolatedAsyncioTestCase"}
+        self.top_classes = [node for node in top if isinstance(node, ast.ClassDef)]
+        for node in (*(node for node in above if isinstance(node, ast.ClassDef)), *self.top_classes):
+            bases = {self.name(base).split(".")[-1] for base in node.bases}
+            if bases & cases:
+                cases.add(node.name)
+        self.classes = [node for node in self.top_classes if node.name.startswith("Test") or node.name in cases]
+        self.tests = []
+        for node in top:
+            is_function = isinstance(node, FUNCTIONS) and is_test(node.name) and node not in self.fixtures
+            if is_function and (node.name not in self.helpers or (node.name == "check" and self.entry)):
+                self.tests.append(node)
+        self.simple = [f.name for f in self.tests if f.name == "check" or not (_needs(f) or f.decorator_list)]
+        hooks = any(function.name.startswith(("setup_", "teardown_")) for function in functions)
+        with_pytest = len(self.tests) > len(self.simple)  # some have a fixture or a mark
+        self.runner = bool(self.classes or self.fixtures or hooks or with_pytest or marked)
 
     def of(self, *kinds):
         return [node for node in self.nodes if isinstance(node, kinds)]
@@ -156,29 +182,40 @@ class Tests:
             raise Broken(f"the tests define {lead}, the entry_point: the answer's would not be tested")
         if any(test.name == "check" and _needs(test) for test in self.tests) and not lead:
             raise Broken("check() takes an argument, and the row has no entry_point")
-        own = {n for n in free if n not in MODULES and n not in COMMON and not hasattr(builtins, n)} - {"__file__"}
-        unknown = [n for n in sorted(own - {lead}) if n.lower().startswith("assert") or n == "TestCase"]
+        own = {name for name in free if not _is_known(name)}
+        unknown = [name for name in sorted(own - {lead}) if name.lower().startswith("assert") or name == "TestCase"]
         if unknown and (lead or len(unknown) < len(own)):
             raise Broken(f"nothing defines {unknown[0]}, so that the answer could: import it")
-        imported = {n for name, path in self.imports.items() if path.split(".")[0] == "solution"
-                    for n in (name, path.split(".")[-1])}  # fmt: skip
+        imported = set()
+        for name, path in self.imports.items():
+            if path.split(".")[0] == "solution":
+                imported |= {name, path.split(".")[-1]}
         self.required = {lead} if lead.isidentifier() else set()
         self.own = set() if self.required or imported else own
         if not (own or self.required or imported):
             self.required = {self._tested(self.called & free)}
         # a name that the tests assign may be read before that, as in `count = count(x)`
-        again = {n.id for n in self.of(ast.Name) if isinstance(n.ctx, ast.Store)} & bound - self.defined
-        reached = {n.attr for n in self.of(ast.Attribute) if self.name(n.value) == "solution"}
+        assigned = {node.id for node in self.of(ast.Name) if isinstance(node.ctx, ast.Store)}
+        again = assigned & bound - self.defined
+        reached = {node.attr for node in self.of(ast.Attribute) if self.name(node.value) == "solution"}
         self.wanted = own | self.required | again | imported | reached
         self.live = (own | self.required) - bound
-        self.library = {n: (COMMON.get(n) or MODULES[n], n if n in COMMON or n in self.called else "")
-                        for n in free - self.wanted if n in MODULES or n in COMMON}  # fmt: skip
+        self.library = {}
+        for name in free - self.wanted:
+            if name in COMMON:
+                self.library[name] = COMMON[name], name
+            elif name in MODULES:
+                self.library[name] = MODULES[name], name if name in self.called else ""
 
     def _tested(self, called):
         """The function under test, for tests that use only names of builtins and the library."""
-        candidates = {n for n in called if not n.endswith(("Error", "Exception", "Exit", "Interrupt", "Iteration"))}
-        left = [n.test.left for n in self.of(ast.Assert) if isinstance(n.test, ast.Compare)]
-        plain = {last_name(n.func) for n in left if isinstance(n, ast.Call) and not _ids(walk(ast.Tuple(n.args)))}
+        others = ("Error", "Exception", "Exit", "Interrupt", "Iteration")
+        candidates = {name for name in called if not name.endswith(others)}
+        plain = set()  # functions that an assert calls with constants, and whose result it compares
+        for node in self.of(ast.Assert):
+            left = node.test.left if isinstance(node.test, ast.Compare) else None
+            if isinstance(left, ast.Call) and not _ids(walk(ast.Tuple(left.args))):
+                plain.add(last_name(left.func))
         for names in (candidates, plain & candidates):
             if len(names) == 1:
                 return names.pop()
@@ -193,48 +230,64 @@ class Tests:
 
     def _problems(self):
         """Yield why tests would not run, could not fail, or do not reach the code."""
-        self.used = {getattr(n, "id", None) or getattr(n, "attr", None) or str(getattr(n, "value", ""))
-                     for n in self.of(ast.Name, ast.Attribute, ast.Constant)}  # fmt: skip
-        expects = {n for node in self.of(ast.With, ast.AsyncWith, ast.Try) for n in walk(node)}  # an exception
-        tasks = {f.name for f in self.of(ast.AsyncFunctionDef)}
-        self.passed_on = self._modules_passed_on([*self.above, *self.nodes])
-        for node in filter(self._runs_text, self.above):
-            yield f"`{ast.unparse(node)}` of the set-up {TEXT}"
-        calls = [call for call in self.of(ast.Call) if self._runs_text(call.func) and _is_constant(call)]
-        constant = {n for call in calls for n in walk(call.func)}
-        for node in (node for node in self.nodes if node not in constant and self._runs_text(node)):
-            yield from self._no(node, f"has {ast.unparse(node)}, which {TEXT}")
+        self.used = set()
+        for node in self.of(ast.Name, ast.Attribute, ast.Constant):
+            name = getattr(node, "id", None) or getattr(node, "attr", None)
+            self.used.add(name or str(getattr(node, "value", "")))
+        self.tasks = {function.name for function in self.of(ast.AsyncFunctionDef)}
+        self.expecting = set()  # what may be there for the exception that it raises
+        for node in self.of(ast.With, ast.AsyncWith, ast.Try):
+            self.expecting.update(walk(node))
+        yield from self._problems_of_text()
         for node in self.nodes:
             for block in _blocks_of(node):
                 end = next((i for i, s in enumerate(block) if isinstance(s, ENDS)), len(block))
                 for late in filter(self.checks, block[end + 1 :]):
                     yield from self._no(late, "comes after the end of its block and never runs")
-            match node:
-                case ast.Module(body=body) | ast.ClassDef(body=body):
-                    names = [n.name for n in body if isinstance(n, DEFINITIONS) and n.name.lower().startswith("test")]
-                    for name in (name for name in names if names.count(name) > 1):
-                        yield f"{name} is defined twice, so that only the last runs: rename one"
-                case ast.Assert(test=ast.Tuple(elts=[_, *_])):
-                    yield from self._no(node, "is always true: remove the parentheses")
-                case ast.Expr(value=ast.Compare()) if node not in expects:
-                    yield from self._no(node, "has a result that nobody looks at: write `assert`")
-                case ast.Expr(value=ast.Call(func=func)):
-                    name = self.name(func).removeprefix("self.")
-                    if name in tasks or name.endswith((".create_task", ".ensure_future", "asyncio.gather")):
-                        yield from self._no(node, "makes a task that nobody awaits")
-                case ast.Import() | ast.ImportFrom():
-                    if "pandas" in {path.split(".")[0] for path in _imports([node]).values()}:
-                        yield from self._no(node, REASONS["pandas"], apart=True)
-                case ast.Call():
-                    yield from self._problems_of_call(node)
-                case ast.Raise(exc=ast.Name() | ast.Attribute() as kind) if reason := REASONS.get(self.name(kind)):
-                    yield from self._no(node, reason, apart=True)
-                case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
-                    yield from self._problems_of_change(node, node)
-                case ast.FunctionDef() | ast.AsyncFunctionDef():
-                    yield from self._problems_of_function(node)
+            yield from self._problems_of_node(node)
         for node in self.top_classes:
             yield from self._problems_of_class(node)
+
+    def _problems_of_text(self):
+        """Yield what could run text that the answer returns."""
+        self.passed_on = self._modules_passed_on([*self.above, *self.nodes])
+        for node in filter(self._runs_text, self.above):
+            yield f"`{ast.unparse(node)}` of the set-up {TEXT}"
+        constant = set()
+        for call in self.of(ast.Call):
+            if self._runs_text(call.func) and _is_constant(call):
+                constant.update(walk(call.func))
+        for node in self.nodes:
+            if node not in constant and self._runs_text(node):
+                yield from self._no(node, f"has {ast.unparse(node)}, which {TEXT}")
+
+    def _problems_of_node(self, node):
+        match node:
+            case ast.Module(body=body) | ast.ClassDef(body=body):
+                names = [part.name for part in body if isinstance(part, DEFINITIONS)]
+                for name in names:
+                    if name.lower().startswith("test") and names.count(name) > 1:
+                        yield f"{name} is defined twice, so that only the last runs: rename one"
+            case ast.Assert(test=ast.Tuple(elts=[_, *_])):
+                yield from self._no(node, "is always true: remove the parentheses")
+            case ast.Expr(value=ast.Compare()) if node not in self.expecting:
+                yield from self._no(node, "has a result that nobody looks at: write `assert`")
+            case ast.Expr(value=ast.Call(func=func)):
+                name = self.name(func).removeprefix("self.")
+                if name in self.tasks or name.endswith((".create_task", ".ensure_future", "asyncio.gather")):
+                    yield from self._no(node, "makes a task that nobody awaits")
+            case ast.Import() | ast.ImportFrom():
+                modules = {path.split(".")[0] for path in _imports([node]).values()}
+                if "pandas" in modules:
+                    yield from self._no(node, REASONS["pandas"], apart=True)
+            case ast.Call():
+                yield from self._problems_of_call(node)
+            case ast.Raise(exc=ast.Name() | ast.Attribute() as kind) if self.name(kind) in REASONS:
+                yield from self._no(node, REASONS[self.name(kind)], apart=True)
+            case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
+                yield from self._problems_of_change(node, node)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield from self._problems_of_function(node)
 
     def _problems_of_call(self, node):
         name, args = self.name(node.func), node.args
@@ -421,8 +474,19 @@ def _is_constant(call):
 
 
 def _needs(function):
+    """Whether a function has parameters without a default."""
     args = function.args
     return len(args.posonlyargs + args.args) > len(args.defaults) or None in args.kw_defaults
+
+
+def _is_fixture(function):
+    names = (last_name(getattr(decorator, "func", decorator)) for decorator in function.decorator_list)
+    return "fixture" in names
+
+
+def _is_known(name):
+    """Whether a name is a builtin's or a well-known one of the library."""
+    return name in MODULES or name in COMMON or hasattr(builtins, name) or name == "__file__"
 
 
 def _ids(nodes):
@@ -439,24 +503,34 @@ def _imports(nodes):
     paths = {}
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
-            paths |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names if a.name != "*"}
+            for alias in node.names:
+                if alias.name != "*":
+                    paths[alias.asname or alias.name] = f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Import):
-            for path, name in ((a.name, a.asname) for a in node.names):
-                paths[name or path.split(".")[0]] = path if name else path.split(".")[0]
+            for alias in node.names:
+                top = alias.name.split(".")[0]
+                paths[alias.asname or top] = alias.name if alias.asname else top
     return paths
 
 
 def _globals(source, tree):
     """The names that a module binds, also by ``from module import *``, and the names that it only reads."""
-    bound, read, todo = set(), set(), [symtable.symtable(source, "tests", "exec")]
-    for table in todo:
-        todo += table.get_children()
+    bound = set()
+    read = set()
+    tables = [symtable.symtable(source, "tests", "exec")]
+    for table in tables:
+        tables += table.get_children()
         top = table.get_type() == "module"
-        symbols = [symbol for symbol in table.get_symbols() if top or symbol.is_global()]
-        read |= {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
-        bound |= {symbol.get_name() for symbol in symbols if symbol.is_assigned() or (top and symbol.is_imported())}
+        for symbol in table.get_symbols():
+            if not (top or symbol.is_global()):
+                continue
+            if symbol.is_referenced():
+                read.add(symbol.get_name())
+            if symbol.is_assigned() or (top and symbol.is_imported()):
+                bound.add(symbol.get_name())
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in STARRED:
             names = vars(importlib.import_module(node.module))
-            bound |= set(names.get("__all__", [name for name in names if not name.startswith("_")]))
+            public = [name for name in names if not name.startswith("_")]
+            bound.update(names.get("__all__", public))
     return bound, read - bound - {"__name__", "__doc__", "__builtins__"}
