@@ -10,7 +10,7 @@ import posix  # os is not loaded yet, and takes a millisecond
 import sys
 from _thread import RLock
 
-from _wire import BINARY, FACTORIES, FUNCTIONS, Closed, Unsendable, Wire, flat, mutable, program_channel
+from _wire import BINARY, FACTORIES, FUNCTIONS, Closed, Unsendable, Wire, mutable, program_channel
 
 PRINTED = 1 << 20  # characters between two messages; the rest is dropped
 CAUSES = 5  # length of an exception's chain of causes
@@ -143,14 +143,21 @@ class Program(Wire):
         except BaseException:
             says = ""
         args = (*error.args, error.filename) if isinstance(error, OSError) and len(error.args) == 2 else error.args
-        outer, self.plain = self.plain, True
+        outer = self.plain
+        self.plain = True
         args = self.as_data(args)
-        attributes = {name: data for name, value in list(vars(error).items())[:50]
-                      if (data := self.as_data(value)) is not ...}  # fmt: skip
-        cause = None if error.__cause__ is None or depth > CAUSES else self.exception(error.__cause__, depth + 1)
+        attributes = []
+        for name, value in list(vars(error).items())[:50]:
+            data = self.as_data(value)
+            if data is not ...:
+                attributes += [name, data]
+        cause = None
+        if error.__cause__ is not None and depth <= CAUSES:
+            cause = self.exception(error.__cause__, depth + 1)
         self.plain = outer
-        return ["x", self.lineage(type(error)), self.number(error), says,
-                self.as_data((says,)) if args is ... else args, ["d", *flat(attributes)], cause]  # fmt: skip
+        if args is ...:
+            args = self.as_data((says,))
+        return ["x", self.lineage(type(error)), self.number(error), says, args, ["d", *attributes], cause]
 
     def as_data(self, value):
         """The JSON of a value; ``...`` if it may not cross."""
@@ -249,17 +256,25 @@ class Program(Wire):
             reply = {"x": self.encode(error)}
         finally:
             self.depth -= 1
-        if name := self.changed_class():
+        name = self.changed_class()
+        if name:
             return {"unjudged": f"the code changes {name}, a class of the set-up"}
-        changed = [[index, now] for index, old in before.items() if (now := self.as_data(both[index])) != old]
-        if any(now is ... for _, now in changed):
-            return {"unjudged": "the code leaves what may not cross in a container of the tests"}
+        changed = []
+        for index, old in before.items():
+            now = self.as_data(both[index])
+            if now is ... and old is not ...:
+                return {"unjudged": "the code leaves what may not cross in a container of the tests"}
+            if now != old:
+                changed.append([index, now])
         return reply | {"changed": changed, "globals": self.changed_globals(), **self.printed()}
 
     def changed_globals(self):
         """The plain globals that have changed since they crossed. The tests' attacks override it."""
-        changed = [[name, now] for name, old in self.watched.items()
-                   if (now := self.as_data(self.namespace.get(name))) is not ... and now != old]  # fmt: skip
+        changed = []
+        for name, old in self.watched.items():
+            now = self.as_data(self.namespace.get(name))
+            if now is not ... and now != old:
+                changed.append([name, now])
         self.watched.update(changed)
         return changed
 
@@ -296,12 +311,15 @@ class Program(Wire):
 
     def load(self, task):
         """Run the trusted set-up and the model's code."""
-        self.stdout, self.stderr = sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+        self.stdout = sys.stdout = io.StringIO()
+        self.stderr = sys.stderr = io.StringIO()
         exec(compile(task["setup"], "setup", "exec", dont_inherit=True), self.namespace)
         here = self.namespace.get("__name__")
-        shared = {key: value for key, value in self.namespace.items()
-                  if isinstance(value, type) and value.__module__ == here}  # fmt: skip
-        self.set_up = [(value, dict(vars(value))) for value in shared.values()]
+        shared = {}
+        for name, value in self.namespace.items():
+            if isinstance(value, type) and value.__module__ == here:
+                shared[name] = value
+        self.set_up = [(kind, dict(vars(kind))) for kind in shared.values()]
         exec(compile(task["code"], "solution", "exec", dont_inherit=True), self.namespace)
         self.namespace |= shared  # an answer may repeat them
         self.printed()

@@ -364,16 +364,19 @@ class Calls:
     def equal(self, result, expected):
         """Whether a value is the expected one; tuples count as lists, and the keys of JSON's dicts are text."""
         if isinstance(expected, (list, tuple)):
-            return (isinstance(result, (list, tuple)) and len(result) == len(expected)
-                    and all(map(self.equal, result, expected)))  # fmt: skip
+            same_length = isinstance(result, (list, tuple)) and len(result) == len(expected)
+            return same_length and all(map(self.equal, result, expected))
         if isinstance(expected, dict):
             if not isinstance(result, dict):
                 return False
-            result = {str(key): value for key, value in result.items()}
-            return result.keys() == expected.keys() and all(self.equal(result[k], expected[k]) for k in expected)
+            by_text = {str(key): value for key, value in result.items()}
+            same_keys = by_text.keys() == expected.keys()
+            return same_keys and all(self.equal(by_text[key], value) for key, value in expected.items())
         if type(result) is float and type(expected) in (int, float) and self.tolerance is not None:
+            if result == expected:
+                return True
             near = abs(result - expected) <= self.tolerance * max(1.0, abs(expected))
-            return result == expected or (math.isfinite(result) and near)
+            return math.isfinite(result) and near
         return bool(result == expected)
 
 

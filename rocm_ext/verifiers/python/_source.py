@@ -142,7 +142,11 @@ class Tests:
             is_function = isinstance(node, FUNCTIONS) and is_test(node.name) and node not in self.fixtures
             if is_function and (node.name not in self.helpers or (node.name == "check" and self.entry)):
                 self.tests.append(node)
-        self.simple = [f.name for f in self.tests if f.name == "check" or not (_needs(f) or f.decorator_list)]
+        self.simple = []
+        for function in self.tests:
+            plain = not _needs(function) and not function.decorator_list
+            if plain or function.name == "check":
+                self.simple.append(function.name)
         hooks = any(function.name.startswith(("setup_", "teardown_")) for function in functions)
         with_pytest = len(self.tests) > len(self.simple)  # some have a fixture or a mark
         self.runner = bool(self.classes or self.fixtures or hooks or with_pytest or marked)
@@ -290,27 +294,39 @@ class Tests:
                 yield from self._problems_of_function(node)
 
     def _problems_of_call(self, node):
-        name, args = self.name(node.func), node.args
-        reason = REASONS.get(name) or REASONS.get("." + name.split(".")[-1])
+        name = self.name(node.func)
+        last = name.split(".")[-1]
+        reason = REASONS.get(name) or REASONS.get(f".{last}")
         if reason and reason != TEXT:
             yield from self._no(node, reason, apart=True)
-        if name.endswith((".skipif", ".skipIf", ".skipUnless", ".mark.xfail")):
-            known = self.imports.keys() | vars(builtins)
-            if not _ids(walk(node)) <= known or isinstance((args or [node])[0], ast.Constant):
-                yield from self._no(node, REASONS["pytest.skip"], apart=True)
+        if name.endswith((".skipif", ".skipIf", ".skipUnless", ".mark.xfail")) and self._chooses(node):
+            yield from self._no(node, REASONS["pytest.skip"], apart=True)
         if name.endswith("TextTestRunner"):
             yield from self._no(node, "is not needed: write the TestCase at the top level")
-        if name.endswith((".format", ".format_map")) and not isinstance(node.func.value, ast.Constant):
-            sets = [n for n in self.of(ast.Assign) if self.name(node.func.value) in _ids(n.targets)]
-            if not sets or not all(isinstance(n.value, ast.Constant) for n in sets):
-                yield from self._no(node, "would read the tests as the answer's text says: use an f-string")
-        if args and f"{name}.".startswith(PATCHES):
-            yield from self._problems_of_change(node, *args[:2])
+        if name.endswith((".format", ".format_map")) and not self._is_constant_text(node.func.value):
+            yield from self._no(node, "would read the tests as the answer's text says: use an f-string")
+        if node.args and f"{name}.".startswith(PATCHES):
+            yield from self._problems_of_change(node, *node.args[:2])
+
+    def _chooses(self, mark):
+        """Whether a mark leaves a test out for another reason than the machine and its packages."""
+        known = self.imports.keys() | vars(builtins)
+        first = mark.args[0] if mark.args else mark
+        return isinstance(first, ast.Constant) or not _ids(walk(mark)) <= known
+
+    def _is_constant_text(self, node):
+        """Whether an expression is a constant, or a name that is only set to constants."""
+        if isinstance(node, ast.Constant):
+            return True
+        name = self.name(node)
+        values = [statement.value for statement in self.of(ast.Assign) if name in _ids(statement.targets)]
+        return bool(values) and all(isinstance(value, ast.Constant) for value in values)
 
     def _modules_passed_on(self, nodes):
         """Mentions of modules without a dot after them: ``vars(sys)`` leads to everything that Python has loaded."""
         paths = _imports(node for node in nodes if isinstance(node, ast.Import))
-        names = {name for name, path in paths.items() if path.split(".")[0] not in ("numpy", "solution")}
+        harmless = ("numpy", "solution")
+        names = {name for name, path in paths.items() if path.split(".")[0] not in harmless}
         mentions = {node for node in nodes if isinstance(node, ast.Name) and node.id in names}
         for node in nodes:
             if isinstance(node, ast.Attribute) and not node.attr.startswith("__"):
@@ -363,15 +379,19 @@ class Tests:
             yield f"{name}() takes {arg}, which {REASONS[arg]}: {APART}"
 
     def _problems_of_class(self, node):
-        tests = [n for n in node.body if isinstance(n, FUNCTIONS) and n.name.startswith("test")]
-        name, bases, runs = node.name, set(map(last_name, node.bases)), node in self.classes
+        name = node.name
+        bases = {last_name(base) for base in node.bases}
+        functions = [part for part in node.body if isinstance(part, FUNCTIONS)]
+        tests = [function for function in functions if function.name.startswith("test")]
+        runs = node in self.classes
         if tests and not runs and name not in self.used:
             yield f"class {name} does not run: name it Test{name} or derive it from TestCase"
-        if tests and runs and not bases and any(getattr(n, "name", "") == "__init__" for n in node.body):
+        if tests and runs and not bases and any(function.name == "__init__" for function in functions):
             yield f"class {name} has an __init__: use setup_method"
-        if bases == {"TestCase"} and any(isinstance(n, ast.AsyncFunctionDef) for n in tests):
+        if bases == {"TestCase"} and any(isinstance(test, ast.AsyncFunctionDef) for test in tests):
             yield f"a test of {name} is async: derive it from IsolatedAsyncioTestCase"
-        if self.apart and (of_answer := bases & self.wanted):
+        of_answer = bases & self.wanted
+        if self.apart and of_answer:
             yield f"class {name} of the tests inherits from {of_answer.pop()} of the answer: {APART}"
 
 
@@ -465,12 +485,21 @@ def _checks_alone(node, checking):
 
 def _is_constant(call):
     """Whether a plain name is called with constants and lambdas, and the constants mention nothing that runs text."""
-    values = [*call.args, *(keyword.value for keyword in call.keywords if ast.unparse(keyword.value) != "globals()")]
-    plain = all(isinstance(n, (ast.Name, ast.Attribute, ast.expr_context)) for n in walk(call.func))
-    return plain and bool(values) and last_name(call.func)[:1].islower() and all(
-        isinstance(value, ast.Lambda)
-        or (isinstance(value, ast.Constant) and RISKS.isdisjoint(re.findall(r"\w+", str(value.value))))
-        for value in values)  # fmt: skip
+    parts = (ast.Name, ast.Attribute, ast.expr_context)
+    if not all(isinstance(node, parts) for node in walk(call.func)) or not last_name(call.func)[:1].islower():
+        return False
+    values = list(call.args)
+    for keyword in call.keywords:
+        if ast.unparse(keyword.value) != "globals()":
+            values.append(keyword.value)
+    return bool(values) and all(_is_harmless(value) for value in values)
+
+
+def _is_harmless(value):
+    """Whether a node is a lambda, or a constant that mentions nothing that runs text."""
+    if not isinstance(value, ast.Constant):
+        return isinstance(value, ast.Lambda)
+    return RISKS.isdisjoint(re.findall(r"\w+", str(value.value)))
 
 
 def _needs(function):

@@ -227,9 +227,8 @@ class Wire:
 def library(value):
     """The tag and the parts of a value of the standard library or numpy; (None, None) for others."""
     kind = type(value)
-    fields = getattr(kind, "_fields", None) if kind.__bases__ == (tuple,) else None
-    if type(fields) is tuple and all(name in fields or name[0] == "_" for name in vars(kind)):  # no methods
-        return "nt", [kind.__name__, fields, *tuple.__iter__(value)]
+    if is_plain_named_tuple(kind):
+        return "nt", [kind.__name__, kind._fields, *tuple.__iter__(value)]
     name = f"{kind.__module__}.{kind.__name__}".replace("pathlib._local", "pathlib")
     if name in LIBRARY and name.split(".")[0] in sys.modules:
         return name, LIBRARY[name](value)
@@ -239,6 +238,14 @@ def library(value):
     if numpy and (kind is numpy.ndarray or isinstance(value, numpy.generic)) and value.dtype.kind in DTYPES:
         return "numpy", [kind is numpy.ndarray, value.dtype.str, value.tobytes(), *value.shape]
     return None, None
+
+
+def is_plain_named_tuple(kind):
+    """Whether a class is a named tuple without methods of its own."""
+    fields = getattr(kind, "_fields", None) if kind.__bases__ == (tuple,) else None
+    if type(fields) is not tuple:
+        return False
+    return all(name in fields or name[0] == "_" for name in vars(kind))
 
 
 def array(has_shape, dtype, data, *shape):
