@@ -448,7 +448,8 @@ class Judge(Wire):
         JUDGE = self
         self.channel, self.namespace = channel, namespace
         self.source = "\n".join([task["tests"], *task["trusted"]])
-        self.entry, self.bare = task["entry_point"], {"Solution", *task["functions"]}
+        self.entry = task["entry_point"]
+        self.bare = {"Solution", *task["functions"]}  # classes that only hold the entry point
         self.handles, self.kinds, self.errors = {}, {}, {}
         self.things, self.thing_numbers = [], {}  # the tests' functions, iterators and exceptions; the code has numbers
         self.streams, self.steps = {}, {}  # the code's generators and coroutines: number -> object, id -> number
@@ -571,16 +572,24 @@ class Judge(Wire):
 
     def exception_class(self, names):
         """The library's exception class in a lineage, or a stand-in for the code's class."""
-        module, name, at = text(names[0][0]), text(names[0][1]), number(names[0][2])
+        module = text(names[0][0])
+        name = text(names[0][1])
+        at = number(names[0][2])
         if module.split(".")[0] in LIBRARIES:
             kind = vars(sys.modules.get(module, builtins)).get(name)
             if isinstance(kind, type) and issubclass(kind, BaseException) and kind.__module__ == module:
                 return kind
         if at not in self.errors:
             base = self.exception_class(names[1:]) if names[1:] else Exception
-            self.errors[at] = type.__new__(ErrorClass, name, (base,), {
-                "__module__": "solution", "__class_number__": at, "__built__": False, "__known__": False,
-                "__getattr__": attribute, "__str__": lambda error: error.__dict__.get("__says__", "")})  # fmt: skip
+            namespace = {
+                "__module__": "solution",
+                "__class_number__": at,
+                "__built__": False,
+                "__known__": False,
+                "__getattr__": attribute,
+                "__str__": lambda error: error.__dict__.get("__says__", ""),
+            }
+            self.errors[at] = type.__new__(ErrorClass, name, (base,), namespace)
         return self.errors[at]
 
     def exception(self, names, at, says, args, attributes, cause):
@@ -591,7 +600,9 @@ class Judge(Wire):
         except Exception:
             error = kind.__new__(kind, text(says))
             error.args = tuple(args)
-        error.__dict__.update({text(n): v for n, v in self._decode(attributes).items() if n[:2] != "__"})
+        for attribute_name, value in self._decode(attributes).items():
+            if text(attribute_name)[:2] != "__":
+                error.__dict__[attribute_name] = value
         error.__dict__.update(__says__=text(says), __number__=number(at))
         error.__cause__ = self._decode(cause)
         return error
@@ -607,13 +618,18 @@ class Judge(Wire):
 
     def names(self, names):
         """name -> value, for the names that the code defines; opens classes that the tests mention."""
-        defined = self.request("names", *names)
-        defined = {name: defined[name] for name in names if name in defined}
+        given = self.request("names", *names)
+        defined = {name: given[name] for name in names if name in given}
         for name, value in defined.items():
-            if isinstance(value, CodeClass):
-                known = name.lstrip("_")[:1].isupper() and (name in self.bare or self.is_class(name))
-                opened = ("functions" if name in self.bare else "objects") if known else ""
-                type.__setattr__(value, "__open__", opened or value.__open__ or "")
+            if not isinstance(value, CodeClass):
+                continue
+            opened = value.__open__ or ""
+            if name.lstrip("_")[:1].isupper():
+                if name in self.bare:
+                    opened = "functions"
+                elif self.is_class(name):
+                    opened = "objects"
+            type.__setattr__(value, "__open__", opened)
         return defined
 
     def is_class(self, name):
