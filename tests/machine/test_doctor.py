@@ -499,7 +499,7 @@ def test_in_a_container_the_fix_is_of_the_program_that_made_it(capsys, tmp_path,
     for text in (None, 'engine="podman-5.4.0"\nname="tune"\nrootless=1\n', ""):  # the last: podman as root
         if text is not None:
             tree.file("run/.containerenv", text)
-        said = this_machine.live_facts().said
+        said = this_machine.live_facts().recorded
         found.append((said.container, said.rootless))
     assert found == [(False, False), (True, True), (True, False)]
 

@@ -4,6 +4,6 @@ It gathers facts once, from this machine or from a recorded copy, and judges the
 :mod:`rocm_ext.machine.doctor.probe` imports torch, in a separate process.
 """
 
-from rocm_ext.machine.doctor.rules import exit_code, judge, verdict
+from rocm_ext.machine.doctor.judge import exit_code, judge, verdict
 
 __all__ = ["exit_code", "judge", "verdict"]

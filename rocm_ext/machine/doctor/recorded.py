@@ -19,19 +19,39 @@ Level = Literal["ok", "warning", "error", "not recorded"]
 class Finding:
     """A check's outcome, one row of the table.
 
-    ``error`` means that training will not work; ``not recorded`` means that facts are missing.
+    Attributes:
+        check: name of the check; an empty one becomes the name in the table of checks.
+        level: ``error`` means that training will not work, ``not recorded`` that facts are missing.
+        found: the fact.
+        why: its meaning.
+        fix: one line: a shell command, a kernel parameter or a setting to copy, or what to do by hand.
     """
 
     check: str
     level: Level
     found: str
     why: str = ""
-    fix: str = ""  # one line: a shell command, a kernel parameter or a setting to copy, or what to do by hand
+    fix: str = ""
 
 
-def unrecorded(check: str, what: str = "") -> Finding:
-    """The finding of a check whose facts are missing; ``what`` says which."""
-    return Finding(check, "not recorded", what or "not recorded")
+def ok(found: str, why: str = "") -> Finding:
+    """The finding of a check that passes."""
+    return Finding("", "ok", found, why)
+
+
+def warning(found: str, why: str, fix: str) -> Finding:
+    """The finding of a fault that costs speed or memory, or that the user should know."""
+    return Finding("", "warning", found, why, fix)
+
+
+def error(found: str, why: str, fix: str) -> Finding:
+    """The finding of a fault that prevents training."""
+    return Finding("", "error", found, why, fix)
+
+
+def unrecorded(found: str = "") -> Finding:
+    """The finding of a check whose facts are missing; ``found`` says which."""
+    return Finding("", "not recorded", found or "not recorded")
 
 
 @dataclass(frozen=True)
@@ -53,14 +73,17 @@ class DeviceNode:
     access: bool | None = None  # the user's access, if an ACL decides
 
     def allows(self, user: User | None) -> bool | None:
-        """Whether owner, group and mode let the user read and write it; None: the user's groups are unknown."""
+        """Whether owner, group and mode let the user read and write it; None if the user's groups are unknown."""
         bits = int(self.mode, 8) if re.fullmatch("[0-7]{1,4}", self.mode) else 0
-        owner, group, everyone = (bits >> shift & 6 == 6 for shift in (6, 3, 0))
-        if everyone or (user and (user.root or (owner and self.owner == user.name))):
+        if bits & 0o006 == 0o006:
             return True
-        if user is None or user.groups is None:
+        if user is None:
             return None
-        return group and self.group in user.groups
+        if user.root or (bits & 0o600 == 0o600 and self.owner == user.name):
+            return True
+        if user.groups is None:
+            return None
+        return bits & 0o060 == 0o060 and self.group in user.groups
 
 
 @dataclass(frozen=True)
@@ -134,8 +157,11 @@ def read_recorded(root: Path) -> Recorded:
         return parse(Recorded, json.loads(path.read_bytes().decode("utf-8")), str(path))
     except FileNotFoundError:
         return Recorded()
-    except (OSError, UserError, ValueError, RecursionError) as error:
-        problem = str(error) if isinstance(error, UserError) else f"{path} is not JSON ({' '.join(str(error).split())})"
-        if isinstance(error, (OSError, UnicodeDecodeError)):
-            problem = f"{path} cannot be read: {error}"
-        raise UserError(f"{problem}; record it again with rocm-ext doctor --save") from error
+    except (OSError, UserError, ValueError, RecursionError) as problem:
+        if isinstance(problem, UserError):
+            text = str(problem)
+        elif isinstance(problem, (OSError, UnicodeDecodeError)):
+            text = f"{path} cannot be read: {problem}"
+        else:
+            text = f"{path} is not JSON ({' '.join(str(problem).split())})"
+        raise UserError(f"{text}; record it again with rocm-ext doctor --save") from problem

@@ -32,7 +32,7 @@ def save(facts: Facts, root: Path, folder: Path) -> None:
         if any(folder.iterdir()):
             raise UserError(f"--save {folder} is not empty; name a new folder")
         empty = asdict(Recorded())
-        parts = {key: value for key, value in asdict(_without_name(facts.said)).items() if value != empty[key]}
+        parts = {key: value for key, value in asdict(_without_name(facts.recorded)).items() if value != empty[key]}
         for pattern, keep in (_kept(facts) if facts.machine.system == "Linux" else {}).items():
             for path in root.glob(pattern):
                 if kept := keep(read_text(path)):
@@ -55,7 +55,7 @@ def _without_name(said: Recorded) -> Recorded:
 
 def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
     """The files that the checks read, and the functions that reduce them to the needed parts."""
-    user = facts.said.user.name if facts.said.user else None
+    user = facts.recorded.user.name if facts.recorded.user else None
     member = "root" if user == "root" else "user"
     wanted = {"render", "video", *(node.group for node in facts.gpu_nodes.values())}
 

@@ -19,9 +19,9 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.nested import parse
 from rocm_ext.base.types import Json
 from rocm_ext.machine.detect import VISIBLE_VARIABLES
-from rocm_ext.machine.doctor.checks import COMPILERS, DEBUGGING
 from rocm_ext.machine.doctor.facts import Facts
 from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, Finding, Memory, Recorded, SandboxState, User
+from rocm_ext.machine.doctor.software import COMPILERS, DEBUGGING
 from rocm_ext.machine.doctor.system import read_system
 from rocm_ext.machine.environment import ALLOCATOR_VARIABLES
 from rocm_ext.machine.profile import load_profile, profile_names
