@@ -17,7 +17,7 @@ from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.machine.detect import Machine, ask_torch, describe
-from rocm_ext.machine.doctor.recorded import MARK, Finding
+from rocm_ext.machine.doctor.recorded import MARK, Finding, Level
 from rocm_ext.machine.environment import apply_environment
 from rocm_ext.machine.profile import Profile, choose_profile, intended_machine, load_profile
 from rocm_ext.machine.sysfs import host_memory
@@ -47,8 +47,8 @@ def main() -> None:
         _tell(canaries=[asdict(canary) for canary in _canaries(machine, profile)])
 
 
-def _tell(**parts: Any) -> None:
-    print(MARK + json.dumps(parts), flush=True)
+def _tell(**facts: Any) -> None:
+    print(MARK + json.dumps(facts), flush=True)
 
 
 def _enter_environment(machine: Machine) -> Profile | None:
@@ -70,15 +70,18 @@ def _canaries(machine: Machine, profile: Profile) -> list[Finding]:
 
     cuda = profile.settings.get("device") == "cuda"
     dtype, _ = numerics.pick_dtype(str(profile.settings.get("dtype", "auto")), machine)
+    devices = [torch.device("cpu")]
+    if cuda:
+        devices = [torch.device("cuda", number) for number in range(machine.gpu_count)]
     findings = []
-    for i in range(machine.gpu_count if cuda else 1):
-        here = torch.device("cuda", i) if cuda else torch.device("cpu")
-        for check in numerics.canaries(machine, here, dtype):
-            name = f"{check.name}, GPU {i}" if i else check.name
-            if check.ok and i == 0:
+    for device in devices:
+        for check in numerics.canaries(machine, device, dtype):
+            name = f"{check.name}, GPU {device.index}" if device.index else check.name
+            if not check.ok:
+                level: Level = "error" if check.fatal else "warning"
+                findings.append(Finding(name, level, check.found, fix=check.fix))
+            elif not device.index:
                 findings.append(Finding(name, "ok", check.found))
-            elif not check.ok:
-                findings.append(Finding(name, "error" if check.fatal else "warning", check.found, fix=check.fix))
     return findings
 
 
@@ -117,8 +120,10 @@ def _blas(machine: Machine) -> str:
         match = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
         return match[1] if match else "unknown"
     chosen = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2].lower()
+    if machine.backend != "rocm":
+        return chosen
     names = {"cublas": "hipBLAS", "cublaslt": "hipBLASLt", "ck": "Composable Kernel"}
-    return names.get(chosen, chosen) if machine.backend == "rocm" else chosen
+    return names.get(chosen, chosen)
 
 
 if __name__ == "__main__":

@@ -32,25 +32,35 @@ def save(facts: Facts, root: Path, folder: Path) -> None:
         if any(folder.iterdir()):
             raise UserError(f"--save {folder} is not empty; name a new folder")
         empty = asdict(Recorded())
-        parts = {key: value for key, value in asdict(_without_name(facts.recorded)).items() if value != empty[key]}
-        for pattern, keep in (_kept(facts) if facts.machine.system == "Linux" else {}).items():
-            for path in root.glob(pattern):
-                if kept := keep(read_text(path)):
-                    copy = folder / path.relative_to(root)
-                    copy.parent.mkdir(parents=True, exist_ok=True)
-                    copy.write_text(kept + "\n", encoding="utf-8")
-        (folder / NAME).write_text(json.dumps(parts, indent=1) + "\n", encoding="utf-8")
+        recorded = asdict(_without_name(facts.recorded))
+        known = {key: value for key, value in recorded.items() if value != empty[key]}
+        if facts.machine.system == "Linux":
+            _copy_files(facts, root, folder)
+        (folder / NAME).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--save {folder}: {error.strerror or error}") from error
 
 
-def _without_name(said: Recorded) -> Recorded:
-    if not said.user:
-        return said
-    nodes = {path: replace(node, owner="user" if node.owner == said.user.name != "root" else node.owner)
-             for path, node in (said.device_nodes or {}).items()}  # fmt: skip
-    user = replace(said.user, name="root" if said.user.name == "root" else "user")
-    return replace(said, user=user, device_nodes=None if said.device_nodes is None else nodes)
+def _copy_files(facts: Facts, root: Path, folder: Path) -> None:
+    for pattern, keep in _kept(facts).items():
+        for path in root.glob(pattern):
+            kept = keep(read_text(path))
+            if kept:
+                copy = folder / path.relative_to(root)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_text(kept + "\n", encoding="utf-8")
+
+
+def _without_name(recorded: Recorded) -> Recorded:
+    user, nodes = recorded.user, recorded.device_nodes
+    if not user or user.name == "root":
+        return recorded
+    if nodes is not None:
+        nodes = dict(nodes)
+        for path, node in nodes.items():
+            if node.owner == user.name:
+                nodes[path] = replace(node, owner="user")
+    return replace(recorded, user=replace(user, name="user"), device_nodes=nodes)
 
 
 def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
@@ -60,10 +70,18 @@ def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
     wanted = {"render", "video", *(node.group for node in facts.gpu_nodes.values())}
 
     def group(text: str) -> str:
-        lines = [line.split(":") for line in text.splitlines()]
-        kept = [line for line in lines if len(line) == 4 and line[0] in wanted]
-        return "\n".join(f"{name}:x:{number}:{member * (user in names.split(','))}" for name, _, number, names in kept)
+        kept = []
+        for line in text.splitlines():
+            name, *fields = line.split(":")
+            if name in wanted and len(fields) == 3:
+                _, number, names = fields
+                kept.append(f"{name}:x:{number}:{member if user in names.split(',') else ''}")
+        return "\n".join(kept)
 
+    pci_files = {}
+    for gpu in facts.files.displays:
+        pci_files[f"sys/bus/pci/devices/{gpu}/class"] = str
+        pci_files[f"sys/bus/pci/devices/{gpu}/vendor"] = str
     return {
         "proc/cmdline": _known_parameters,
         "proc/cpuinfo": _lines(r"(model name|flags|Features)\s*:.*"),
@@ -71,7 +89,7 @@ def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
         "proc/driver/nvidia/version": _lines("NVRM version.*"),
         "proc/sys/kernel/numa_balancing": str,
         "proc/sys/kernel/osrelease": str,
-        **{f"sys/bus/pci/devices/{gpu}/{file}": str for gpu in facts.files.displays for file in ("class", "vendor")},
+        **pci_files,
         **{f"sys/class/drm/card*/device/{file}": str for file in _CARD},
         "sys/class/kfd/kfd/topology/nodes/*/properties": _lines(r"(?!unique_id|hive_id).*"),
         "sys/class/kfd/kfd/proc/*/vram_*": str,
@@ -85,8 +103,10 @@ def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
 
 
 def _known_parameters(text: str) -> str:
-    words = text.replace('"', "").split()
-    return " ".join(word for word in words if re.fullmatch(_PARAMETERS, word)) or (text and "quiet")
+    words = [word for word in text.replace('"', "").split() if re.fullmatch(_PARAMETERS, word)]
+    if text and not words:
+        return "quiet"  # the recorded command line has a parameter, but none that matters
+    return " ".join(words)
 
 
 def _lines(pattern: str) -> Callable[[str], str]:

@@ -13,7 +13,7 @@ AMD, NVIDIA = "0x1002", "0x10de"  # PCI vendors
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU's folder in /sys/class/drm. None and "": unknown."""
+    """A GPU's folder in /sys/class/drm. Unknown numbers are None, unknown texts empty."""
 
     vendor: str
     device: str  # PCI device: "0x1586"
@@ -25,7 +25,9 @@ class Card:
     @property
     def is_amd(self) -> bool:
         """Whether the GPU is AMD's; if the vendor is missing, amdgpu's files decide."""
-        return self.vendor == AMD or (not self.vendor and (self.gtt, self.vram, self.mes) != (None, None, None))
+        if self.vendor:
+            return self.vendor == AMD
+        return any(fact is not None for fact in (self.gtt, self.vram, self.mes))
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,17 @@ def read_system(root: Path) -> System:
     """Parse the files below ``root``, without the missing ones; list damaged ones in ``unreadable``."""
     reader = _Reader(root)
     cpu = re.search(r"^model name\s*:\s*(.+)$", reader.text("proc/cpuinfo"), re.MULTILINE)
+    distribution = {}
     release = reader.text("etc/os-release") or reader.text("usr/lib/os-release")
+    for key, value in re.findall(r"^(\w+)=(.*)$", release, re.MULTILINE):
+        distribution[key] = value.strip("\"'")
     nvidia = reader.text("proc/driver/nvidia/version") + " "
     nvidia_version = re.search(r"Kernel Module[^\n]*?\s(\d+\.\d+(\.\d+)?)\s", nvidia)
     command_line = reader.text("proc/cmdline")
     ttm = ttm_module(root)
     return System(
         kernel=reader.kernel(),
-        distribution={key: value.strip("\"'") for key, value in re.findall(r"^(\w+)=(.*)$", release, re.MULTILINE)},
+        distribution=distribution,
         parameters=_parameters(command_line) if command_line else None,
         memory=reader.meminfo(),
         cpu=cpu[1] if cpu else "",
@@ -81,7 +86,8 @@ def read_system(root: Path) -> System:
 
 class _Reader:
     def __init__(self, root: Path) -> None:
-        self.root, self.unreadable = root, list[str]()
+        self.root = root
+        self.unreadable: list[str] = []
 
     def text(self, path: str | Path) -> str:
         return read_text(self.root / path)
@@ -118,27 +124,39 @@ class _Reader:
 
     def displays(self, classes: str) -> dict[str, str]:
         folder = Path("sys/bus/pci/devices")
-        gpus = [name for name in listing(self.root / folder) if re.match(classes, self.text(folder / name / "class"))]
-        return {name: self.text(folder / name / "vendor") for name in gpus}
+        vendors = {}
+        for name in listing(self.root / folder):
+            if re.match(classes, self.text(folder / name / "class")):
+                vendors[name] = self.text(folder / name / "vendor")
+        return vendors
 
     def processes(self) -> list[Process]:
         folder = Path("sys/class/kfd/kfd/proc")
         processes = []
-        for pid in filter(str.isdecimal, listing(self.root / folder)):
-            files = [name for name in listing(self.root / folder / pid) if name.startswith("vram_")]
-            memory = sum(self.number(folder / pid / name) or 0 for name in files)
-            if (number := to_number(pid)) is not None:
-                processes.append(Process(number, self.text(f"proc/{pid}/comm"), memory))
+        for name in listing(self.root / folder):
+            pid = to_number(name) if name.isdecimal() else None
+            if pid is None:
+                continue
+            memory = 0
+            for file in listing(self.root / folder / name):
+                if file.startswith("vram_"):
+                    memory += self.number(folder / name / file) or 0
+            processes.append(Process(pid, self.text(f"proc/{name}/comm"), memory))
         return processes
 
 
 def _parameters(text: str) -> dict[str, str]:
-    # the kernel treats - and _ in names alike
-    pairs = (word.partition("=") for word in text.replace('"', "").split())  # the kernel allows quotes
-    return {name.replace("-", "_"): value for name, _, value in pairs}
+    parameters = {}
+    for word in text.replace('"', "").split():  # the kernel allows quotes
+        name, _, value = word.partition("=")
+        parameters[name.replace("-", "_")] = value  # the kernel treats - and _ in names alike
+    return parameters
 
 
 def _groups(text: str) -> dict[str, tuple[str, ...]] | None:
-    lines = [line.split(":") for line in text.splitlines()]
-    groups = {line[0]: tuple(filter(None, line[3].split(","))) for line in lines if len(line) == 4}
+    groups = {}
+    for line in text.splitlines():
+        fields = line.split(":")
+        if len(fields) == 4:
+            groups[fields[0]] = tuple(filter(None, fields[3].split(",")))
     return groups or None

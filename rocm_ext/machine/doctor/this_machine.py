@@ -31,41 +31,54 @@ ROOT = Path("/")
 PROBE = ("-m", "rocm_ext.machine.doctor.probe")
 PATIENCE = 180  # seconds for the probe; the first import of torch from a cold disk takes most of a minute
 _GROUPS = ("render", "video")
+_VARIABLES = (
+    "HSA_ENABLE_INTERRUPT",
+    "TORCH_BLAS_PREFER_HIPBLASLT",
+    "PYTORCH_TUNABLEOP_ENABLED",
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "GPU_MAX_HW_QUEUES",
+)
 
 
 def live_facts() -> Facts:
     """The facts of this machine."""
-    # read the files first: later, the probe is among the processes on the GPU
-    files, linux = read_system(ROOT), platform.system() == "Linux"
-    nodes = _device_nodes() if linux else {}
-    user = _user([node.group for node in nodes.values()]) if linux else None
-    sandbox, host = _sandbox() if linux else None, psutil.virtual_memory()
-    said = replace(
+    files = read_system(ROOT)  # before the probe, which is then among the processes on the GPU
+    system = platform.system()
+    recorded = replace(
         _ask_torch(),
-        system=platform.system(),
-        release="" if linux else platform.version(),
-        cpu="" if linux else platform.processor(),
+        system=system,
         container=any((ROOT / path).exists() for path in (".dockerenv", "run/.containerenv")),
         rootless="rootless=1" in read_text(ROOT / "run/.containerenv").split(),
         environment={name: os.environ[name] for name in _variables() if name in os.environ},
-        user=user,
-        device_nodes={path: _with_access(path, node, user) for path, node in nodes.items()} if linux else None,
         packages=pins.installed(),
-        commands=(*(["bwrap"] if sandbox else []), *filter(shutil.which, COMPILERS)),
-        sandbox=sandbox,
+        commands=tuple(filter(shutil.which, COMPILERS)),
         disk_free=_disk_free(),
         memory_limit=_memory_limit(),
-        host_memory=None if files.memory else Memory(host.total, host.available),
     )
-    return Facts(said, files, ROOT)
+    if not files.memory:
+        host = psutil.virtual_memory()
+        recorded = replace(recorded, host_memory=Memory(host.total, host.available))
+    if system != "Linux":
+        return Facts(replace(recorded, release=platform.version(), cpu=platform.processor()), files, ROOT)
+    nodes = _device_nodes()
+    user = _user([node.group for node in nodes.values()])
+    for path, node in nodes.items():
+        can_open = os.access(path, os.R_OK | os.W_OK)
+        if node.allows(user) != can_open:  # an ACL decides
+            nodes[path] = replace(node, access=can_open)
+    recorded = replace(recorded, user=user, device_nodes=nodes, sandbox=_sandbox())
+    if recorded.sandbox:
+        recorded = replace(recorded, commands=("bwrap", *(recorded.commands or ())))
+    return Facts(recorded, files, ROOT)
 
 
 def _variables() -> list[str]:
     """The environment variables that matter; nothing reads the others."""
-    profiles = [name for profile in profile_names() for name in load_profile(profile).environment]
-    others = ["HSA_ENABLE_INTERRUPT", "TORCH_BLAS_PREFER_HIPBLASLT", "PYTORCH_TUNABLEOP_ENABLED", "OMP_NUM_THREADS",
-              "OMP_WAIT_POLICY", "GPU_MAX_HW_QUEUES"]  # fmt: skip
-    return sorted({*profiles, *others, *ALLOCATOR_VARIABLES, *VISIBLE_VARIABLES, *DEBUGGING})
+    names = {*_VARIABLES, *ALLOCATOR_VARIABLES, *VISIBLE_VARIABLES, *DEBUGGING}
+    for profile in profile_names():
+        names.update(load_profile(profile).environment)
+    return sorted(names)
 
 
 def _device_nodes() -> dict[str, DeviceNode]:
@@ -79,8 +92,11 @@ def _device_nodes() -> dict[str, DeviceNode]:
             status = os.stat(path)
         except OSError:
             continue
-        owner, group = _name(pwd.getpwuid, status.st_uid), _name(grp.getgrgid, status.st_gid)
-        nodes[path] = DeviceNode(f"{status.st_mode & 0o777:04o}", owner, group)
+        nodes[path] = DeviceNode(
+            mode=f"{status.st_mode & 0o777:04o}",
+            owner=_name(pwd.getpwuid, status.st_uid),
+            group=_name(grp.getgrgid, status.st_gid),
+        )
     return nodes
 
 
@@ -91,23 +107,18 @@ def _name(find: Callable[[int], Sequence], number: int) -> str:
         return str(number)
 
 
-def _with_access(path: str, node: DeviceNode, user: User | None) -> DeviceNode:
-    """Record the user's access if mode and groups say otherwise."""
-    access = os.access(path, os.R_OK | os.W_OK)
-    return node if node.allows(user) == access else replace(node, access=access)
-
-
-def _user(of_devices: list[str]) -> User:
+def _user(device_groups: list[str]) -> User:
     import grp
     import pwd
 
-    wanted = {*_GROUPS, *of_devices}
-    names = {_name(grp.getgrgid, number) for number in (*os.getgroups(), os.getegid())}
+    numbers = {*os.getgroups(), os.getegid()}
+    groups = {_name(grp.getgrgid, number) for number in numbers}
     try:
         name = pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         name = "user"
-    return User(name, tuple(sorted(names & wanted)), os.geteuid() == 0)
+    groups &= {*_GROUPS, *device_groups}
+    return User(name, tuple(sorted(groups)), root=os.geteuid() == 0)
 
 
 def _sandbox() -> SandboxState | None:
@@ -121,15 +132,16 @@ def _sandbox() -> SandboxState | None:
         Sandbox("bubblewrap").check()
     except (UserError, OSError) as error:
         return SandboxState(False, str(error))
-    return SandboxState(True, " ".join(filter(None, (version, seccomp.missing()))))
+    return SandboxState(True, f"{version} {seccomp.missing()}".strip())
 
 
 def _disk_free() -> dict[str, int]:
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    folders = {"current folder": Path.cwd(), "Hugging Face cache": Path(os.environ.get("HF_HUB_CACHE") or home)}
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
+    folders = {"current folder": ".", "Hugging Face cache": os.environ.get("HF_HUB_CACHE") or home}
     free = {}
-    for name, path in folders.items():
-        path = path.expanduser().absolute()
+    for name, folder in folders.items():
+        path = Path(folder).expanduser().absolute()
         while not path.exists() and path != path.parent:
             path = path.parent
         free[name] = shutil.disk_usage(path).free
@@ -138,40 +150,45 @@ def _disk_free() -> dict[str, int]:
 
 def _memory_limit() -> int | None:
     files = {"": "memory.max", "memory": "memory.limit_in_bytes"}
-    limits = [read_number(folder / files[name]) for name, folder in cgroups(ROOT) if name in files]
-    # version 1 writes "no limit" as a huge number
-    return min((limit for limit in limits if limit is not None and limit < 2**60), default=None)
+    limits = []
+    for controller, folder in cgroups(ROOT):
+        limit = read_number(folder / files[controller]) if controller in files else None
+        if limit is not None and limit < 2**60:  # version 1 writes "no limit" as a huge number
+            limits.append(limit)
+    return min(limits, default=None)
 
 
 def _ask_torch() -> Recorded:
     """Run the probe; return its facts alone, also if it crashed or hung later."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+", errors="replace") as complaints:
-        probe = subprocess.Popen([sys.executable, *PROBE], stdin=subprocess.DEVNULL,
-                                 stdout=output, stderr=complaints)  # fmt: skip
+        command = [sys.executable, *PROBE]
+        probe = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=complaints)
         try:
-            status: int | None = probe.wait(PATIENCE)
+            status = probe.wait(PATIENCE)
+            failure = f"the test program ended with status {status}" if status else ""
         except subprocess.TimeoutExpired:
             probe.kill()  # without waiting: a process that hangs in the driver does not die
-            status = None
+            failure = f"no answer in {PATIENCE} s"
         output.seek(0)
+        recorded = _parse_answer(output.read())
         complaints.seek(0)
-        said = _said(output.read())
-        last = next((line for line in reversed(complaints.read().splitlines()) if line.strip()), "")
-    if status != 0 and said.canaries is None and not said.torch_error:
-        failure = f"no answer in {PATIENCE} s" if status is None else f"the test program ended with status {status}"
-        last = re.sub(re.escape(str(Path.home())) + r"(?=/|$)", "~", last)
-        canary = Finding("canaries", "error", failure, last, "sudo dmesg | grep -i -e amdgpu -e nvrm")
-        return replace(said, canaries=(canary,)) if said.torch else replace(said, torch_error=f"{failure}: {last}")
-    return said
+        lines = [line for line in complaints.read().splitlines() if line.strip()]
+    if not failure or recorded.canaries is not None or recorded.torch_error:
+        return recorded
+    last = re.sub(re.escape(str(Path.home())) + r"(?=/|$)", "~", lines[-1] if lines else "")
+    if recorded.torch is None:
+        return replace(recorded, torch_error=f"{failure}: {last}")
+    canary = Finding("canaries", "error", failure, last, "sudo dmesg | grep -i -e amdgpu -e nvrm")
+    return replace(recorded, canaries=(canary,))
 
 
-def _said(text: str) -> Recorded:
+def _parse_answer(text: str) -> Recorded:
     """The facts in the probe's lines; libraries may print other lines."""
-    parts: Json = {}
+    facts: Json = {}
     for line in text.splitlines():
         if line.startswith(MARK):
             try:
-                parts |= json.loads(line.removeprefix(MARK))
+                facts |= json.loads(line.removeprefix(MARK))
             except ValueError:  # cut off by a crash
                 continue
-    return parse(Recorded, parts, "probe")
+    return parse(Recorded, facts, "probe")
