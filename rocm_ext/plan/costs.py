@@ -8,10 +8,10 @@ measured, and the others pass their input on. It takes a fraction of a second fo
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tag, Tensor, nn
@@ -53,12 +53,11 @@ _PLAIN = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One kernel.
 
     Attributes:
-        flops: floating-point operations of matrix products; 0: another kernel, bound by memory.
+        flops: floating-point operations of matrix products. 0 for other kernels, which memory bounds.
         bytes: bytes read and written.
         attention: whether it is a fused attention kernel.
     """
@@ -177,8 +176,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return int(count(*args, **kwargs, out_val=out)) if count else 0
 
 
-@dataclass(frozen=True)
-class LayerCosts:
+class LayerCosts(NamedTuple):
     """Costs of one transformer layer for one micro-batch.
 
     Attributes:
@@ -196,8 +194,7 @@ class LayerCosts:
     backward: list[Operation]
 
 
-@dataclass(frozen=True)
-class LossCosts:
+class LossCosts(NamedTuple):
     """Costs of the final norm, output layer and loss for one micro-batch, forward and backward.
 
     Attributes:
@@ -214,8 +211,8 @@ class Kernels:
     """Operations that the target device runs as one fused kernel.
 
     Attributes:
-        attention: False: the layer keeps the attention scores.
-        norm: False: RMSNorm is several operations.
+        attention: fused attention. Without it, a layer keeps the attention scores.
+        norm: RMSNorm. Without it, the norm is several operations.
         together: attention of short sequences is one call, as on CPUs.
     """
 
@@ -233,7 +230,9 @@ class Kernels:
             attention: kernel in the config; see :func:`rocm_ext.model.attention.sdpa`.
         """
         cuda = device.type == "cuda"
-        fused = bf16 or not cuda if attention == "auto" else attention in ("flash", "efficient")
+        fused = attention in ("flash", "efficient")
+        if attention == "auto":
+            fused = bf16 or not cuda
         return cls(attention=fused, norm=cuda and HAS_KERNEL, together=not cuda)
 
 
@@ -259,43 +258,56 @@ class _OneKernel(torch.autograd.Function):
 def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, CostCounter]]:
     """Yield a copy of ``module`` on fake CPU tensors, in training mode, and an active tally."""
     fake = copy.deepcopy(module)
-    for _, layer in adapters(fake):
-        if not isinstance(layer, ExpertLora) and layer._quantize_base:  # every product dequantises the weight
-            shape, dtype = layer.weight.shape, layer.weight.dtype
-            layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
-            layer._quantize_base = False
-    for norm in fake.modules():
-        if kernels.norm and type(norm) is FusedRMSNorm:
-            norm.__class__ = _KernelNorm
-    small: Any = [(m, key, p) for m in fake.modules() for key, p in m._parameters.items() if isinstance(p, Quantized)]
-    for part, key, _ in small:
-        part._parameters[key] = None
-    fake = fake.to("meta").train()
+    _set_kernels(fake, kernels)
+    blocks: list[tuple[nn.Module, str, Any]] = []  # quantised weights, with their modules and names
     for part in fake.modules():
-        kernel = inspect.getattr_static(part, "kernel", None)  # a property would set the kernels of the real layers
-        if kernel == "efficient" or (kernel == "flash" and not kernels.together):  # a CPU has no efficient kernel
-            part.kernel = "fused"  # type: ignore[assignment]
-        elif kernel == "auto" and not kernels.together:
-            part.kernel = "apart"  # type: ignore[assignment]
-    # gfx906 uses torch's math path. The CPU's fused kernel keeps the same tensors as a GPU's.
-    backends = [SDPBackend.FLASH_ATTENTION] * kernels.attention + [SDPBackend.MATH]
+        for name, weight in part._parameters.items():
+            if isinstance(weight, Quantized):
+                blocks.append((part, name, weight))
+                part._parameters[name] = None
+    fake = fake.to("meta").train()
+    backends = [SDPBackend.MATH]  # gfx906 uses torch's math path
+    if kernels.attention:  # the CPU's fused kernel keeps the same tensors as a GPU's
+        backends.insert(0, SDPBackend.FLASH_ATTENTION)
     with FakeTensorMode(), sdpa_kernel(backends):
-        fake._apply(lambda t: torch.empty(t.shape, dtype=t.dtype))
-        for part, key, weight in small:
-            made = weight.with_parts(lambda t: torch.empty(t.shape, dtype=t.dtype))
-            part._parameters[key] = nn.Parameter(made, requires_grad=False)
-        trainable = [p for p in fake.parameters() if p.requires_grad]
-        for parameter in trainable:
-            parameter.grad = torch.zeros_like(parameter)
+        fake._apply(_empty_like)
+        for part, name, weight in blocks:
+            part._parameters[name] = nn.Parameter(weight.with_parts(_empty_like), requires_grad=False)
         tally = CostCounter(_BYTES_TO_UNPACK if kernels.together else 0)
-        stored = [getattr(p, part, p) for p in fake.parameters() for part in ("packed", "scale")]
-        tally.ignore([*stored, *fake.buffers(), *(p.grad for p in trainable if p.grad is not None)])
+        tally.ignore(fake.buffers())
+        for parameter in fake.parameters():
+            stored = [getattr(parameter, part, parameter) for part in ("packed", "scale")]
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+                stored.append(parameter.grad)
+            tally.ignore(stored)
         token = ALIKE.set(tally.once)
         try:
             with tally:
                 yield fake, tally
         finally:
             ALIKE.reset(token)
+
+
+def _set_kernels(fake: nn.Module, kernels: Kernels) -> None:
+    """Have a model's modules call the operations that the target's ``kernels`` compute."""
+    for _, layer in adapters(fake):
+        if not isinstance(layer, ExpertLora) and layer._quantize_base:  # every product dequantises the weight
+            weight = torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device="meta")
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+            layer._quantize_base = False
+    for part in fake.modules():
+        if kernels.norm and type(part) is FusedRMSNorm:
+            part.__class__ = _KernelNorm
+        kernel = inspect.getattr_static(part, "kernel", None)  # a property would set the kernels of the real layers
+        if kernel == "efficient" or (kernel == "flash" and not kernels.together):  # a CPU has no efficient kernel
+            part.kernel = "fused"  # type: ignore[assignment]
+        elif kernel == "auto" and not kernels.together:
+            part.kernel = "apart"  # type: ignore[assignment]
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def launches_of(decoder: Decoder, merge: bool | None, device: torch.device, kernels: Kernels) -> int:
@@ -336,7 +348,7 @@ def simulate(
     run = _Run()
     layers = list(decoder.layers)
     kinds = [_kind(layer) for layer in layers]
-    numbers = [kinds.index(kind) for kind in kinds]
+    firsts = [kinds.index(kind) for kind in kinds]  # the index of the first layer of the same kind
 
     def step() -> Json:
         with on_fake_tensors(decoder, kernels) as (fake, tally):
@@ -346,13 +358,12 @@ def simulate(
             with unpacked_once():
                 objective(fake.output, hidden, batch.targets, batch.columns, batch.sequence).backward()
             loss = LossCosts(tally.peak - run.held, tally.operations)
-        return _to_json(run.costs, loss, run.shared)
+        return {"layers": run.costs, "loss": loss, "beside": run.shared}
 
     try:
-        for i, (layer, number) in enumerate(zip(layers, numbers, strict=True)):
-            first = number == i
-            decoder.layers[i] = _Stand(layer if first else None, layer, run.measure, number, i == len(layers) - 1)
-        costs, loss, beside = _from_json(remembered([decoder, objective, lengths, targets, kernels, shared], step))
+        for i, layer in enumerate(layers):
+            decoder.layers[i] = _Stand(run, layer, first=firsts[i], index=i, last=i == len(layers) - 1)
+        stored = remembered([decoder, objective, lengths, targets, kernels, shared], step)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UserError(
             f"the model's code depends on values ({error}), so its memory cannot be planned: it is not supported"
@@ -360,64 +371,58 @@ def simulate(
     finally:
         for i, layer in enumerate(layers):
             decoder.layers[i] = layer
-    return [costs[number] for number in numbers], loss, beside
+    costs = {}
+    for first, (entry, kept, working, forward, backward) in stored["layers"].items():
+        costs[int(first)] = LayerCosts(entry, kept, working, _operations(forward), _operations(backward))
+    working, operations = stored["loss"]
+    return [costs[first] for first in firsts], LossCosts(working, _operations(operations)), stored["beside"]
 
 
-def _to_json(layers: Mapping[int, LayerCosts], loss: LossCosts, beside: int) -> Json:
-    """Return costs for JSON: a table of the distinct operations, and their numbers in order."""
-    table: dict[Operation, int] = {}
-
-    def packed(costs: LayerCosts | LossCosts) -> Json:
-        numbers = {k: [table.setdefault(o, len(table)) for o in v] for k, v in vars(costs).items() if type(v) is list}
-        return {**vars(costs), **numbers}
-
-    made = {"layers": {number: packed(costs) for number, costs in layers.items()}, "loss": packed(loss)}
-    return {**made, "beside": beside, "operations": [[o.flops, o.bytes, o.attention] for o in table]}
-
-
-def _from_json(kept: Json) -> tuple[dict[int, LayerCosts], LossCosts, int]:
-    table = [Operation(*values) for values in kept["operations"]]
-
-    def unpacked(costs: Json) -> Json:
-        return {key: [table[i] for i in value] if type(value) is list else value for key, value in costs.items()}
-
-    layers = {int(number): LayerCosts(**unpacked(costs)) for number, costs in kept["layers"].items()}
-    return layers, LossCosts(**unpacked(kept["loss"])), kept["beside"]
+def _operations(stored: Iterable[Sequence[Any]]) -> list[Operation]:
+    """Return operations from JSON, which has lists."""
+    return [Operation(*values) for values in stored]
 
 
 class _Run:
-    """Measurements of one run."""
+    """Measurements of one run.
+
+    Attributes:
+        tally: the active counter.
+        costs: costs of the layers by the index of a kind's first layer.
+        shared: bytes of the tensors that the layers share.
+        held: bytes that are live after the last layer.
+    """
+
+    tally: CostCounter
 
     def __init__(self) -> None:
-        self.tally: Any = None
-        self.costs: dict[int, LayerCosts] = {}  # by the index of a kind's first layer
+        self.costs: dict[int, LayerCosts] = {}
         self.shared = self.held = 0
-        self._beside: dict[int, tuple[Any, ...]] = {}  # further outputs of layers
+        self._further: dict[int, tuple[Any, ...]] = {}  # further outputs of layers
 
     def measure(self, stand: "_Stand", x: Tensor, call: Callable[[Tensor], Any]) -> Any:
         """Measure the layer of ``stand`` if it has one; return an output of the right shape for the next layer."""
-        kind = stand.kind
-        tally: CostCounter = self.tally
         if not self.costs:
-            self.shared = tally.now - x.nbytes
+            self.shared = self.tally.now - x.nbytes
         if stand.layer is not None:
-            self.costs[kind] = self._costs(kind, x, call)
+            self.costs[stand.first] = self._costs(stand.first, x, call)
         y = x.detach().requires_grad_()
         if stand.last:
-            self.held = tally.now
-            tally.restart()
-        return (y, *self._beside[kind]) if kind in self._beside else y
+            self.held = self.tally.now
+            self.tally.restart()
+        return (y, *self._further[stand.first]) if stand.first in self._further else y
 
-    def _costs(self, kind: int, x: Tensor, call: Callable[[Tensor], Any]) -> LayerCosts:
-        tally: CostCounter = self.tally
+    def _costs(self, first: int, x: Tensor, call: Callable[[Tensor], Any]) -> LayerCosts:
+        tally = self.tally
         entry = x.detach().requires_grad_()
         before = tally.now
         tally.restart()
         out = call(entry)
         if isinstance(out, tuple):
-            out, *beside = out
-            self._beside[kind] = tuple(value.detach() if isinstance(value, Tensor) else value for value in beside)
-        kept, forward = tally.now - before - out.nbytes, tally.operations
+            out, *further = out
+            self._further[first] = tuple(value.detach() if isinstance(value, Tensor) else value for value in further)
+        kept = tally.now - before - out.nbytes
+        forward = tally.operations
         grad = torch.empty_like(out)
         tally.restart()
         held = tally.now - grad.nbytes
@@ -429,18 +434,19 @@ class _Stand(nn.Module):
     """Replaces a layer: measures it, or passes the hidden states on.
 
     Attributes:
-        layer: first layer of a kind; None for the other layers.
-        kind: index of the first layer of the kind.
+        layer: the layer, if it is the first of its kind.
+        first: index of the first layer of the kind.
         last: whether this is the last layer.
     """
 
-    def __init__(
-        self, layer: nn.Module | None, like: nn.Module, measure: Callable[..., Any], kind: int, last: bool
-    ) -> None:
+    def __init__(self, run: _Run, layer: nn.Module, *, first: int, index: int, last: bool) -> None:
         super().__init__()
-        self.layer, self.kind, self.last = layer, kind, last
+        self.layer = layer if first == index else None
+        self.first = first
+        self.last = last
         # in functions, because a copy of a model copies neither functions nor their variables
-        self._measure, self._like = lambda *args: measure(*args), lambda: like
+        self._measure = lambda *args: run.measure(*args)
+        self._replaced = lambda: layer
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _cut(args), _cut(kwargs)
@@ -450,10 +456,10 @@ class _Stand(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:  # models ask layers for the kind of their mask
-            like = self.__dict__.get("_like")
-            if like is None or name.startswith("__"):
+            replaced = self.__dict__.get("_replaced")
+            if replaced is None or name.startswith("__"):
                 raise
-            return getattr(like(), name)
+            return getattr(replaced(), name)
 
 
 def _cut(value: Any) -> Any:
@@ -469,26 +475,27 @@ def _cut(value: Any) -> Any:
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
     """Return a key; layers with equal keys have equal costs."""
-    shapes = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters())
-    modules = [layer, *layer.children()]
-    # the range of attention, and whether later layers take this layer's keys
-    keys = ("attention_type", "layer_type", "sliding_window", "store_full_length_kv")
-    settings = [getattr(m, key, None) for m in modules for key in keys]
-    return (type(layer), shapes, *map(str, settings))
+    key: list[Any] = [type(layer)]
+    for name, p in layer.named_parameters():
+        key.append((name, tuple(p.shape), p.dtype, p.requires_grad))
+    for module in [layer, *layer.children()]:
+        # the range of attention, and whether later layers take this layer's keys
+        for setting in ("attention_type", "layer_type", "sliding_window", "store_full_length_kv"):
+            key.append(str(getattr(module, setting, None)))
+    return tuple(key)
 
 
 def _batch(
     lengths: Sequence[int], targets: int, objective: Objective, packs: bool, shared: Sequence[int]
 ) -> MicroBatch:
     shape = (1, sum(lengths)) if packs else (len(lengths), max(lengths))
-    index, labels, sequence = (torch.zeros(targets, dtype=torch.long) for _ in range(3))
     return MicroBatch(
         tokens=torch.zeros(shape, dtype=torch.long),
         positions=torch.zeros(shape, dtype=torch.long),
         lengths=tuple(lengths) if packs else None,
-        index=index,
-        targets=labels,
-        sequence=sequence,
+        index=torch.zeros(targets, dtype=torch.long),
+        targets=torch.zeros(targets, dtype=torch.long),
+        sequence=torch.zeros(targets, dtype=torch.long),
         sequences=len(lengths),
         real_tokens=sum(lengths),
         columns={name: torch.zeros(targets) for name in objective.columns},

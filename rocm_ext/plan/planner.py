@@ -5,10 +5,9 @@ model takes seconds and no memory. The recipes use the same planner for their ``
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 
 import torch
 from omegaconf import DictConfig
@@ -23,15 +22,16 @@ from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes, stays_quanti
 from rocm_ext.plan.costs import Kernels, Operation, launches_of
 from rocm_ext.plan.memory import MemoryPlan, plan_memory, shared_bytes, worst_rows
 from rocm_ext.plan.speeds import Figures
-from rocm_ext.plan.workload import Questions, Workload, longest_answer
+from rocm_ext.plan.workload import Questions, Row, Workload, longest_answer
 from rocm_ext.sampling import Sampling
 from rocm_ext.sampling.slots import SHARE, most_slots, slot_memory, slots_beside
 
 _GAIN = 1.02  # the speed-up that justifies another setting
+_Sequences = tuple[list[int], list[int]]  # lengths and shared tokens of the sequences in a micro-batch
 
 
 @dataclass(frozen=True)
-class Step:
+class StepWork:
     """Work and expected time of one optimiser step on one rank.
 
     Attributes:
@@ -70,7 +70,7 @@ class Choice:
     micro_batch: int
     checkpointed: Sequence[int]
     memory: MemoryPlan
-    step: Step
+    step: StepWork
 
     @property
     def peak(self) -> int:
@@ -86,8 +86,13 @@ class _Repeated:
     times: float
     compiled: bool = False
 
-    def total(self, what: str) -> float:
-        return self.times * sum(getattr(operation, what) for operation in self.operations)
+    @property
+    def flops(self) -> float:
+        return self.times * sum(operation.flops for operation in self.operations)
+
+    @property
+    def bytes(self) -> float:
+        return self.times * sum(operation.bytes for operation in self.operations)
 
 
 @dataclass(eq=False)
@@ -133,41 +138,61 @@ class TrainingPlanner:
         With known rows it plans for the largest micro-batch that they form. With unknown rows it plans for a
         micro-batch full of rows of the longest length, every token with a label.
         """
-        if not self.rows.per_row:  # a micro-batch has at most the rows of a step
-            rows = self.rows.most or self.rows_per_step
-            most = min(micro_batch, math.ceil(rows / self.ranks) * self.rows.longest)
-            return self._plan(worst_rows(math.ceil(self.rows.longest / self.rows.sequences), most), most)
-        pieces, targets = self._largest(micro_batch)
-        return max((self._plan(lengths, targets, shared) for lengths, shared in pieces), key=lambda plan: plan.peak(()))
+        rows = self.rows
+        if not rows.per_row:
+            rows_of_rank = math.ceil((rows.most or self.rows_per_step) / self.ranks)
+            tokens = min(micro_batch, rows_of_rank * rows.longest)
+            longest_sequence = math.ceil(rows.longest / rows.sequences)
+            return self._plan(worst_rows(longest_sequence, tokens), tokens)
+        largest, targets = self._largest(micro_batch)
+        plans = [self._plan(lengths, targets, shared) for lengths, shared in largest]
+        return max(plans, key=lambda plan: plan.peak(()))
 
-    def _largest(self, micro_batch: int) -> tuple[list[tuple[list[int], list[int]]], int]:
-        """Return the sequences of the largest micro-batches, as lengths and shared tokens, and the most labels in any.
+    def _largest(self, micro_batch: int) -> tuple[list[_Sequences], int]:
+        """Return the largest micro-batches, and the most labels in any.
 
         One has the most tokens. If sequences share tokens, another one may have the most tokens for attention.
         """
+        rows, packed = self.rows, self.decoder.packs
+        most_tokens: _Sequences = ([], [])
+        most_attended: _Sequences = ([], [])
+        tokens = attended = 0
+        most_targets = 1
+        for batch in self._micro_batches(micro_batch):
+            lengths: list[int] = []
+            shared: list[int] = []
+            targets = 0
+            for row_lengths, row_shared, row_targets in batch:
+                lengths += row_lengths
+                shared += row_shared
+                targets += row_targets
+            # unpacked rows are padded to the longest
+            size = sum(lengths) if packed else len(lengths) * max(lengths, default=0)
+            if size > tokens:
+                tokens, most_tokens = size, (lengths, shared)
+            if sum(lengths) + sum(shared) > attended:
+                attended, most_attended = sum(lengths) + sum(shared), (lengths, shared)
+            most_targets = max(most_targets, targets)
+        largest = [most_tokens, most_attended] if rows.shared else [most_tokens]
+        multiple = width_multiple(self.cfg.compile, self.device, self.dtype)
+        for lengths, shared in largest:
+            padding = -sum(lengths) % multiple
+            if packed and padding:
+                lengths.append(padding)
+                shared.append(0)
+        return largest, most_targets
+
+    def _micro_batches(self, micro_batch: int) -> Iterator[list[Row]]:
+        """Yield the rows of every micro-batch of the run, on all ranks."""
         cfg, per_row = self.cfg, self.rows.per_row
         order = cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle, self.rows.mixture
         steps = Steps(len(per_row), self.rows_per_step, *order)
-        packed = self.decoder.packs
-        # unpacked rows are padded to the longest
-        sizes = [lambda piece: sum(piece[0]) if packed else len(piece[0]) * max(piece[0], default=0)]
-        if self.rows.shared:
-            sizes.append(lambda piece: sum(map(sum, piece)))
-        largest: list[tuple[list[int], list[int]]] = [([], [])] * len(sizes)
-        targets = 1
         for step in range(steps.per_epoch * cfg.epochs):
             rows = [per_row[i] for i in steps[step]]
-            for piece in chain(*cut([sum(lengths) for lengths, *_ in rows], self.ranks, micro_batch, packed)):
-                lengths = [n for i in piece for n in rows[i][0]]
-                shared = [n for i in piece for n in rows[i][1]]
-                largest = [max(most, (lengths, shared), key=size) for most, size in zip(largest, sizes, strict=True)]
-                targets = max(targets, sum(rows[i][2] for i in piece))
-        multiple = width_multiple(self.cfg.compile, self.device, self.dtype)
-        for lengths, shared in largest if packed else ():
-            if padding := -sum(lengths) % multiple:
-                lengths.append(padding)
-                shared.append(0)
-        return largest, targets
+            sizes = [sum(lengths) for lengths, _, _ in rows]
+            for of_rank in cut(sizes, self.ranks, micro_batch, self.decoder.packs):
+                for numbers in of_rank:
+                    yield [rows[number] for number in numbers]
 
     def _plan(self, lengths: Sequence[int], targets: int, shared: Sequence[int] = ()) -> MemoryPlan:
         key = (tuple(lengths), tuple(shared), targets)
@@ -190,68 +215,84 @@ class TrainingPlanner:
 
         Args:
             micro_batch: the most tokens computed at once.
-            checkpointed: indices of layers; None: as few layers as ``budget`` allows.
+            checkpointed: indices of layers. Without them, as few layers as ``budget`` allows.
             budget: bytes that a rank may use.
         """
         memory = self.memory(micro_batch)
         layers = memory.fewest(budget) if checkpointed is None else sorted(checkpointed)
         return Choice(micro_batch, layers, memory, self._step(micro_batch, layers))
 
-    def _step(self, micro_batch: int, checkpointed: Collection[int]) -> Step:
+    def _step(self, micro_batch: int, checkpointed: Collection[int]) -> StepWork:
         tokens = self.rows_per_step * self.rows.mean / self.ranks
         count = max(1, math.ceil(tokens / micro_batch))
-        size = max(1, round(tokens / count))
-        plan = self._plan(*self._typical(size))
+        lengths, targets, shared = self._typical(max(1, round(tokens / count)))
+        plan = self._plan(lengths, targets, shared)
+        passes, forward = self._passes(plan, checkpointed)
+        gathering = self._gathering()
+        forward_seconds = count * max(self._seconds(forward), gathering / 2)
+        seconds = count * max(self._seconds(passes), gathering)
+        if getattr(self.objective, "baseline", None) is not None:  # KTO's is a separate forward pass
+            passes += forward
+            seconds += forward_seconds
+        update = _Repeated([Operation(0, 2 * (plan.adapter + plan.optimizer) + plan.gradients)], 1.0)
+        return StepWork(
+            tokens=tokens,
+            micro_batches=count,
+            flops=count * sum(kernels.flops for kernels in passes),
+            bytes=count * sum(kernels.bytes for kernels in passes) + update.bytes,
+            seconds=seconds + self._seconds([update]),
+            forward_seconds=forward_seconds,
+        )
+
+    def _passes(self, plan: MemoryPlan, checkpointed: Collection[int]) -> tuple[list[_Repeated], list[_Repeated]]:
+        """Return a micro-batch's kernels: of the forward and backward passes, and of a forward pass alone."""
+        output = plan.loss.operations
         # the frozen output layer: one product forward, a second one for losses of sequences, and one backward
-        loss = plan.loss.operations
-        passes = [_Repeated(loss, 1.0)]
-        forward = [_Repeated(loss, 1 / 3 if self.objective.whole_sequences else 1 / 2)]
-        for costs in {id(costs): costs for costs in plan.layer_costs}.values():
-            alike = [i for i, other in enumerate(plan.layer_costs) if other is costs]
-            again = sum(i in checkpointed for i in alike)
-            kept = len(alike) - again
-            compiled = bool(self.cfg.compile)  # but not the checkpointed layers
+        forward_share = 1 / 3 if self.objective.whole_sequences else 1 / 2
+        passes = [_Repeated(output, 1.0)]
+        forward = [_Repeated(output, forward_share)]
+        compiled = bool(self.cfg.compile)  # but not the checkpointed layers
+        kinds = {id(costs): costs for costs in plan.layer_costs}
+        for costs in kinds.values():
+            layers = [i for i, other in enumerate(plan.layer_costs) if other is costs]
+            again = sum(i in checkpointed for i in layers)
+            kept = len(layers) - again
             passes += [_Repeated(costs.forward, kept, compiled), _Repeated(costs.backward, kept, compiled)]
             passes += [_Repeated(costs.forward, 2 * again), _Repeated(costs.backward, again)]
             forward += [_Repeated(costs.forward, kept, compiled), _Repeated(costs.forward, again)]
-        forward_seconds = count * max(self._seconds(forward), self._gathering() / 2)
-        # KTO's baseline is a separate forward pass
-        before, waits = (forward, forward_seconds) if getattr(self.objective, "baseline", None) is not None else ([], 0)
-        update = _Repeated([Operation(0, 2 * (plan.adapter + plan.optimizer) + plan.gradients)], 1.0)
-        return Step(
-            tokens=tokens,
-            micro_batches=count,
-            flops=count * sum(kernels.total("flops") for kernels in passes + before),
-            bytes=count * sum(kernels.total("bytes") for kernels in passes + before) + update.total("bytes"),
-            seconds=count * max(self._seconds(passes), self._gathering()) + waits + self._seconds([update]),
-            forward_seconds=forward_seconds,
-        )
+        return passes, forward
 
     def _typical(self, tokens: int) -> tuple[list[int], int, list[int]]:
         """Return lengths, number of labels and shared tokens of the sequences in a micro-batch of ``tokens`` tokens."""
         rows = self.rows
         targets = max(1, round(rows.supervised * tokens))
         if not rows.shared:
-            return worst_rows(min(tokens, max(1, round(rows.mean / rows.sequences))), tokens), targets, []
+            length = max(1, round(rows.mean / rows.sequences))
+            return worst_rows(min(tokens, length), tokens), targets, []
         lengths: list[int] = []
         shared: list[int] = []
-        count, sequences = max(1, round(tokens / rows.mean)), max(2, round(rows.sequences))
+        count = max(1, round(tokens / rows.mean))
+        others = max(2, round(rows.sequences)) - 1  # sequences of a row that share the beginning of its first
         for i in range(count):  # rows of sequences of equal length, shared tokens included
             size = tokens * (i + 1) // count - tokens * i // count
-            common = rows.shared / (sequences - 1)
-            length = max(1, int((size - common) / sequences))
-            lengths += [size - (sequences - 1) * length, *[length] * (sequences - 1)]
-            shared += [0, *[min(round(common), lengths[-sequences])] * (sequences - 1)]
+            common = rows.shared / others
+            length = max(1, int((size - common) / (others + 1)))
+            first = size - others * length
+            lengths += [first] + [length] * others
+            shared += [0] + [min(round(common), first)] * others
         return lengths, targets, shared
 
     def _gathering(self) -> float:
         """Seconds to gather the layers' weights, forward and backward, in parallel with computing."""
         return 2 * shared_bytes(self.decoder) / self.ranks * (self.ranks - 1) / self.figures.link
 
-    def _seconds(self, passes: Sequence["_Repeated"]) -> float:
+    def _seconds(self, passes: Sequence[_Repeated]) -> float:
         dtype = dtype_name(self.dtype)
-        timed = (work for work in passes if work.times)
-        return sum(work.times * self.figures.seconds(work.operations, dtype, work.compiled) for work in timed)
+        seconds = 0.0
+        for kernels in passes:
+            if kernels.times:
+                seconds += kernels.times * self.figures.seconds(kernels.operations, dtype, kernels.compiled)
+        return seconds
 
     def fit(self, budget: int) -> Choice:
         """Return the fastest way to run a step within ``budget`` bytes, or the smallest if none fits."""
@@ -281,21 +322,28 @@ class TrainingPlanner:
             Up to two changes, as ``key=value`` with their peak and their cost; none, if no smaller micro-batch reaches
             ``goal``.
         """
-        now, every = self.choice(tokens, layers, 0), range(self.memory(tokens).layers)
-        ways = {"enable_activation_checkpointing=True": self.choice(tokens, every, 0)}
-        size = math.ceil(tokens / self.rows.longest)  # rows of the longest length
-        while size > 1 and (size := size // 2):
-            fewer = size * self.rows.longest
+        now = self.choice(tokens, layers, 0)
+        all_layers = range(now.memory.layers)
+        ways = {"enable_activation_checkpointing=True": self.choice(tokens, all_layers, 0)}
+        rows = math.ceil(tokens / self.rows.longest) // 2
+        while rows >= 1:
+            fewer = rows * self.rows.longest
             key = f"tokens_per_micro_batch={fewer}"  # batch_size may also say how many rows a step has
             ways[key] = self.choice(fewer, layers, 0)
-            ways[f"{key} enable_activation_checkpointing=True"] = self.choice(fewer, every, 0)
+            ways[f"{key} enable_activation_checkpointing=True"] = self.choice(fewer, all_layers, 0)
             if ways[key].peak <= goal:
                 break
-        enough = {way: choice for way, choice in ways.items() if choice.peak <= min(goal, now.peak - 1)}
+            rows //= 2
+        most = min(goal, now.peak - 1)
+        enough = [(way, choice) for way, choice in ways.items() if choice.peak <= most]
+        enough.sort(key=lambda item: item[1].step.seconds)
         changes = []
-        for way, choice in sorted(enough.items(), key=lambda item: item[1].step.seconds)[:2]:
+        for way, choice in enough[:2]:
+            effect = f"plans {readable(choice.peak)}"
             slower = round(100 * (choice.step.seconds / now.step.seconds - 1))
-            changes.append(f"{way} (plans {readable(choice.peak)}{f', {slower} % slower' if slower > 0 else ''})")
+            if slower > 0:
+                effect += f", {slower} % slower"
+            changes.append(f"{way} ({effect})")
         return changes
 
     def better(self, choice: Choice, other: Choice, budget: int) -> Choice:
@@ -336,7 +384,7 @@ class SamplingPlanner:
 
     Attributes:
         layout: bytes of the copied weights.
-        launches: kernels that the host starts in a step; 0: one graph, or the cost of a launch is unknown.
+        launches: kernels that the host starts in a step. 0 for one graph, or if the cost of a launch is unknown.
 
     Args:
         cfg: config of a recipe that samples.
@@ -353,35 +401,50 @@ class SamplingPlanner:
         merge = cfg.engine.get("merge")
         with torch.no_grad():
             self._decoder = decoder.sampler(merge, device)
-        # several ranks gather one copy each
-        frozen = (p.nbytes for p in decoder.parameters() if not p.requires_grad and not stays_quantized(p))
-        self.layout = copied_bytes(decoder, merge) if ranks == 1 else sum(frozen)
+        if ranks == 1:
+            self.layout = copied_bytes(decoder, merge)
+        else:  # every rank gathers a copy
+            gathered = (p for p in decoder.parameters() if not p.requires_grad and not stays_quantized(p))
+            self.layout = sum(p.nbytes for p in gathered)
         wanted = device.type == "cuda" and cfg.engine.get("graphs") is not False
-        self._graphs = self._decoder.fixed_shapes = wanted and not decoder.graph_obstacle
+        self._graphs = wanted and not decoder.graph_obstacle
+        self._decoder.fixed_shapes = self._graphs
         self.launches = 0
         if figures.launch and not self._graphs:
             kernels = Kernels.on(device, "bf16" in figures.flops, cfg.attention)
             self.launches = launches_of(decoder, merge, device, kernels)
-        self._cfg, self._device, self._asked, self._figures = cfg, device, asked, figures
+        self._cfg = cfg
+        self._device = device
+        self._asked = asked
+        self._figures = figures
 
     def plan(self, free: int, reserve: int = 0) -> SamplingPlan:
         """Plan sampling with the config's slots, or with as many as fit into ``free`` bytes.
 
         Args:
             free: bytes for the layout and the slots.
-            reserve: bytes that training allocates at the same time; 0: sampling frees its memory before training.
+            reserve: bytes that training allocates at the same time. 0 if sampling frees its memory before training.
         """
         cfg, decoder, asked = self._cfg, self._decoder, self._asked
-        length = asked.longest + longest_answer(cfg)
+        span = span_for(self._device, asked.longest + longest_answer(cfg))
         sampling = Sampling(cfg.max_new_tokens, cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
         prompts = [asked.longest] * min(asked.prompts or 2**10, 2**10)
-        memory = slot_memory(decoder, prompts, span_for(self._device, length), sampling, self._graphs)
-        most = most_slots((asked.prompts or 2**20) * cfg.samples_per_prompt, self._device, decoder.splits_rows)
-        fit = slots_beside(memory, most, int(SHARE * (free - self.layout)), reserve)
-        slots = cfg.engine.get("slots") or max(MIN_ROWS, fit)
+        memory = slot_memory(decoder, prompts, span, sampling, self._graphs)
+        slots = cfg.engine.get("slots")
+        if not slots:
+            answers = (asked.prompts or 2**20) * cfg.samples_per_prompt
+            most = most_slots(answers, self._device, decoder.splits_rows)
+            room = int(SHARE * (free - self.layout))
+            slots = max(MIN_ROWS, slots_beside(memory, most, room, reserve))
         cache = slots * memory.cache
-        speed = slots / self.step_seconds(slots)
-        return SamplingPlan(self.layout, slots, cache, memory.bytes(slots) - cache, speed, self.launches)
+        return SamplingPlan(
+            layout=self.layout,
+            slots=slots,
+            cache=cache,
+            working=memory.bytes(slots) - cache,
+            tokens_per_second=slots / self.step_seconds(slots),
+            launches=self.launches,
+        )
 
     def step_seconds(self, slots: int) -> float:
         """Seconds to decode one token of ``slots`` answers."""

@@ -23,6 +23,8 @@ from rocm_ext.losses import UnpairedPreference, objective_of
 _LONGEST_ROW, _PROMPT = 2048, 128  # assumed tokens, if neither the config nor its data are known
 _RIGHT = 0.5  # assumed share of right answers
 _LOOKED_AT = 2000  # rows that are tokenised to estimate lengths
+# Lengths and shared tokens of a row's sequences, as in MicroBatch, and its number of labels
+Row = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,7 @@ class Workload:
         supervised: share of tokens with a label.
         count: number of rows; None: unknown.
         source: origin of these numbers.
-        per_row: lengths and shared tokens of the row's sequences, as in :class:`rocm_ext.data.batches.MicroBatch`, and
-            its number of labels, for every row; empty: unknown.
+        per_row: every row; empty where they are unknown.
         sequences: mean number of sequences in a row: 1, or 2 of a pair. Attention does not cross sequences.
         shared: mean number of a row's tokens that its second sequence shares with the first; only attention computes
             them twice, and ``mean`` leaves them out.
@@ -64,7 +65,7 @@ class Workload:
     supervised: float
     count: int | None
     source: str
-    per_row: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...] = ()
+    per_row: tuple[Row, ...] = ()
     sequences: float = 1.0
     shared: float = 0.0
     most: int | None = None
