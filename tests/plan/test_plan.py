@@ -476,7 +476,7 @@ def test_a_config_fits_its_machine(name, capsys):
         (["--config", "cpu_pocket", "--bench", "{tmp}/other.json"], "was measured on"),
         (["--config", "cpu_pocket", "model.lora_ran=8"], "did you mean lora_rank"),
         (["--config", "cpu_pocket", "tokens_per_micro_batch=3"], "the longest row has 256 tokens"),
-        (["--config", "cpu_pocket", "tokens_per_micro_batch=best"], "auto, or null"),
+        (["--config", "cpu_pocket", "tokens_per_micro_batch=best"], "auto or null"),
         (["--config", "cpu_pocket", "checkpointer.model_type=PHI3_MINI"], "PHI3_MINI"),
         (["--config", "cpu_pocket", "device=cuda"], "device"),
         (["--config", "cpu_pocket_raft", "max_new_tokens=100000"], "the model takes"),
