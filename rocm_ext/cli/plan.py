@@ -265,11 +265,11 @@ def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
     if rollout.waiting:
         side, ahead = rollout.waiting
         rows.append((f"{side} wait", [_duration(ahead)]))
-    add(f"a {plan.round}", "round_seconds")
+    add(f"a {plan.step_name}", "step_seconds")
     if rollout.evaluations:
         add("an evaluation", "evaluation_seconds", "eval_prompts to a file")
     if rollout.run_seconds is not None:
-        add(f"{rollout.rounds} {plan.round}s and {rollout.evaluations} evaluations", "run_seconds")
+        add(f"{rollout.steps} {plan.step_name}s and {rollout.evaluations} evaluations", "run_seconds")
     return rows
 
 
@@ -335,13 +335,7 @@ def _content(plan: "RunPlan") -> Json:
         "reference_seconds": plan.reference,
         "teacher": plan.teacher and vars(plan.teacher),
         "programs": plan.programs,
-        "rollout": plan.rollout
-        and {
-            **vars(plan.rollout),
-            "asked": vars(plan.rollout.asked),
-            "sampling": vars(plan.rollout.sampling),
-            **{key: getattr(plan.rollout, key) for key in ("round_seconds", "run_seconds", "waiting")},
-        },
+        "rollout": plan.rollout and plan.rollout.content(),
     }
 
 

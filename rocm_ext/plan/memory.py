@@ -60,11 +60,13 @@ class MemoryPlan:
 
     def activations(self, checkpointed: Collection[int]) -> int:
         """Peak bytes of activations and working memory with ``checkpointed`` layers, without the loss."""
-        before, most = 0, 0
+        most = before = 0
         for i, layer in enumerate(self.layer_costs):
             # its backward pass has all of its activations; later layers' are freed
             most = max(most, before + layer.entry + layer.kept + layer.working)
-            before += layer.entry + (0 if i in checkpointed else layer.kept)
+            before += layer.entry
+            if i not in checkpointed:
+                before += layer.kept
         return max(most, before)
 
     def at_loss(self, checkpointed: Collection[int]) -> int:
@@ -79,7 +81,8 @@ class MemoryPlan:
     def fewest(self, budget: int) -> list[int]:
         """Return the fewest layers to checkpoint within ``budget`` bytes; all layers if that is still too much."""
         for count in range(self.layers):
-            if self.peak(layers := spread(count, self.layers)) <= budget:
+            layers = spread(count, self.layers)
+            if self.peak(layers) <= budget:
                 return layers
         return list(range(self.layers))
 
@@ -142,8 +145,9 @@ def held_bytes(decoder: Decoder, ranks: int = 1) -> int:
 
 def shared_bytes(module: nn.Module) -> int:
     """Bytes of the unquantised frozen parameters, which ranks shard."""
-    unsharded = set(map(id, quantized(module)))
-    return sum(p.nbytes for p in _distinct(module.parameters()) if not p.requires_grad and id(p) not in unsharded)
+    unsharded = {id(parameter) for parameter in quantized(module)}
+    frozen = [parameter for parameter in _distinct(module.parameters()) if not parameter.requires_grad]
+    return sum(parameter.nbytes for parameter in frozen if id(parameter) not in unsharded)
 
 
 def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -168,14 +172,20 @@ def _state_per_byte(component: Any) -> float:
         optimizer.step()
     except Exception:  # kernels raise anything; LBFGS needs a closure
         return 2.0
-    state = [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor) and t.numel() > 1]
-    return sum(t.nbytes for t in state) / parameter.nbytes
+    size = 0
+    for value in optimizer.state[parameter].values():
+        if isinstance(value, torch.Tensor) and value.numel() > 1:
+            size += value.nbytes
+    return size / parameter.nbytes
 
 
 def worst_rows(longest: int, tokens: int) -> list[int]:
     """Return the row lengths that fill ``tokens`` tokens with the most attention: rows of ``longest`` and a rest."""
     count, rest = divmod(tokens, longest)
-    return [longest] * count + [rest] * (rest > 0)
+    lengths = [longest] * count
+    if rest:
+        lengths.append(rest)
+    return lengths
 
 
 def checkpointed_layers(setting: bool | int | str, plan: MemoryPlan, budget: int) -> tuple[list[int], str]:

@@ -1,6 +1,6 @@
 """Plan one config on one machine; ``rocm-ext plan`` prints the result.
 
-A cycle of RAFT, or a step of GRPO or distillation, samples in this process or on servers.
+A step of a recipe that samples does so in this process or on servers.
 """
 
 import inspect
@@ -17,6 +17,7 @@ from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT, import_component
+from rocm_ext.base.types import Json
 from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
 from rocm_ext.config.chosen_model import BASE, is_server, teacher_config
 from rocm_ext.data.batches import micro_batch_budget
@@ -40,21 +41,23 @@ from rocm_ext.plan.workload import Known, Questions, Workload
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """The plan of a round: a cycle of RAFT, or a step of GRPO without the groups whose rewards are equal.
+    """The plan of a step, in RAFT a cycle; GRPO's without the groups whose rewards are equal.
+
+    Times are None where the number of prompts or rows is unknown.
 
     Attributes:
         asked: prompts and answers.
         sampling: memory and speed of sampling, in this process or on one server.
-        servers: number of servers; 0: this process samples.
-        beside: whether servers sample the next round's answers during training.
+        servers: number of servers. 0 if this process samples.
+        beside: whether servers sample the next step's answers during training.
         peak: bytes while this process samples; 0 with servers.
-        keeps: choices of bytes that the sampler would keep during training, largest first; empty: it keeps none.
-        rounds: cycles or steps of the run.
+        keeps: choices of bytes that the sampler would keep during training, largest first. Empty if it keeps none.
+        steps: steps of the run.
         evaluations: number of evaluations in the run.
-        sampling_seconds: time to sample a round's answers; None: the number of prompts is unknown.
-        evaluation_seconds: time of one evaluation; None: its prompts are unknown.
+        sampling_seconds: time to sample a step's answers.
+        evaluation_seconds: time of one evaluation.
         scoring_seconds: time of the passes that compute log-probs before the updates.
-        updates_seconds: time of a round's updates, as configured; None: the number of rows is unknown.
+        updates_seconds: time of a step's updates, as configured.
     """
 
     asked: Questions
@@ -63,7 +66,7 @@ class RolloutPlan:
     beside: bool
     peak: int
     keeps: tuple[int, ...]
-    rounds: int
+    steps: int
     evaluations: int
     sampling_seconds: float | None
     evaluation_seconds: float | None
@@ -71,25 +74,30 @@ class RolloutPlan:
     updates_seconds: float | None
 
     @property
-    def round_seconds(self) -> float | None:
-        """Seconds of a round without evaluation. Verification runs at the same time as sampling."""
+    def step_seconds(self) -> float | None:
+        """Seconds of a step without evaluation. Verification runs at the same time as sampling."""
         if self.sampling_seconds is None or self.updates_seconds is None:
             return None
-        parts = self.sampling_seconds, self.scoring_seconds + self.updates_seconds
-        return max(parts) if self.beside else sum(parts)
+        training = self.scoring_seconds + self.updates_seconds
+        if self.beside:
+            return max(self.sampling_seconds, training)
+        return self.sampling_seconds + training
 
     @property
     def run_seconds(self) -> float | None:
-        """Seconds of all rounds and evaluations; None if a part is unknown."""
-        if self.round_seconds is None or self.evaluation_seconds is None:
+        """Seconds of all steps and evaluations; None if one of the times is unknown."""
+        seconds, evaluation = self.step_seconds, self.evaluation_seconds
+        if seconds is None or evaluation is None:
             return None
-        training = self.scoring_seconds + (self.updates_seconds or 0.0)
-        first = min(self.sampling_seconds or 0.0, training) if self.beside else 0.0
-        return self.rounds * self.round_seconds + first + self.evaluations * self.evaluation_seconds
+        first = 0.0
+        if self.beside:  # nothing trains while the first answers are sampled
+            training = self.scoring_seconds + (self.updates_seconds or 0.0)
+            first = min(self.sampling_seconds or 0.0, training)
+        return self.steps * seconds + first + self.evaluations * evaluation
 
     @property
     def waiting(self) -> tuple[str, float] | None:
-        """The side that waits for the other, and its seconds per round; None unless both work at once."""
+        """The side that waits for the other, and its seconds per step; None unless both work at once."""
         if not self.beside or self.sampling_seconds is None or self.updates_seconds is None:
             return None
         ahead = self.sampling_seconds - self.scoring_seconds - self.updates_seconds
@@ -107,7 +115,19 @@ class RolloutPlan:
 
     def kept(self, training_peak: int, budget: int) -> int:
         """Return the bytes that the sampler keeps during training: weights and cache, or only weights, as they fit."""
-        return next((kept for kept in self.keeps if training_peak + kept <= budget), 0)
+        for size in self.keeps:
+            if training_peak + size <= budget:
+                return size
+        return 0
+
+    def content(self) -> Json:
+        """Return the plan for JSON."""
+        content = {**vars(self), "asked": vars(self.asked), "sampling": vars(self.sampling)}
+        content["rounds"] = content.pop("steps")
+        content["round_seconds"] = self.step_seconds
+        content["run_seconds"] = self.run_seconds
+        content["waiting"] = self.waiting
+        return content
 
 
 def _rollout_plan(
@@ -121,40 +141,62 @@ def _rollout_plan(
     servers: int,
     updates_seconds: float | None,
 ) -> RolloutPlan:
-    """Plan a round.
+    """Plan a step, in RAFT a cycle.
 
     A server counts as one GPU of the target's kind, as fast as this library's sampler. ``sampler`` plans one server;
     without servers it plans this process. ``now`` is the configured update.
     """
-    grpo = family in registry.BY_STEP
-    fixed = now.memory.weights if servers else now.memory.fixed
+    by_step = family in registry.BY_STEP
     keeps = _keeps(cfg, family) and not servers
-    sampling = sampler.plan(budget - fixed, now.peak - now.memory.weights if keeps else 0)
-    slots, workers = sampling.slots, servers or training.ranks
+    fixed = now.memory.weights if servers else now.memory.fixed
+    reserve = now.peak - now.memory.weights if keeps else 0
+    sampling = sampler.plan(budget - fixed, reserve)
+    slots = sampling.slots
     if servers:
-        options = inspect.signature(import_component(cfg.engine[COMPONENT])).parameters
-        usual = options["concurrency"].default if "concurrency" in options else slots
-        slots = min(slots, training.ranks * cfg.engine.get("concurrency", usual))  # requests of a rank at once
-    columns = training.objective.columns
-    passes = int("old_logprobs" in columns and workload.old_logprobs(cfg, training.dtype) == "trainer")
-    passes += REFERENCE in columns
-    rounds, every = (cfg.steps, cfg.eval_every_n_steps) if grpo else (cfg.cycles, cfg.eval_every_n_cycles)
-    held_out = asked.held_out
-    asks = 0 if cfg.get("given_answers") else asked.prompts or (cfg.prompts_per_step if grpo else None)
+        slots = min(slots, training.ranks * _concurrency(cfg, slots))
+    steps = cfg.steps if by_step else cfg.cycles
+    every = cfg.eval_every_n_steps if by_step else cfg.eval_every_n_cycles
+    prompts = asked.prompts or (cfg.prompts_per_step if by_step else None)
+    if cfg.get("given_answers"):
+        prompts = 0
+    workers = servers or training.ranks
+
+    def seconds(prompts: int | None, samples: int) -> float | None:
+        """Seconds to sample answers to all prompts; None if their number is unknown."""
+        return prompts and sampler.seconds(prompts / workers, samples, slots)
+
     return RolloutPlan(
         asked=asked,
         sampling=sampling,
         servers=servers,
-        beside=bool(grpo and servers and cfg.get("max_staleness")),
+        beside=bool(by_step and servers and cfg.get("max_staleness")),
         peak=0 if servers else fixed + sampling.peak,
         keeps=(sampling.layout + sampling.cache, sampling.layout) if keeps else (),
-        rounds=rounds,
-        evaluations=0 if held_out == 0 else 1 + math.ceil(rounds / every),
-        sampling_seconds=asks and sampler.seconds(asks / workers, cfg.samples_per_prompt, slots),
-        evaluation_seconds=held_out and sampler.seconds(held_out / workers, 1 + cfg.eval_samples, slots),
-        scoring_seconds=passes * updates_of_pass(cfg) * now.step.forward_seconds if grpo else 0.0,
+        steps=steps,
+        evaluations=0 if asked.held_out == 0 else 1 + math.ceil(steps / every),
+        sampling_seconds=seconds(prompts, cfg.samples_per_prompt),
+        evaluation_seconds=seconds(asked.held_out, 1 + cfg.eval_samples),
+        scoring_seconds=_scoring_seconds(cfg, training, now) if by_step else 0.0,
         updates_seconds=updates_seconds,
     )
+
+
+def _concurrency(cfg: DictConfig, slots: int) -> int:
+    """Requests that a rank sends to servers at once; without an option of the engine, one for each slot."""
+    options = inspect.signature(import_component(cfg.engine[COMPONENT])).parameters
+    usual = options["concurrency"].default if "concurrency" in options else slots
+    return cfg.engine.get("concurrency", usual)
+
+
+def _scoring_seconds(cfg: DictConfig, training: TrainingPlanner, now: Choice) -> float:
+    """Seconds of the passes that compute log-probs before the updates of a step."""
+    columns = training.objective.columns
+    passes = 0
+    if "old_logprobs" in columns and workload.old_logprobs(cfg, training.dtype) == "trainer":
+        passes += 1
+    if REFERENCE in columns:
+        passes += 1
+    return passes * updates_of_pass(cfg) * now.step.forward_seconds
 
 
 @dataclass(frozen=True)
@@ -183,18 +225,17 @@ class RunPlan:
         target: the planned machine.
         ranks: processes that share the work.
         parameters: number of the model's parameters, and of the trained ones.
-        shape: note that the model's shape comes from this library; None: it comes from the model's files.
-        rows: the training data; of a cycle in RAFT, of a step in GRPO.
-        now: a training step as configured.
-        best: the fastest training step within the budget.
-        steps: optimiser steps of all epochs, in RAFT of a cycle, in GRPO of a step; None if the number of rows is
-            unknown.
-        training_seconds: seconds of these steps; None as ``steps``.
-        rollout: the plan of a cycle of RAFT or a step of GRPO; None for other recipes.
-        reference: seconds to score all rows once under DPO's reference; None: there is no reference, or the number of
+        shape: note that the model's shape comes from this library. None if it comes from the model's files.
+        rows: the training data; of recipes that sample, of a step.
+        now: an update as configured.
+        best: the fastest update within the budget.
+        steps: updates of all epochs, or of a step of a recipe that samples. None if the number of rows is unknown.
+        training_seconds: seconds of these updates. None like ``steps``.
+        rollout: the plan of a step of a recipe that samples; None for other recipes.
+        reference: seconds to score all rows once under DPO's reference. None without a reference, or if the number of
             rows is unknown.
         teacher: the teacher of a distillation, if it is another model; else None.
-        programs: bytes of memory shared with the GPU that the programs of conversations may take; 0: nothing is shared.
+        programs: bytes of memory shared with the GPU that the programs of conversations may take.
     """
 
     family: str
@@ -213,8 +254,8 @@ class RunPlan:
     programs: int = 0
 
     @property
-    def round(self) -> str:
-        """The name of a round: cycle in RAFT, else step."""
+    def step_name(self) -> str:
+        """What the recipe calls a step: in RAFT a cycle."""
         return "cycle" if self.family == registry.RAFT else "step"
 
     @property
@@ -224,7 +265,8 @@ class RunPlan:
 
     def highest(self, choice: Choice) -> int:
         """Return the peak bytes of the run: of training or, if it takes more, of sampling."""
-        return max(self.peak(choice), self.beside + self.rollout.peak if self.rollout else 0)
+        training = self.peak(choice)
+        return max(training, self.beside + self.rollout.peak) if self.rollout else training
 
     @property
     def beside(self) -> int:
@@ -233,12 +275,16 @@ class RunPlan:
 
     def kept(self, choice: Choice) -> int:
         """Return the bytes that the sampler keeps during training."""
-        return self.rollout.kept(choice.peak, self.target.budget[0] - self.beside) if self.rollout else 0
+        if self.rollout is None:
+            return 0
+        return self.rollout.kept(choice.peak, self.target.budget[0] - self.beside)
 
     def peak(self, choice: Choice) -> int:
         """Return the peak bytes of training, including sampler and teacher."""
-        forward = choice.memory.fixed + self.teacher.forward if self.teacher else 0
-        return max(choice.peak, forward) + self.kept(choice) + self.beside
+        peak = choice.peak
+        if self.teacher:  # it computes before the model
+            peak = max(peak, choice.memory.fixed + self.teacher.forward)
+        return peak + self.kept(choice) + self.beside
 
     def changes(self) -> dict[str, int | str]:
         """Return the changed keys of ``best`` with their values."""
@@ -266,10 +312,10 @@ def plan_run(
         cfg: config of any recipe, from :func:`rocm_ext.config.load`; its ``loss`` is a component.
         machine: this machine; the plan is for ``cfg.hardware``.
         family: the recipe of this library that the config's recipe is or extends.
-        bench: file that ``rocm-ext bench`` wrote; None: this machine's default file, if it exists.
+        bench: file that ``rocm-ext bench`` wrote. Without it, this machine's default file, if it exists.
         ranks: processes that share the work.
         known: the user's sizes of data that are not on disk.
-        chip: chip of the profile, to plan for a machine as sold with it; None: plan for this machine, if
+        chip: chip of the profile, to plan for a machine as sold with it. Without it, the plan is for this machine, if
             ``cfg.hardware`` describes it.
 
     Raises:
@@ -282,13 +328,11 @@ def plan_run(
     choose_attention(decoder, cfg.attention)
     asked = workload.questions(cfg, known) if family in registry.SAMPLED else None
     samples_here = asked is not None and str(cfg.engine[config.COMPONENT]).endswith(".LocalEngine")
-    engine: Any = None
-    if asked and samples_here:  # before the plan of rows that long, which takes minutes
-        engine = config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
-        if (longest := asked.longest + workload.longest_answer(cfg)) > (context := engine.max_seq_len):
-            raise UserError(
-                f"a prompt and max_new_tokens are up to {longest} tokens; the model takes at most {context}"
-            )
+    kept_layout = 0
+    if asked and samples_here:
+        engine = _checked_engine(cfg, decoder, asked)
+        if _keeps(cfg, family):
+            kept_layout = engine.layout_bytes()
     planner = TrainingPlanner(
         cfg,
         decoder,
@@ -300,23 +344,22 @@ def plan_run(
         speeds=lambda: target.figures,
         kernels=Kernels.on(target.device, "bf16" in target.figures.flops, cfg.attention),
     )
+    teacher_planner = _teacher_planner(cfg, family, planner)
+    budget = target.budget[0]
+    if teacher_planner:
+        budget -= held_bytes(teacher_planner.decoder, ranks)
     # as in the recipe: the weights that the sampler keeps for the next step leave less for training
-    teacher = _teacher_planner(cfg, family, planner)
-    teacher_weights = held_bytes(teacher.decoder, ranks) if teacher else 0
-    budget = target.budget[0] - teacher_weights
-    room = budget - (engine.layout_bytes() if engine and _keeps(cfg, family) else 0)
+    room = budget - kept_layout
     now = best = planner.fit(room)
     if cfg.tokens_per_micro_batch != "auto":
         micro_batch = micro_batch_budget(cfg, planner.rows.longest)
         layers, _ = checkpointed_layers(cfg.enable_activation_checkpointing, planner.memory(micro_batch), room)
         now = planner.choice(micro_batch, layers, room)
-    steps, rollout, taught = _steps(cfg, family, planner), None, None
-    if teacher:
-        alone = teacher.choice(now.micro_batch, (), 0)
-        forward = max(layer.entry + layer.kept for layer in alone.memory.layer_costs)
-        parameters, _ = _parameters(teacher.decoder)
-        taught = TeacherPlan(parameters, teacher_weights, forward, alone.step.forward_seconds)
-    training_seconds = None if steps is None else steps * (now.step.seconds + (taught.seconds if taught else 0.0))
+    teacher = _plan_teacher(teacher_planner, now) if teacher_planner else None
+    update_seconds = now.step.seconds + (teacher.seconds if teacher else 0.0)
+    steps = _steps(cfg, family, planner)
+    training_seconds = None if steps is None else steps * update_seconds
+    rollout = None
     if asked:
         at_once = ranks if samples_here else 1
         sampler = SamplingPlanner(cfg, decoder, target.device, asked, ranks=at_once, figures=target.figures)
@@ -335,9 +378,24 @@ def plan_run(
         training_seconds=training_seconds,
         rollout=rollout,
         reference=_reference(planner, now),
-        teacher=taught,
+        teacher=teacher,
         programs=ranks * _programs(cfg, target),
     )
+
+
+def _checked_engine(cfg: DictConfig, decoder: TransformerDecoder, asked: Questions) -> Any:
+    """Return the engine that samples in this process.
+
+    Raises:
+        UserError: prompt and answer are too long for the model; a plan of rows that long would take minutes.
+    """
+    engine = config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
+    longest = asked.longest + workload.longest_answer(cfg)
+    if longest > engine.max_seq_len:
+        raise UserError(
+            f"a prompt and max_new_tokens are up to {longest} tokens; the model takes at most {engine.max_seq_len}"
+        )
+    return engine
 
 
 def _keeps(cfg: DictConfig, family: str) -> bool:
@@ -349,14 +407,25 @@ def _teacher_planner(cfg: DictConfig, family: str, planner: TrainingPlanner) -> 
     """The planner of a distillation's teacher; None without a teacher, or if a server or this model's base teaches."""
     if family != registry.DISTIL or cfg.teacher == BASE or is_server(cfg.teacher):
         return None
-    given = OmegaConf.create(cfg)
+    cfg = OmegaConf.create(cfg)
     if cfg.teacher_adapter and not Path(cfg.teacher_adapter).exists():  # an earlier run may write it
-        given.teacher_adapter = None
-    made = teacher_config(given, given)
-    use_shape(made)
-    decoder = build_model(made.model, planner.dtype, 0, torch.device("meta"))
+        cfg.teacher_adapter = None
+    teacher = teacher_config(cfg, cfg)
+    use_shape(teacher)
+    decoder = build_model(teacher.model, planner.dtype, 0, torch.device("meta"))
     choose_attention(decoder, cfg.attention)
-    return replace(planner, cfg=made, decoder=decoder, objective=CrossEntropy())
+    return replace(planner, cfg=teacher, decoder=decoder, objective=CrossEntropy())
+
+
+def _plan_teacher(planner: TrainingPlanner, now: Choice) -> TeacherPlan:
+    """Plan the teacher's passes over the micro-batches of the configured update ``now``."""
+    alone = planner.choice(now.micro_batch, (), 0)
+    return TeacherPlan(
+        parameters=_parameters(planner.decoder)[0],
+        weights=held_bytes(planner.decoder, planner.ranks),
+        forward=max(layer.entry + layer.kept for layer in alone.memory.layer_costs),
+        seconds=alone.step.forward_seconds,
+    )
 
 
 def _rows(cfg: DictConfig, family: str, asked: Questions | None, known: Known, share: bool) -> Workload:
@@ -387,8 +456,13 @@ def _check(cfg: DictConfig, target: Target, machine: Machine, decoder: Transform
 
 
 def _parameters(decoder: TransformerDecoder) -> tuple[int, int]:
-    every = list(decoder.parameters())
-    return sum(p.numel() for p in every), sum(p.numel() for p in every if p.requires_grad)
+    """Return the number of all parameters, and of the trained ones."""
+    total = trained = 0
+    for parameter in decoder.parameters():
+        total += parameter.numel()
+        if parameter.requires_grad:
+            trained += parameter.numel()
+    return total, trained
 
 
 def _steps(cfg: DictConfig, family: str, planner: TrainingPlanner) -> int | None:
@@ -418,5 +492,6 @@ def _programs(cfg: DictConfig, target: Target) -> int:
         return 0
     from rocm_ext.environments.program import MEMORY_MB, MOST_AT_ONCE  # imports the verifiers, which Windows lacks
 
-    at_once, memory_mb = environment.get("at_once") or MOST_AT_ONCE, environment.get("memory_mb") or MEMORY_MB
+    at_once = environment.get("at_once") or MOST_AT_ONCE
+    memory_mb = environment.get("memory_mb") or MEMORY_MB
     return int(at_once * memory_mb * 2**20)

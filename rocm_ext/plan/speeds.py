@@ -30,11 +30,11 @@ class Figures:
     Attributes:
         source: origin of the numbers.
         measured: whether ``rocm-ext bench`` measured them on that machine.
-        sheet: chip whose data sheet the figures come from; None: they were measured.
+        sheet: chip whose data sheet the figures come from.
         flops: floating-point operations per second of matrix products, by dtype (bf16, fp16, fp32).
         bandwidth: memory bandwidth, in bytes per second, read and written.
-        memory: bytes of the device; None: unknown.
-        efficiency: computed time of a training step divided by its measured time; 1: not measured.
+        memory: bytes of the device, or None.
+        efficiency: computed time of a training step divided by its measured time. 1 if that was not measured.
         decode_efficiency: the same for a decoding step.
         link: bytes per second that a GPU receives from the others; default: PCIe 4.
         attention: speed of fused attention relative to matrix products.
@@ -69,7 +69,8 @@ class Figures:
         rate = self.rate(dtype)
         total = launching = 0.0
         for op in operations:
-            seconds = max(op.flops / (rate * self.attention if op.attention else rate), op.bytes / self.bandwidth)
+            computing = op.flops / (rate * self.attention if op.attention else rate)
+            seconds = max(computing, op.bytes / self.bandwidth)
             share = _FUSED if compiled and not op.flops else 1
             total += share * seconds
             launching += share * self.launch
@@ -92,48 +93,71 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None, c
     Args:
         profile: the run's hardware.
         machine: this machine. If ``profile`` describes another one, the figures come from a data sheet.
-        bench: file that ``rocm-ext bench`` wrote on such a machine; None: this machine's default file, if it exists.
-        chip: name of one of the profile's chips; None: this machine's chip, or the profile's first.
+        bench: file that ``rocm-ext bench`` wrote on such a machine. Without it, this machine's default file, if it
+            exists.
+        chip: name of one of the profile's chips. Without it, this machine's chip, or the profile's first.
 
     Raises:
         UserError: ``bench`` is not a bench file or comes from other hardware, or the profile has no chip.
     """
-    # the profile's chips that this machine may have, and those that its name means; without such a chip, the name
-    memory = None if machine.unified else machine.total_memory
-    likely = named = chips_of(profile, machine.arch, machine.name, memory) if profile.fits(machine) else []
+    likely: list[str] = []  # the profile's chips that this machine may have
+    named: list[str] = []  # those that its name means; without such a chip, the name
     if profile.fits(machine) and machine.backend != "cpu":
+        memory = None if machine.unified else machine.total_memory
+        likely = chips_of(profile, machine.arch, machine.name, memory)
         named = named_chips(profile, machine.arch, machine.name or "", memory) or [machine.name or ""]
-    here = _is(profile, machine) and (chip is None or chip in named)
-    measured = BenchFile.read(bench) if bench else of_this_machine(machine) if here else None
-    if measured and bench:  # which must come from the hardware of the plan
-        keys = measured.machine
-        if not _is(profile, replace(machine, backend=str(keys.get("backend")), arch=keys.get("arch"))):
-            raise UserError(f"{bench} was measured on {dict(keys)}, but hardware={profile.name} is {profile.title}")
-        if chip and chip not in (may := named_chips(profile, keys.get("arch"), keys.get("name") or "")):
-            measured_on = " or ".join(may) or keys.get("name") or keys.get("arch")
-            raise UserError(f"{bench} was measured on {measured_on}, but --machine is {chip}")
-    if measured:
-        known = chips_of(profile, measured.machine.get("arch"), measured.machine.get("name"))
-        sheet = profile.chips.get(chip or known[0]) if chip or known else None
-        source = f"measured {measured.date} by rocm-ext bench"
-        return Figures(**{**_sizes(sheet, profile), **measured.figures, "source": source, "measured": True})
+    here = _describes(profile, machine)
+    if bench:
+        file = BenchFile.read(bench)
+        _check_file(bench, file, profile, machine, chip)
+        return _measured(file, profile, chip)
+    if here and (chip is None or chip in named):
+        own_file = of_this_machine(machine)
+        if own_file:
+            return _measured(own_file, profile, chip)
     if profile.match.get("backend") == "cpu":
         return measure_cpu()
     if not profile.chips:
         raise UserError(f"hardware={profile.name} has no data sheet of its machine; measure it with rocm-ext bench")
     name = chip or (likely or list(profile.chips))[0]
+    another = here and not chip and name not in named
+    return _computed(profile, name, note=f"; {machine.name} has none here" if another else "")
+
+
+def _check_file(bench: Path, file: BenchFile, profile: Profile, machine: Machine, chip: str | None) -> None:
+    """Refuse a bench file of other hardware than the plan's."""
+    measured = file.machine
+    arch, name = measured.get("arch"), measured.get("name")
+    if not _describes(profile, replace(machine, backend=str(measured.get("backend")), arch=arch)):
+        raise UserError(f"{bench} was measured on {dict(measured)}, but hardware={profile.name} is {profile.title}")
+    may_be = named_chips(profile, arch, name or "")
+    if chip and chip not in may_be:
+        raise UserError(f"{bench} was measured on {' or '.join(may_be) or name or arch}, but --machine is {chip}")
+
+
+def _measured(file: BenchFile, profile: Profile, chip: str | None) -> Figures:
+    """Return a bench file's figures; memory and link come from the chip's data sheet."""
+    if chip is None:
+        likely = chips_of(profile, file.machine.get("arch"), file.machine.get("name"))
+        chip = likely[0] if likely else None
+    figures = _sizes(profile.chips.get(chip) if chip else None, profile)
+    figures |= file.figures
+    return Figures(source=f"measured {file.date} by rocm-ext bench", measured=True, **figures)
+
+
+def _computed(profile: Profile, name: str, note: str) -> Figures:
+    """Return the figures of a chip's data sheet that runs are assumed to reach; ``note`` follows the chip's name."""
     sheet = profile.chips[name]
     reached = {**profile.reached, **sheet.reached}
-    mine = chip or not _is(profile, machine) or name in named
-    other = "" if mine else f"; {machine.name} has none here"
+    compute, bandwidth = reached["compute"], reached["bandwidth"]
     rates = {"bf16": sheet.bf16, "fp16": sheet.fp16, "fp32": sheet.fp32}
+    shares = f"{compute:.0%} of its compute and {bandwidth:.0%} of its bandwidth"
     return Figures(
-        source=f"data sheet of {name}{other}, assuming {reached['compute']:.0%} of its compute and "
-        f"{reached['bandwidth']:.0%} of its bandwidth",
+        source=f"data sheet of {name}{note}, assuming {shares}",
         measured=False,
         sheet=name,
-        flops={dtype: rate * 1e12 * reached["compute"] for dtype, rate in rates.items() if rate},
-        bandwidth=sheet.bandwidth * 1e9 * reached["bandwidth"],
+        flops={dtype: rate * 1e12 * compute for dtype, rate in rates.items() if rate},
+        bandwidth=sheet.bandwidth * 1e9 * bandwidth,
         **assumed(reached),
         **_sizes(sheet, profile),
     )
@@ -149,14 +173,17 @@ def assumed(reached: Mapping[str, float]) -> dict[str, Any]:
 
 def _sizes(sheet: Chip | None, profile: Profile) -> dict[str, Any]:
     """Return memory and link of the data sheet, as arguments of :class:`Figures`."""
-    if sheet is None:
-        return {}
-    link = {"link": sheet.link * 1e9 * profile.reached["bandwidth"]} if sheet.link else {}
-    return {"memory": int(sheet.memory * GIB), **link}
+    sizes: dict[str, Any] = {}
+    if sheet is not None:
+        sizes["memory"] = int(sheet.memory * GIB)
+        if sheet.link:
+            sizes["link"] = sheet.link * 1e9 * profile.reached["bandwidth"]
+    return sizes
 
 
-def _is(profile: Profile, machine: Machine) -> bool:
-    return profile.fits(machine) or profile.match.get("backend") == "cpu" == machine.backend
+def _describes(profile: Profile, machine: Machine) -> bool:
+    """Whether the profile is for this machine; the CPU's is for every machine that computes on its CPU."""
+    return profile.fits(machine) or machine.backend == "cpu" == profile.match.get("backend")
 
 
 def measure_cpu() -> Figures:
@@ -221,13 +248,14 @@ class Target:
         profile = load_profile(cfg.hardware)
         here = chip is None and (profile.memory["of"] == "host" or profile.fits(machine))
         figures = figures_for(profile, machine, bench, chip)
-        best = "bf16" if "bf16" in figures.flops else "fp32"
-        return cls(
-            profile=profile,
-            name=str(machine) if here else f"{chip or profile.title}; this is another machine",
-            here=here,
-            figures=figures,
-            budget=memory_budget(profile, machine) if here else nominal_budget(profile, figures.memory or 0),
-            device=torch.device("cpu" if cfg.device == "cpu" else "cuda"),
-            dtype=pick_dtype(cfg.dtype, machine)[0] if here else DTYPES[best if cfg.dtype == "auto" else cfg.dtype],
-        )
+        if here:
+            title = str(machine)
+            budget = memory_budget(profile, machine)
+            dtype, _ = pick_dtype(cfg.dtype, machine)
+        else:
+            title = f"{chip or profile.title}; this is another machine"
+            budget = nominal_budget(profile, figures.memory or 0)
+            best = "bf16" if "bf16" in figures.flops else "fp32"
+            dtype = DTYPES[best if cfg.dtype == "auto" else cfg.dtype]
+        device = torch.device("cpu" if cfg.device == "cpu" else "cuda")
+        return cls(profile, title, here, figures, budget, device, dtype)

@@ -29,7 +29,7 @@ Row = tuple[tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Known:
-    """The user's sizes of data that are not on disk; None: not given.
+    """The user's sizes of data that are not on disk, or None.
 
     Attributes:
         rows: number of training rows; in RAFT prompts per cycle, in GRPO and distillation prompts per step.
@@ -50,13 +50,13 @@ class Workload:
         longest: tokens of the longest row.
         mean: mean tokens of a row.
         supervised: share of tokens with a label.
-        count: number of rows; None: unknown.
+        count: number of rows, or None.
         source: origin of these numbers.
         per_row: every row; empty where they are unknown.
         sequences: mean number of sequences in a row: 1, or 2 of a pair. Attention does not cross sequences.
         shared: mean number of a row's tokens that its second sequence shares with the first; only attention computes
             them twice, and ``mean`` leaves them out.
-        most: the most rows of an optimiser step, if steps differ; None: steps have equal numbers.
+        most: the most rows of an update, if updates differ.
         mixture: data sets of the rows; the means are of an epoch that follows their weights.
     """
 
@@ -77,8 +77,8 @@ class Questions:
     """The prompts and answers of a cycle of RAFT, or of a step of GRPO or distillation.
 
     Attributes:
-        prompts: prompts per cycle or step; None: unknown.
-        held_out: prompts of an evaluation; None: unknown.
+        prompts: prompts per cycle or step, or None.
+        held_out: prompts of an evaluation, or None.
         longest: tokens of the longest prompt.
         mean: mean tokens of a prompt.
         answer: mean tokens of an answer.
@@ -105,19 +105,20 @@ def sft_rows(cfg: DictConfig, known: Known, share: bool = False) -> Workload:
         dataset = open_dataset(cfg.dataset, tokenizer, cfg.too_long)
         count = len(dataset)  # type: ignore[arg-type]
         every = max(1, -(-count // _LOOKED_AT))
-        policies = {"too_long": cfg.too_long, "bad_rows": cfg.bad_rows}
-        rows = tokenize(dataset, max_seq_len=limit, progress=False, every=every, **policies)
+        rows = tokenize(
+            dataset, max_seq_len=limit, progress=False, every=every, too_long=cfg.too_long, bad_rows=cfg.bad_rows
+        )
         read = f"{rows.counts['rows']:,} of {count:,} rows read"
         workload = describe(rows, count, read, share, Mixture.of(cfg.dataset, rows))
     else:
         objective = objective_of(config.instantiate(cfg.loss, key="loss"))
         pairs = SIDE in objective.columns and not isinstance(objective, UnpairedPreference)
-        sequences = 2 if pairs else 1  # of a row
-        longest = (limit or _LONGEST_ROW) * sequences
+        sequences_of_row = 2 if pairs else 1
+        longest = (limit or _LONGEST_ROW) * sequences_of_row
         lengths = "rows as given" if known.row_tokens else "rows of full length assumed"
         missing = "model" if _is_local(cfg.dataset) else "data"
         source = f"{missing} not on disk: {lengths}, with a label on every token"
-        workload = Workload(longest, longest, 1.0, None, source, sequences=sequences)
+        workload = Workload(longest, longest, 1.0, None, source, sequences=sequences_of_row)
     mean = min(known.row_tokens or workload.mean, workload.longest)
     return replace(workload, mean=mean, count=known.rows or workload.count)
 
@@ -133,32 +134,35 @@ def describe(rows: Rows, count: int, source: str, share: bool = False, mixture: 
         mixture: data sets of the rows.
     """
     per_row = []
+    sums = []  # of each row: tokens, labels, sequences, shared tokens
     for tokens, lengths, (labels, _) in zip(rows.tokens, rows.lengths, label_counts(rows), strict=True):
-        shared = shared_beginnings(tokens, lengths) if share else [0] * len(lengths)
+        shared = tuple(shared_beginnings(tokens, lengths)) if share else (0,) * len(lengths)
         unshared = tuple(length - common for length, common in zip(lengths, shared, strict=True))
-        per_row.append((unshared, tuple(shared), labels))
-    sums = np.array([(sum(unshared), targets, len(unshared), sum(shared)) for unshared, shared, targets in per_row])
-    often = None  # times that an epoch has the rows
-    if mixture is not None and mixture.weights:
-        of_sets = [given / max(1, rows) for given, rows in zip(mixture.shares, mixture.rows, strict=True)]
-        often = np.repeat(of_sets, mixture.rows)
-    mean, targets, sequences, shared = np.average(sums, 0, often).tolist()
+        per_row.append((unshared, shared, labels))
+        sums.append((sum(unshared), labels, len(unshared), sum(shared)))
+    weights = None
+    if mixture is not None and mixture.weights:  # an epoch has the rows of a set more or less often
+        frequencies = [given / max(1, number) for given, number in zip(mixture.shares, mixture.rows, strict=True)]
+        weights = np.repeat(frequencies, mixture.rows)
+    mean, labels, sequences, shared_tokens = np.average(sums, 0, weights).tolist()
     return Workload(
-        longest=int(sums[:, 0].max()),
+        longest=max(tokens for tokens, *_ in sums),
         mean=mean,
-        supervised=targets / mean,
+        supervised=labels / mean,
         count=count,
         source=source,
         per_row=tuple(per_row),
         sequences=sequences,
-        shared=shared,
+        shared=shared_tokens,
         mixture=mixture,
     )
 
 
 def questions(cfg: DictConfig, known: Known) -> Questions:
     """Estimate the prompts and answers of a config of a recipe that samples; sizes in ``known`` take precedence."""
-    count, held_out, lengths, source = None, _count(cfg.eval_prompts), [_PROMPT], "prompts assumed, not on disk"
+    count = None
+    lengths = [_PROMPT]
+    source = "prompts assumed, not on disk"
     if _is_local(cfg.prompts):
         prompts = config.instantiate(cfg.prompts, key="prompts")
         count, source = len(prompts), f"{len(prompts):,} prompts read"
@@ -167,17 +171,24 @@ def questions(cfg: DictConfig, known: Known) -> Questions:
             lengths = [len(render_prompt(tokenizer, prompt.messages)) for prompt in prompts]
         else:
             source += ", their tokens assumed: the model is not on disk"
+    held_out = _count(cfg.eval_prompts)
     if _is_local(cfg.eval_prompts):
         held_out = len(config.instantiate(cfg.eval_prompts, key="eval_prompts"))
-    limits = cfg.get("prompts_per_cycle"), cfg.get("prompts_per_step"), count
+    if not known.answer_tokens:
+        source += "; answers assumed to be half of max_new_tokens"
     return Questions(
-        prompts=known.rows or min(filter(None, limits), default=None),
+        prompts=known.rows or _least(cfg.get("prompts_per_cycle"), cfg.get("prompts_per_step"), count),
         held_out=held_out,
         longest=max(lengths),
         mean=known.row_tokens or fmean(lengths),
         answer=min(known.answer_tokens or expected_answer(cfg), cfg.max_new_tokens),
-        source=source + ("" if known.answer_tokens else "; answers assumed to be half of max_new_tokens"),
+        source=source,
     )
+
+
+def _least(*limits: int | None) -> int | None:
+    """The least of the limits that are set."""
+    return min(filter(None, limits), default=None)
 
 
 def expected_answer(cfg: DictConfig) -> float:
@@ -200,7 +211,7 @@ def kept_rows(cfg: DictConfig, asked: Questions) -> Workload:
 
 def sampled_rows(cfg: DictConfig, asked: Questions) -> Workload:
     """Estimate the rows of a step of GRPO or distillation: every answer to its prompts."""
-    prompts = min(filter(None, (cfg.get("prompts_per_step"), asked.prompts)), default=None)
+    prompts = _least(cfg.get("prompts_per_step"), asked.prompts)
     rows = _answers(cfg, asked, prompts and prompts * cfg.samples_per_prompt, "every answer trained on")
     if "prompts_per_step" not in cfg:  # an evaluation with a config of RAFT
         return rows
@@ -246,7 +257,7 @@ def _tokenizer_is_here(cfg: DictConfig) -> bool:
 
 
 def _count(component: Any) -> int | None:
-    """Number of held-out prompts from a split such as ``test[:200]`` or from ``limit``; None: unknown."""
+    """Number of held-out prompts from a split such as ``test[:200]`` or from ``limit``."""
     if component is None:
         return 0
     number = str(component.get("split", "")).partition("[:")[2].rstrip("]")
