@@ -1,6 +1,7 @@
 """The measurements of ``rocm-ext bench``, from matrix products to training."""
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -74,12 +75,14 @@ class Bench:
         self.spec = spec
         self.machine = detect()
         recipe = config.recipe_of(spec.config, spec.overrides)
-        self.cfg = OmegaConf.create(config.trainer_config(config.load(recipe, spec.config, spec.overrides)))
+        cfg = config.load(recipe, spec.config, spec.overrides)
+        self.cfg = OmegaConf.create(config.trainer_config(cfg))
         use_shape(self.cfg)
         self.profile = load_profile(self.cfg.hardware)
-        # a cap that keeps the process within its budget where a probe underestimates its memory
-        capped = self.cfg.device != "cpu" and not self.machine.unified  # open_device caps unified memory
-        fraction = min(1.0, spec.budget / self.machine.total_memory) if capped else None
+        fraction = None
+        if self.cfg.device != "cpu" and not self.machine.unified:  # open_device caps unified memory
+            # keeps the process within its budget where a probe underestimates its memory
+            fraction = min(1.0, spec.budget / self.machine.total_memory)
         self.device = open_device(self.profile, self.machine, 0, fraction, self.cfg.device)
         self.dtype, _ = numerics.pick_dtype(self.cfg.dtype, self.machine)
 
@@ -161,7 +164,8 @@ def timed(
         return time.perf_counter() - began
 
     def turn() -> float:
-        return lap(work) / (1.0 if beside is None else lap(beside))
+        seconds = lap(work)
+        return seconds if beside is None else seconds / lap(beside)
 
     for _ in range(2):
         turn()
@@ -181,17 +185,24 @@ def wait(device: torch.device) -> None:
 # ---- the device
 
 
-def gemm(bench: Bench, values: Values) -> ProbeResult:
-    """FLOP/s of the feed-forward layer: x Wᵀ (``forward``) or g W (``dgrad``)."""
+def _feed_forward(bench: Bench) -> tuple[int, int]:
+    """The outputs and the inputs of the feed-forward layer's first product."""
     mlp: Any = bench.shape.layers[0].mlp  # type: ignore[union-attr, index]
     wide, width = mlp.w1.weight.shape
-    tokens, dtype = _TOKENS[bench.device.type], numerics.DTYPES[values["dtype"]]
+    return wide, width
+
+
+def gemm(bench: Bench, values: Values) -> ProbeResult:
+    """FLOP/s of the feed-forward layer: x Wᵀ (``forward``) or g W (``dgrad``)."""
+    wide, width = _feed_forward(bench)
+    tokens = _TOKENS[bench.device.type]
+    dtype = numerics.DTYPES[values["dtype"]]
     bench.require((tokens * (wide + width) + wide * width) * dtype.itemsize * 2)
-    x, g, w = (
-        torch.randn(shape, device=bench.device).to(dtype) for shape in ((tokens, width), (tokens, wide), (wide, width))
-    )
-    work = {"forward": lambda: x @ w.T, "dgrad": lambda: g @ w}[values["direction"]]
-    times = timed(work, bench.device, bench.spec.seconds)
+    weight = torch.randn(wide, width, device=bench.device).to(dtype)
+    if values["direction"] == "forward":
+        weight = weight.T
+    x = torch.randn(tokens, weight.shape[0], device=bench.device).to(dtype)
+    times = timed(lambda: x @ weight, bench.device, bench.spec.seconds)
     return {**times.rate(2 * tokens * wide * width), "unit": "FLOP/s", "shape": [tokens, width, wide]}
 
 
@@ -201,25 +212,27 @@ def unpacking(bench: Bench, values: Values) -> ProbeResult:
     With ``rows``: the time of a product of so many rows with the feed-forward layer's weight in blocks, divided by the
     time of the same product with a plain weight.
     """
-    mlp: Any = bench.shape.layers[0].mlp  # type: ignore[union-attr, index]
-    wide, width = mlp.w1.weight.shape
+    wide, width = _feed_forward(bench)
+    dtype = bench.dtype
     count, size = BLOCKS[values["kind"]]
-    rows, dtype, blocks = values.get("rows", 0), bench.dtype, -(-width // count)
+    blocks = math.ceil(width / count)
     width = blocks * count
+    rows = values.get("rows", 0)
     if not rows:
         wide = _COPIED[bench.device.type] // (width * dtype.itemsize)
     bench.require((rows * (width + wide) + wide * width) * dtype.itemsize * 2)
     # bytes with moderate scales in every kind; random bytes contain infinite scales
     packed = torch.randint(40, 46, (wide, blocks * size), dtype=torch.uint8, device=bench.device)
-    weight, x = of_blocks(packed, values["kind"], dtype), torch.randn(rows, width, device=bench.device).to(dtype)
+    weight = of_blocks(packed, values["kind"], dtype)
     with _skipping():  # transformers may be missing
         plain = weight.get_original_weight()
     facts: ProbeResult = {"shape": [rows, width, wide], "dtype": numerics.dtype_name(dtype)}
     if not rows:
         times = timed(weight.get_original_weight, bench.device, bench.spec.seconds)
         return {**times.rate(wide * width), "unit": "values/s", **facts}
-    times = timed(lambda: x @ weight.T, bench.device, bench.spec.seconds, beside=lambda: x @ plain.T)
-    return {"value": times.median, "low": times.low, "high": times.high, "unit": "x", **facts}
+    x = torch.randn(rows, width, device=bench.device).to(dtype)
+    ratio = timed(lambda: x @ weight.T, bench.device, bench.spec.seconds, beside=lambda: x @ plain.T)
+    return {"value": ratio.median, "low": ratio.low, "high": ratio.high, "unit": "x", **facts}
 
 
 def bandwidth(bench: Bench, values: Values) -> ProbeResult:
@@ -227,30 +240,36 @@ def bandwidth(bench: Bench, values: Values) -> ProbeResult:
     size = _COPIED[bench.device.type]
     bench.require(2 * size)
 
-    def at(end: str) -> Tensor:
-        device = {"device": bench.device, "other": torch.device("cuda", 1)}.get(end, torch.device("cpu"))
-        return torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=end == "pinned")
+    def allocated(place: str) -> Tensor:
+        device = torch.device("cpu")
+        if place == "device":
+            device = bench.device
+        elif place == "other":
+            device = torch.device("cuda", 1)
+        return torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=place == "pinned")
 
-    ends = COPIES[values["what"]]
-    source, target = map(at, ends)
+    start, end = COPIES[values["what"]]
+    source, target = allocated(start), allocated(end)
     times = timed(lambda: target.copy_(source), bench.device, bench.spec.seconds)
-    return {**times.rate((ends == ("device", "device")) * size + size), "unit": "B/s"}
+    moved = 2 * size if start == end else size
+    return {**times.rate(moved), "unit": "B/s"}
 
 
 def loader(bench: Bench, values: Values) -> ProbeResult:
     """Tokens per second that the loader packs into micro-batches, from rows of all lengths."""
-    cfg, longest, steps = bench.cfg, longest_row(bench.cfg), 50
-    rows = random_rows(16 * steps, longest // 8, longest, 256)
+    longest = longest_row(bench.cfg)
+    steps, rows_of_step = 50, 16
+    rows = random_rows(rows_of_step * steps, longest // 8, longest, 256)
     layout = Layout(0, 1, 4 * longest, packed=True, pad_id=0)
-    order = [range(16 * step, 16 * step + 16) for step in range(steps)]
-    loads = StepLoader(rows, order, layout, values["num_workers"], cfg.pin_memory)
+    order = [range(first, first + rows_of_step) for first in range(0, rows_of_step * steps, rows_of_step)]
+    loads = StepLoader(rows, order, layout, values["num_workers"], bench.cfg.pin_memory)
 
-    def work() -> None:
+    def load_all() -> None:
         for _ in loads.range(0, steps):
             pass
 
-    times = timed(work, bench.device, bench.spec.seconds, least=3)
-    return {**times.rate(sum(map(len, rows.tokens))), "unit": "tokens/s"}
+    times = timed(load_all, bench.device, bench.spec.seconds, least=3)
+    return {**times.rate(sum(len(tokens) for tokens in rows.tokens)), "unit": "tokens/s"}
 
 
 # ---- decoding
@@ -266,18 +285,21 @@ class _Clocked(LocalSession):
 
 def decoding(bench: Bench, values: Values) -> ProbeResult:
     """Answer tokens per second of the config's model with random weights, with all slots full."""
-    slots, new, decoder = values["slots"], _WARM_UP + _STEPS, bench.decoder
+    decoder, slots = bench.decoder, values["slots"]
+    sampling = Sampling(_WARM_UP + _STEPS)
     vocabulary = decoder.tok_embeddings.num_embeddings
-    prompts = [tuple((i * 7 + j) % vocabulary for j in range(_PROMPT)) for i in range(slots)]
-    requests = [Request(str(i), 0, i, prompt, ()) for i, prompt in enumerate(prompts)]
+    requests = []
+    for i in range(slots):
+        prompt = tuple((i * 7 + j) % vocabulary for j in range(_PROMPT))
+        requests.append(Request(str(i), 0, i, prompt, ()))
     endless = SimpleNamespace(stop_tokens=[-1], decode=lambda ids, **_: "")
     graphs = bench.device.type == "cuda"
-    with sampler_of(decoder) as made:
-        length = span_for(bench.device, _PROMPT + new)
-        memory = slot_memory(made, [_PROMPT] * slots, length, Sampling(new), graphs)
+    with sampler_of(decoder) as sampler:
+        span = span_for(bench.device, _PROMPT + _WARM_UP + _STEPS)
+        memory = slot_memory(sampler, [_PROMPT] * slots, span, sampling, graphs)
         bench.require(frozen_bytes(decoder) + copied_bytes(decoder) + memory.bytes(slots))
-        session = _Clocked(made, endless, lambda: bench.spec.budget, slots, graphs)
-        list(session.generate(requests, Sampling(new)))
+        session = _Clocked(sampler, endless, lambda: bench.spec.budget, slots, graphs)
+        list(session.generate(requests, sampling))
     times = Times(*quantiles(session.steps[_WARM_UP:], n=4, method="inclusive"))
     context = _PROMPT + _WARM_UP + _STEPS / 2
     return {**times.rate(slots), "unit": "tokens/s", "seconds": times.median, "context": context}
@@ -290,15 +312,20 @@ class RandomWeights(Mapping[str, Tensor]):
     """Random weights with the names and shapes of ``decoder``'s, drawn at every access."""
 
     def __init__(self, decoder: Decoder, device: torch.device) -> None:
-        shapes: dict[str, Tensor] = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
-        shapes |= decoder.buffers_to_load()
-        self._shapes = {plain(name): shape for name, shape in shapes.items()}  # as checkpoints name them
-        self._device, self._quantizes = device, decoder.quantizes
+        self._device = device
+        self._quantizes = decoder.quantizes
+        self._shapes: dict[str, Tensor] = {}  # by the names in checkpoints
+        for name, parameter in decoder.named_parameters():
+            if not parameter.requires_grad:
+                self._shapes[plain(name)] = parameter
+        for name, buffer in decoder.buffers_to_load().items():
+            self._shapes[plain(name)] = buffer
 
     def __getitem__(self, name: str) -> Tensor:
         like = self._shapes[name]
         if isinstance(like, Quantized) and not self._quantizes:
-            return like.with_parts(lambda part: self._part(part, 116 if like.kind in ("", "MXFP4") else 4))
+            least = 116 if like.kind in ("", "MXFP4") else 4
+            return like.with_parts(lambda part: self._part(part, least))
         return torch.empty(like.shape, dtype=like.dtype, device=self._device).normal_(std=0.02)
 
     def _part(self, like: Tensor, least: int) -> Tensor:
@@ -376,12 +403,13 @@ def training(bench: Bench, values: Values) -> ProbeResult:
     """Tokens per second of training steps with random weights, and their peak memory."""
     log.disabled = True
     cfg = probe_config(bench.cfg, values, list(bench.profile.locked))
-    runtime, longest, count = Runtime.open(cfg), longest_row(cfg), values["rows"]
+    runtime = Runtime.open(cfg)
+    longest, count = longest_row(cfg), values["rows"]
+    rows = random_rows(count, longest, longest, 256)
+    may_skip = _skipping() if "attention" in values else nullcontext()  # the machine may lack a kernel of attention
     try:
-        # the machine may lack a kernel of attention
-        with _skipping() if "attention" in values else nullcontext(), TemporaryDirectory() as folder:
+        with may_skip, TemporaryDirectory() as folder:
             cfg.output_dir = folder
-            rows = random_rows(count, longest, longest, 256)
             learner = ProbeLearner(cfg, runtime, bench.spec.budget)
             learner.setup(workload.describe(rows, count, "random"))
             trainer = Trainer(learner, rows, cfg, OutputDir.open(cfg, runtime.ranks))
@@ -393,8 +421,10 @@ def training(bench: Bench, values: Values) -> ProbeResult:
 
 
 def _steps(trainer: Trainer, seconds: float) -> ProbeResult:
+    """Measure the only update of ``trainer``, again and again."""
     (update,) = trainer.loader.range(0, 1)
-    learner, device = trainer.learner, trainer.runtime.device
+    learner = trainer.learner
+    device = trainer.runtime.device
     learner.model.train()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -411,17 +441,26 @@ def _steps(trainer: Trainer, seconds: float) -> ProbeResult:
 
 
 def _peak(trainer: Trainer, update: Update) -> int:
+    """Peak bytes of an update; a CPU's are counted in one more update."""
     if trainer.runtime.device.type == "cuda":
         return torch.cuda.max_memory_allocated(trainer.runtime.device)
     decoder = trainer.learner.decoder
     tensors = [*decoder.parameters(), *decoder.buffers()]
-    tensors += [t for state in trainer.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    for state in trainer.optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
     tally = CostCounter()
     tally.ignore(tensors)
     with tally:
         trainer.train_step(update)
-    return tally.peak + sum(t.nbytes for t in {id(t): t for t in tensors}.values())
+    distinct = {id(tensor): tensor for tensor in tensors}
+    return tally.peak + sum(tensor.nbytes for tensor in distinct.values())
 
 
-_PROBES: tuple[Callable[[Bench, Values], ProbeResult], ...] = gemm, unpacking, bandwidth, loader, decoding, training
-PROBES = {probe.__name__: probe for probe in _PROBES}
+PROBES: dict[str, Callable[[Bench, Values], ProbeResult]] = {
+    "gemm": gemm,
+    "unpacking": unpacking,
+    "bandwidth": bandwidth,
+    "loader": loader,
+    "decoding": decoding,
+    "training": training,
+}

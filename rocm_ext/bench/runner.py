@@ -46,16 +46,19 @@ def run(
     done: list[Measurement] = []
     with contextlib.ExitStack() as running:
         child: _Child | None = None
-        while items := following(done):
+        items = following(done)
+        while items:
             for item in items:
                 if item.skip:
-                    done.append(Measurement(item, "skipped", {}, item.skip))
+                    outcome = Measurement(item, "skipped", {}, item.skip)
                 else:
-                    if child is None or child.ended or child.of_items != item.environ:
+                    if child is None or child.ended or child.environ != item.environ:
                         running.close()
                         child = running.enter_context(_Child(spec, item.environ, environ))
-                    done.append(child.measure(item, timeout))
-                tell(done[-1])
+                    outcome = child.measure(item, timeout)
+                done.append(outcome)
+                tell(outcome)
+            items = following(done)
     return done
 
 
@@ -63,12 +66,14 @@ class _Child:
     """A process of :mod:`rocm_ext.bench.child`. It ends with this object's context.
 
     Attributes:
-        of_items: environment variables of the items.
+        environ: environment variables of the items.
         ended: whether the process has crashed or hangs.
     """
 
-    def __init__(self, spec: Spec, of_items: Mapping[str, str], environ: Mapping[str, str]) -> None:
-        self.of_items, self.ended, self._started = of_items, False, False
+    def __init__(self, spec: Spec, environ: Mapping[str, str], common: Mapping[str, str]) -> None:
+        self.environ = environ
+        self.ended = False
+        self._started = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rocm_ext.bench.child"],
             stdin=subprocess.PIPE,
@@ -76,20 +81,20 @@ class _Child:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env={**os.environ, **environ, **of_items},
+            env={**os.environ, **common, **environ},
         )
         self._errors: list[str] = []
         self._lines: SimpleQueue[str | None] = SimpleQueue()
-        readers = (self._read_lines, self._process.stdout), (self._read_errors, self._process.stderr)
-        self._threads = [threading.Thread(target=read, args=(pipe,), daemon=True) for read, pipe in readers]
-        for thread in self._threads:
-            thread.start()
+        self._lines_reader = threading.Thread(target=self._read_lines, args=(self._process.stdout,), daemon=True)
+        self._errors_reader = threading.Thread(target=self._read_errors, args=(self._process.stderr,), daemon=True)
+        self._lines_reader.start()
+        self._errors_reader.start()
         self._send(asdict(spec))
 
     def measure(self, item: Item, timeout: float) -> Measurement:
         """Measure an item."""
         self._send(asdict(item))
-        said: ProbeReply = {}
+        reply: ProbeReply = {}
         for seconds in (timeout,) if self._started else (_STARTING, timeout):
             try:
                 line = self._lines.get(timeout=seconds)
@@ -99,11 +104,11 @@ class _Child:
             if line is None:
                 self.ended = True
                 return Measurement(item, "crashed", {}, self._last_words())
-            said = json.loads(line)
-            if "error" in said:
-                raise UserError(said["error"])
+            reply = json.loads(line)
+            if "error" in reply:
+                raise UserError(reply["error"])
             self._started = True
-        return Measurement(item, said["status"], said.get("result", {}), said.get("detail", ""))
+        return Measurement(item, reply["status"], reply.get("result", {}), reply.get("detail", ""))
 
     def _send(self, content: Json) -> None:
         with contextlib.suppress(BrokenPipeError):  # if the child has crashed, _last_words says why
@@ -127,7 +132,7 @@ class _Child:
         except subprocess.TimeoutExpired:
             return "closed its output and does not end"
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        self._threads[1].join(timeout=5)
+        self._errors_reader.join(timeout=5)
         return f"{how}: {self._errors[-1]}" if self._errors else how
 
     def __enter__(self) -> "_Child":
@@ -142,8 +147,8 @@ class _Child:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # SIGKILL ends no process that hangs in a driver
                 self._process.wait(10)
-        for thread in self._threads:
-            thread.join(timeout=5)
+        self._lines_reader.join(timeout=5)
+        self._errors_reader.join(timeout=5)
 
 
 # ---- other programs
@@ -151,9 +156,10 @@ class _Child:
 
 def clocks() -> tuple[float, float, float]:
     """The time, and processor time of all programs and of this one with its ended children, all in seconds."""
-    every, ours = psutil.cpu_times(), os.times()
-    used = every.user + every.system + getattr(every, "nice", 0.0)
-    return time.perf_counter(), used, ours.user + ours.system + ours.children_user + ours.children_system
+    times, own_times = psutil.cpu_times(), os.times()
+    used = times.user + times.system + getattr(times, "nice", 0.0)
+    own = own_times.user + own_times.system + own_times.children_user + own_times.children_system
+    return time.perf_counter(), used, own
 
 
 class OtherPrograms:
@@ -170,5 +176,7 @@ class OtherPrograms:
 
     def cores(self) -> float:
         """Cores that other programs kept busy on average. 0 on Windows, which hides children's time."""
-        elapsed, every, ours = (now - then for now, then in zip(clocks(), self._began, strict=True))
-        return 0.0 if os.name == "nt" else max(0.0, (every - ours) / max(elapsed, 1e-9))
+        elapsed, used, own = (now - before for now, before in zip(clocks(), self._began, strict=True))
+        if os.name == "nt":
+            return 0.0
+        return max(0.0, (used - own) / max(elapsed, 1e-9))

@@ -29,16 +29,12 @@ def figures(
     ``efficiency`` and ``decode_efficiency`` are the shares of the roofline that a training and a decoding step reach.
     Empty if matrix products or copies were not measured.
     """
-    copies, products = _ok(measurements, "bandwidth", what="device copy"), _products(measurements)
+    copies = _ok(measurements, "bandwidth", what="device copy")
+    products = _products(measurements)
     if not copies or not products:
         return {}
-    flops = {}
-    for name in dict.fromkeys(product.item.values["dtype"] for product in products):
-        both = [_ok(products, "gemm", dtype=name, direction=direction) for direction in ("forward", "dgrad")]
-        best = [max(product.speed for product in of_direction) for of_direction in both if of_direction]
-        flops[name] = 1 / fmean(1 / speed for speed in best)  # training computes equally many FLOPs in both directions
     known: dict[str, Any] = {
-        "flops": flops,
+        "flops": _flops(products),
         "bandwidth": median(copy.speed for copy in copies),
         **assumed(load_profile(cfg.hardware).reached),
     }
@@ -48,28 +44,46 @@ def figures(
     # steps as configured but not compiled, because the figures are of single kernels
     steps = [step for step in _ok(measurements, "training", compile=False) if len(step.item.values) == 2]
     if steps:
-        fastest = max(steps, key=attrgetter("speed"))
-        count, longest = fastest.item.values["rows"], longest_row(cfg)
-        planner = TrainingPlanner(
-            probe_config(cfg, fastest.item.values, []),
-            shape,
-            objective_of(config.instantiate(cfg.loss, key="loss")),
-            shape.tok_embeddings.weight.dtype,
-            device,
-            rows=workload.Workload(longest, longest, 1.0, count, "random"),
-            ranks=1,
-            speeds=lambda: roofline,
-            kernels=Kernels.on(device, "bf16" in flops, cfg.attention),
-        )
-        planned = planner.choice(count * longest, range(fastest.result["checkpointed"]), 0).step
-        known["efficiency"] = planned.seconds / fastest.result["seconds"]
-    if decoded := _ok(measurements, "decoding"):
-        fastest = max(decoded, key=attrgetter("speed"))
+        step = max(steps, key=attrgetter("speed"))
+        known["efficiency"] = _planned_seconds(step, cfg, shape, device, roofline) / step.result["seconds"]
+    decoded = _ok(measurements, "decoding")
+    if decoded:
+        step = max(decoded, key=attrgetter("speed"))
         with torch.no_grad():
             sampler = shape.sampler()
-        seconds = decode_seconds(sampler, fastest.item.values["slots"], fastest.result["context"], roofline)
-        known["decode_efficiency"] = seconds / fastest.result["seconds"]
+        seconds = decode_seconds(sampler, step.item.values["slots"], step.result["context"], roofline)
+        known["decode_efficiency"] = seconds / step.result["seconds"]
     return known
+
+
+def _flops(products: Sequence[Measurement]) -> dict[str, float]:
+    """FLOP/s by dtype; training computes equally many FLOPs in both directions."""
+    flops = {}
+    for name in dict.fromkeys(product.item.values["dtype"] for product in products):
+        times = []
+        for direction in ("forward", "dgrad"):
+            measured = _ok(products, "gemm", dtype=name, direction=direction)
+            if measured:
+                times.append(1 / max(product.speed for product in measured))
+        flops[name] = 1 / fmean(times)
+    return flops
+
+
+def _planned_seconds(step: Measurement, cfg: DictConfig, shape: Any, device: torch.device, roofline: Figures) -> float:
+    """Seconds that a measured training step would take at the speeds of single kernels."""
+    count, longest = step.item.values["rows"], longest_row(cfg)
+    planner = TrainingPlanner(
+        probe_config(cfg, step.item.values, []),
+        shape,
+        objective_of(config.instantiate(cfg.loss, key="loss")),
+        shape.tok_embeddings.weight.dtype,
+        device,
+        rows=workload.Workload(longest, longest, 1.0, count, "random"),
+        ranks=1,
+        speeds=lambda: roofline,
+        kernels=Kernels.on(device, "bf16" in roofline.flops, cfg.attention),
+    )
+    return planner.choice(count * longest, range(step.result["checkpointed"]), 0).step.seconds
 
 
 def winners(measurements: Sequence[Measurement], sweep: Sweep) -> list[Winner]:
@@ -86,13 +100,14 @@ def _library(measurements: Sequence[Measurement]) -> list[Winner]:
     """The variables that choose the faster BLAS library."""
     seconds: dict[str, float] = {}
     products = _products(measurements)
-    dtype = "bf16" if any(product.item.values["dtype"] == "bf16" for product in products) else "fp32"
+    dtype = "bf16" if _ok(products, "gemm", dtype="bf16") else "fp32"
     for product in _ok(products, "gemm", dtype=dtype):
         library = product.item.values["library"]
         seconds[library] = seconds.get(library, 0.0) + 1 / product.speed
     if len(seconds) < 2:
         return []
-    best, worst = min(seconds, key=seconds.__getitem__), max(seconds, key=seconds.__getitem__)
+    best = min(seconds, key=seconds.__getitem__)
+    worst = max(seconds, key=seconds.__getitem__)
     gain = seconds[worst] / seconds[best]
     if gain < GAIN:
         return []
@@ -108,5 +123,5 @@ def _products(measurements: Iterable[Measurement]) -> list[Measurement]:
 
 def _ok(table: Iterable[Measurement], probe: str, /, **values: Any) -> list[Measurement]:
     """The successful measurements of a probe with these values."""
-    rows = (row for row in table if row.status == "ok" and row.item.probe == probe)
+    rows = [row for row in table if row.status == "ok" and row.item.probe == probe]
     return [row for row in rows if values.items() <= row.item.values.items()]

@@ -8,7 +8,7 @@ checkpointing anew for every measurement.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -30,6 +30,26 @@ FOUR_BITS = "model.quantize_base"
 GAIN = 1.03  # least speed-up, beyond the spread of both, for which another setting replaces the configured one
 
 Values = Mapping[str, Any]  # arguments of a probe; of training, rows and keys of the config
+
+
+class Sizes(NamedTuple):
+    """The sizes that a sweep measures.
+
+    Attributes:
+        slots: answers decoded at once.
+        blocks: kinds of ggml's blocks.
+        products: rows of products with weights in blocks.
+        rows: training rows computed at once.
+    """
+
+    slots: tuple[int, ...]
+    blocks: tuple[str, ...]
+    products: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
+_ALL_SIZES = Sizes((16, 32, 64, 128, 256), ("Q4_K", "Q6_K", "Q8_0"), (256, 2048), (1, 2, 4, 8, 16))
+_FEW_SIZES = Sizes((16, 64), ("Q4_K",), (2048,), (1, 4))
 
 
 @dataclass(frozen=True)
@@ -57,7 +77,7 @@ class Item:
         probe: one of :data:`PROBES`.
         values: the probe's arguments.
         environ: environment variables of the child.
-        skip: the reason to leave this out; empty: measure it.
+        skip: the reason to leave this out, if there is one.
     """
 
     probe: str
@@ -152,30 +172,31 @@ class Sweep:
         quick: bool,
         probes: Collection[str] = PROBES,
     ) -> None:
-        self._cfg, self._locked, cpu = cfg, locked, machine.backend == "cpu"
-        decoding = [Item("decoding", {"slots": slots}) for slots in ((16, 64) if quick else (16, 32, 64, 128, 256))]
-        blocks = [
-            Item("unpacking", {"kind": kind, **rows})
-            for kind in (("Q4_K",) if quick else ("Q4_K", "Q6_K", "Q8_0"))
-            for rows in ({}, *({"rows": count} for count in ((2048,) if quick else (256, 2048))))
-        ]
-        copies = list(COPIES)[: 1 if cpu else 4 + (machine.gpu_count > 1)]
-        workers = (0,) if "num_workers" in locked else (0, 2)
-        loading = [Item("loader", {"num_workers": count}) for count in workers]
-        copying = [Item("bandwidth", {"what": what}) for what in copies]
-        device = (*_gemm(machine, quick), *blocks, *copying, *loading, *decoding)
+        self._cfg = cfg
+        self._locked = locked
+        cpu = machine.backend == "cpu"
+        sizes = _FEW_SIZES if quick else _ALL_SIZES
+        device = [*_gemm(machine, quick), *_unpacking(sizes), *_bandwidth(machine)]
+        for workers in (0,) if "num_workers" in locked else (0, 2):
+            device.append(Item("loader", {"num_workers": workers}))
+        for slots in sizes.slots:
+            device.append(Item("decoding", {"slots": slots}))
         self._device = [item for item in device if item.probe in probes]
-        self._rows = sorted({*((1, 4) if quick else (1, 2, 4, 8, 16)), cfg.batch_size}) if "training" in probes else []
-        four_bits = not (quick or cpu) and config.takes(cfg.model, "quantize_base", key="model")
-        kernels = [name for name in ATTENTION if name != "efficient" or not cpu]
+        self._rows: list[int] = []
+        if "training" in probes:
+            self._rows = sorted({*sizes.rows, cfg.batch_size})
         self._values: dict[str, Sequence[Any]] = {
             "dtype": dtypes(machine),
-            "attention": ["auto", "math", "eager"] if quick else kernels,
-            "enable_activation_checkpointing": (False, True) if quick else (False, "auto", True),
-            # measured even if a profile locks it: it may be slow, but nobody reports hangs
-            FOUR_BITS: (True, False) if four_bits else (),
-            "compile": () if quick else (True, "max-autotune"),
+            "attention": ["auto", "math", "eager"],
+            "enable_activation_checkpointing": (False, True),
         }
+        if not quick:
+            self._values["attention"] = [name for name in ATTENTION if name != "efficient" or not cpu]
+            self._values["enable_activation_checkpointing"] = (False, "auto", True)
+            if not cpu and config.takes(cfg.model, "quantize_base", key="model"):
+                # measured even if a profile locks it: it may be slow, but nobody reports hangs
+                self._values[FOUR_BITS] = (True, False)
+            self._values["compile"] = (True, "max-autotune")
 
     @property
     def most(self) -> int:
@@ -187,8 +208,10 @@ class Sweep:
         """The next items; none if all is done or no number of rows could be measured."""
         done = list(done)
         known = {row.item.key for row in done}
-        for stage in self._walk(done)[0]:
-            if new := [item for item in stage if item.key not in known]:
+        stages, _ = self._walk(done)
+        for stage in stages:
+            new = [item for item in stage if item.key not in known]
+            if new:
                 return new
         return []
 
@@ -198,59 +221,106 @@ class Sweep:
 
     def _walk(self, done: Iterable[Measurement]) -> tuple[list[list[Item]], list[Winner]]:
         """The items of all stages and the winners. A stage varies a key around the best values of the stages before."""
-        table = {row.item.key: row for row in done if row.item.probe == "training" and row.status == "ok"}
+        measured = {row.item.key: row for row in done if row.item.probe == "training" and row.status == "ok"}
+
+        def outcomes(stage: list[Item]) -> list[Measurement]:
+            return [measured[item.key] for item in stage if item.key in measured]
+
         sizes = [Item("training", {"rows": rows, "compile": False}) for rows in self._rows]
-        stages, won = [self._device, sizes], []
-        if not (measured := [table[item.key] for item in sizes if item.key in table]):
-            return stages, []
-        best = smallest(measured, "rows")
-        if len(measured) > 1:
-            won.append(Winner("batch_size", best.item.values["rows"], in_words(measured, "rows")))
+        stages = [self._device, sizes]
+        won: list[Winner] = []
+        tried = outcomes(sizes)
+        if not tried:
+            return stages, won
+        best = smallest(tried, "rows")
+        if len(tried) > 1:
+            won.append(Winner("batch_size", best.item.values["rows"], in_words(tried, "rows")))
         for key, values in self._values.items():
-            wanted = OmegaConf.select(self._cfg, key, default=False)
-            now = best.result.get("dtype") if key == "dtype" else False if key == "compile" else wanted
-            lock, stage = self._locked.get(key), []
-            for value in (value for value in values if value != now):
-                refused = lock is not None and value not in (lock.value, *lock.also)
-                skip = f"locked here: {lock.reason} (--risky measures it)" if lock and refused else ""
-                stage.append(Item("training", {**best.item.values, key: value}, skip=skip))
+            stage = self._stage(key, values, best)
             stages.append(stage)
-            if tried := [table[item.key] for item in stage if item.key in table]:
-                configured = next((row for row in tried if row.item.values[key] == wanted), best)
-                best = max([best, *tried], key=lambda row: row.speed)
-                if best is not configured and best.beats(configured):
-                    gain = f"{best.speed / configured.speed:.2f} times as fast as {wanted} in training steps"
-                    if key == FOUR_BITS and "quantize_base" in self._locked:
-                        gain += "; the profile's lock opens with hardware_overrides=[quantize_base]"
-                    won.append(Winner(key, best.item.values[key], gain))
-                else:
-                    best = configured
+            tried = outcomes(stage)
+            if not tried:
+                continue
+            wanted = self._configured(key)
+            configured = best
+            for row in tried:
+                if row.item.values[key] == wanted:
+                    configured = row
+            fastest = max([best, *tried], key=lambda row: row.speed)
+            if fastest is configured or not fastest.beats(configured):
+                best = configured
+                continue
+            best = fastest
+            reason = f"{best.speed / configured.speed:.2f} times as fast as {wanted} in training steps"
+            if key == FOUR_BITS and "quantize_base" in self._locked:
+                reason += "; the profile's lock opens with hardware_overrides=[quantize_base]"
+            won.append(Winner(key, best.item.values[key], reason))
         return stages, won
+
+    def _configured(self, key: str) -> Any:
+        return OmegaConf.select(self._cfg, key, default=False)
+
+    def _stage(self, key: str, values: Sequence[Any], best: Measurement) -> list[Item]:
+        """Training steps with the other values of ``key`` than that of the best steps so far."""
+        current = self._configured(key)
+        if key == "dtype":
+            current = best.result.get("dtype")
+        elif key == "compile":
+            current = False
+        lock = self._locked.get(key)
+        stage = []
+        for value in values:
+            if value == current:
+                continue
+            skip = ""
+            if lock and value not in (lock.value, *lock.also):
+                skip = f"locked here: {lock.reason} (--risky measures it)"
+            stage.append(Item("training", {**best.item.values, key: value}, skip=skip))
+        return stage
 
 
 def dtypes(machine: Machine) -> list[str]:
     """The dtypes that ``machine`` computes natively; any CPU counts as having bf16."""
-    cpu = machine.backend == "cpu"
-    return ["fp32", *["bf16"] * (machine.bf16 or cpu), *["fp16"] * (not cpu)]
+    if machine.backend == "cpu":
+        return ["fp32", "bf16"]
+    return ["fp32", "bf16", "fp16"] if machine.bf16 else ["fp32", "fp16"]
 
 
 def _gemm(machine: Machine, quick: bool) -> Iterator[Item]:
-    libraries: list[tuple[str, dict[str, str]]] = [("default", {})]
+    libraries: dict[str, dict[str, str]] = {"default": {}}
     if machine.backend == "rocm":  # both torch and rocBLAS may choose hipBLASLt
         names = ("ROCBLAS_USE_HIPBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT")
-        libraries = [("rocBLAS", dict.fromkeys(names, "0")), ("hipBLASLt", dict.fromkeys(names, "1"))]
-        # tries all kernels of both libraries, which takes a while
-        libraries += [] if quick else [(TUNABLE, {"PYTORCH_TUNABLEOP_ENABLED": "1"})]
-    for library, environ in libraries:
+        libraries = {"rocBLAS": dict.fromkeys(names, "0"), "hipBLASLt": dict.fromkeys(names, "1")}
+        if not quick:  # tries all kernels of both libraries, which takes a while
+            libraries[TUNABLE] = {"PYTORCH_TUNABLEOP_ENABLED": "1"}
+    for library, environ in libraries.items():
         for dtype in dtypes(machine):
             for direction in ("forward", "dgrad"):  # LoRA's frozen weights have no wgrad
                 yield Item("gemm", {"direction": direction, "dtype": dtype, "library": library}, environ)
 
 
+def _unpacking(sizes: Sizes) -> Iterator[Item]:
+    for kind in sizes.blocks:
+        yield Item("unpacking", {"kind": kind})
+        for rows in sizes.products:
+            yield Item("unpacking", {"kind": kind, "rows": rows})
+
+
+def _bandwidth(machine: Machine) -> Iterator[Item]:
+    names = list(COPIES)
+    if machine.backend == "cpu":
+        names = names[:1]
+    elif machine.gpu_count < 2:
+        names.remove("to the next GPU")
+    for name in names:
+        yield Item("bandwidth", {"what": name})
+
+
 def smallest(measured: Sequence[Measurement], what: str) -> Measurement:
     """The measurement with the smallest size within :data:`GAIN` of the fastest."""
     fastest = max(row.speed for row in measured)
-    return min((row for row in measured if row.speed * GAIN >= fastest), key=lambda row: row.item.values[what])
+    good = [row for row in measured if row.speed * GAIN >= fastest]
+    return min(good, key=lambda row: row.item.values[what])
 
 
 def in_words(measured: Iterable[Measurement], what: str) -> str:
