@@ -43,8 +43,11 @@ class Watch:
     """
 
     def __init__(self, rank: int, peers: dict[int, socket.socket], machines: list[tuple[str, int]]) -> None:
-        self._rank, self._peers, self._machines = rank, peers, machines
-        self._closing = self._reported = False
+        self._rank = rank
+        self._peers = peers
+        self._machines = machines
+        self._closing = False
+        self._reported = False
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
 
     def tell(self, text: str) -> None:
@@ -70,39 +73,51 @@ class Watch:
                 selector.register(peer, selectors.EVENT_READ, rank)
             while selector.get_map() and not self._closing:
                 for key, _ in selector.select():
-                    rank, (data, why) = key.data, _read(key.fileobj)  # type: ignore[arg-type]
+                    rank, peer = key.data, key.fileobj  # type: ignore[assignment]
+                    data, reason = _read(peer)
                     lines, _, rest = (received[rank] + data).rpartition(b"\n")
                     received[rank] = rest[:_LONGEST]
-                    messages = [message for message in map(self._parsed, lines.split(b"\n")) if message is not None]
-                    if not data:
-                        messages.append({"rank": rank, "text": f"{why}; {_CURE}", "lost": True})
-                    if messages:
-                        selector.unregister(key.fileobj)
-                    if messages and messages[0]:  # an empty message says that all went well
-                        self._end(messages[0])  # if all ranks fail, rank 0 sends several
+                    message = self._first_message(lines)
+                    if message is None and not data:
+                        message = {"rank": rank, "text": f"{reason}; {_CURE}", "lost": True}
+                    if message is not None:
+                        selector.unregister(peer)
+                    if message:  # an empty message says that all went well
+                        self._end(message)
+
+    def _first_message(self, lines: bytes) -> Json | None:
+        """The first message in the lines; if all ranks fail, rank 0 sends several."""
+        for line in lines.split(b"\n"):
+            message = self._parsed(line)
+            if message is not None:
+                return message
+        return None
 
     def _parsed(self, line: bytes) -> Json | None:
         """The message in a line; None for anything else."""
         try:
             message = json.loads(line)
-            rank, text = (message["rank"], message["text"]) if message else (0, "")
-        except (ValueError, RecursionError, LookupError, TypeError):
+        except (ValueError, RecursionError):
             return None
+        if not isinstance(message, dict):
+            return None
+        rank, text = message.get("rank"), message.get("text")
         known = type(rank) is int and 0 <= rank < len(self._machines) and isinstance(text, str)
-        return message if known and isinstance(message, dict) else None
+        return message if known or not message else None
 
     def _end(self, message: Json) -> None:
         """End this process: another rank has failed or is lost."""
-        lost, text = message["rank"], message["text"]
-        host, machine = self._machines[lost]
+        failed, text = message["rank"], message["text"]
+        host, machine = self._machines[failed]
         here = machine == self._machines[self._rank][1]
         if not self._rank:
             self._send(message)
         time.sleep(_GRACE)
         if self._closing:
             return
-        if not self._reported and not (here and "lost" in message):  # torchrun reports the processes on its machine
-            line = f"error: {text}" if here else f"error: rank {lost} on {host}: {text}"
+        reported_by_torchrun = here and "lost" in message  # it watches the processes on its machine
+        if not self._reported and not reported_by_torchrun:
+            line = f"error: {text}" if here else f"error: rank {failed} on {host}: {text}"
             if not tell_launcher(line):
                 print(line, file=sys.stderr, flush=True)
         os._exit(1)  # the main thread may wait for the lost rank in C++ code
@@ -134,35 +149,40 @@ def begin(rank: int, machine: int, gather: Callable[[Any], list[Any]], timeout: 
         UserError: rank 0 cannot be reached.
     """
     global _watch
-    problem, address = "", ""
-    try:
-        address = _reached() if rank else ""
-    except OSError as error:
-        problem = error.strerror or str(error)
+    problem = address = ""
+    if rank:
+        try:
+            address = _reached()
+        except OSError as error:
+            problem = error.strerror or str(error)
     shared = gather((socket.gethostname(), machine, address))
     machines = [(host, number) for host, number, _ in shared]
-    servers = {} if rank else {at: _server(at) for at in {at for _, _, at in shared if at}}
+    addresses = [at for _, _, at in shared]  # at which the ranks reach rank 0
+    servers = {}
+    if not rank:
+        servers = {at: _server(at) for at in set(addresses) if at}
     ports = {at: server.getsockname()[1] for at, server in servers.items()}
     ports, token = gather((ports, secrets.token_hex(16)))[0]
-    hello, peers = token.encode(), {}
-    try:
-        if not all(at for _, _, at in shared[1:]):
-            pass  # a rank has a problem already
-        elif not rank:
-            peers = _accept(list(servers.values()), hello, len(shared) - 1)
-        else:
-            peers = {0: _connect(address, ports[address], hello, rank)}
-    except OSError as error:
-        problem = error.strerror or str(error)
+    hello = token.encode()
+    peers: dict[int, socket.socket] = {}
+    if all(addresses[1:]):  # else a rank has a problem already
+        try:
+            if rank:
+                peers = {0: _connect(address, ports[address], hello, rank)}
+            else:
+                peers = _accept(list(servers.values()), hello, len(shared) - 1)
+        except OSError as error:
+            problem = error.strerror or str(error)
     for peer in peers.values():
         _keep_alive(peer, timeout)
-    failed = [(at, problem) for at, problem in enumerate(gather(problem)) if problem]
+    problems = gather(problem)
+    failed = [number for number, text in enumerate(problems) if text]
     if failed:
-        at, problem = failed[-1]
-        port = f", port {ports[shared[at][2]]}" if shared[at][2] else ""
+        last = failed[-1]
+        port = f", port {ports[addresses[last]]}" if addresses[last] else ""
         raise UserError(
-            f"rank {at} on {machines[at][0]} cannot reach rank 0 on {machines[0][0]}{port}: {problem}. The machines of "
-            "a run must reach one another on every TCP port; look at their firewalls"
+            f"rank {last} on {machines[last][0]} cannot reach rank 0 on {machines[0][0]}{port}: {problems[last]}. "
+            "The machines of a run must reach one another on every TCP port; look at their firewalls"
         )
     _watch = Watch(rank, peers, machines)
 
@@ -206,40 +226,47 @@ def _accept(servers: Sequence[socket.socket], hello: bytes, count: int) -> dict[
     """
     peers: dict[int, socket.socket] = {}
     received: dict[socket.socket, bytes] = {}  # from incomplete connections, the oldest first
-    length, end = len(hello) + 4, time.monotonic() + _MEET
+    length = len(hello) + 4
+    end = time.monotonic() + _MEET
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
 
         def drop(peer: socket.socket) -> bytes:
             selector.unregister(peer)
             return received.pop(peer)
 
+        def admit(server: socket.socket) -> None:
+            if len(received) >= _STRANGERS:
+                oldest = next(iter(received))
+                drop(oldest)
+                oldest.close()
+            with suppress(OSError):  # it has left again
+                peer, _ = server.accept()
+                peer.setblocking(False)
+                selector.register(peer, selectors.EVENT_READ)
+                received[peer] = b""
+
+        def hear(peer: socket.socket) -> None:
+            data = b""
+            with suppress(OSError):
+                data = peer.recv(length - len(received[peer]))
+            received[peer] += data
+            if data and len(received[peer]) < length:
+                return
+            content = drop(peer)
+            if hmac.compare_digest(content[:-4], hello):
+                peers[int.from_bytes(content[-4:], "big")] = peer
+            else:  # not one of ours
+                peer.close()
+
         for server in servers:
             stack.enter_context(server).setblocking(False)
             selector.register(server, selectors.EVENT_READ)
         while len(peers) < count and time.monotonic() < end:
             for key, _ in selector.select(end - time.monotonic()):
-                peer: Any = key.fileobj
-                if peer in servers:
-                    if len(received) >= _STRANGERS:
-                        drop(oldest := next(iter(received)))
-                        oldest.close()
-                    with suppress(OSError):  # it has left again
-                        peer = peer.accept()[0]
-                        peer.setblocking(False)
-                        selector.register(peer, selectors.EVENT_READ)
-                        received[peer] = b""
-                elif peer in received:
-                    data = b""
-                    with suppress(OSError):
-                        data = peer.recv(length - len(received[peer]))
-                    received[peer] += data
-                    if data and len(received[peer]) < length:
-                        continue
-                    content = drop(peer)
-                    if hmac.compare_digest(content[:-4], hello):
-                        peers[int.from_bytes(content[-4:], "big")] = peer
-                    else:  # not one of ours
-                        peer.close()
+                if key.fileobj in servers:
+                    admit(key.fileobj)  # type: ignore[arg-type]
+                elif key.fileobj in received:  # it may have been dropped meanwhile
+                    hear(key.fileobj)  # type: ignore[arg-type]
         for peer in list(received):
             drop(peer)
             peer.close()
@@ -258,9 +285,12 @@ def _keep_alive(peer: socket.socket, timeout: float) -> None:
     """Have the system detect a lost peer within about ``timeout`` seconds."""
     peer.settimeout(None)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    idle, interval = max(1, round(timeout / 3)), max(1, round(timeout / 9))
-    options = {"TCP_KEEPIDLE": idle, "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": 6}
-    options["TCP_USER_TIMEOUT"] = round(timeout * 1000)  # there are no probes while data wait for an answer
+    options = {
+        "TCP_KEEPIDLE": max(1, round(timeout / 3)),
+        "TCP_KEEPINTVL": max(1, round(timeout / 9)),
+        "TCP_KEEPCNT": 6,
+        "TCP_USER_TIMEOUT": round(timeout * 1000),  # there are no probes while data wait for an answer
+    }
     for name, value in options.items():
         if hasattr(socket, name):  # not on every system
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

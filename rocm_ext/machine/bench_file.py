@@ -5,6 +5,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.log import log
@@ -40,15 +41,18 @@ class BenchFile:
         """
         try:
             content = json.loads(path.read_text())
-            flops = {dtype: float(value) for dtype, value in content["figures"]["flops"].items()}
-            others = {key: float(value) for key, value in content["figures"].items() if key != "flops"}
-            if unknown := others.keys() - _FIGURES:
-                raise ValueError(f"unknown figure {sorted(unknown)[0]}")
-            if not all(0 < value < math.inf for value in (*flops.values(), others["bandwidth"], *others.values())):
-                raise ValueError("a speed is not a number above 0")
-            settings = {key: value for key, value in content["settings"].items() if key == "compile"}
-            if any(type(value) is int or value not in COMPILE for value in settings.values()):
-                raise ValueError(f"compile is {settings['compile']!r}")
+            flops = {dtype: _speed(value) for dtype, value in content["figures"].pop("flops").items()}
+            others = {key: _speed(value) for key, value in content["figures"].items()}
+            unknown = sorted(others.keys() - _FIGURES)
+            if unknown:
+                raise ValueError(f"unknown figure {unknown[0]}")
+            if "bandwidth" not in others:
+                raise KeyError("bandwidth")
+            settings = {}
+            if "compile" in content["settings"]:
+                settings["compile"] = content["settings"]["compile"]
+                if type(settings["compile"]) is int or settings["compile"] not in COMPILE:
+                    raise ValueError(f"compile is {settings['compile']!r}")
             return cls(str(content["date"]), dict(content["machine"]), {"flops": flops, **others}, settings)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
@@ -56,10 +60,17 @@ class BenchFile:
             ) from error
 
 
+def _speed(value: Any) -> float:
+    speed = float(value)
+    if not 0 < speed < math.inf:
+        raise ValueError("a speed is not a number above 0")
+    return speed
+
+
 def bench_path() -> Path | None:
     """The path of the file: $ROCM_EXT_BENCH, or ``bench.json`` in the cache folder; None for a user without a home."""
-    if named := os.environ.get("ROCM_EXT_BENCH"):
-        return Path(named)
+    if os.environ.get("ROCM_EXT_BENCH"):
+        return Path(os.environ["ROCM_EXT_BENCH"])
     cache = cache_folder()
     return cache / "bench.json" if cache else None
 

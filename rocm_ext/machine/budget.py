@@ -26,8 +26,8 @@ class HostMemory:
     Attributes:
         total: memory that the kernel manages.
         available: memory that is free or can be freed.
-        gtt: memory that an integrated GPU may map; None: unknown.
-        carve_out: memory that the BIOS reserves for an integrated GPU; None: unknown.
+        gtt: memory that an integrated GPU may map, if it is known.
+        carve_out: memory that the BIOS reserves for an integrated GPU, if it is known.
     """
 
     total: int
@@ -51,8 +51,9 @@ def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/"), ta
     Raises:
         UserError: unified memory has nothing left after the host's share.
     """
-    total, available = (host_memory(root, key) for key in ("MemTotal", "MemAvailable"))
-    return budget_from(profile, machine, HostMemory(total, available, *shared_memory(root)), taken)
+    gtt, carve_out = shared_memory(root)
+    host = HostMemory(host_memory(root, "MemTotal"), host_memory(root, "MemAvailable"), gtt, carve_out)
+    return budget_from(profile, machine, host, taken)
 
 
 def uses_carve_out(gtt: int | None, vram: int | None) -> bool:
@@ -70,12 +71,14 @@ def budget_from(profile: Profile, machine: Machine, host: HostMemory, taken: int
         return _share_of(profile, machine.total_memory, "the GPU's")
     if uses_carve_out(host.gtt, host.carve_out):  # takes no host memory
         return int(0.95 * machine.total_memory), f"95% of the carve-out's {gib(machine.total_memory)}"
-    mappable = {"total_memory": machine.total_memory, **({} if host.gtt is None else {"GTT": host.gtt})}
-    limits = [_share_of(profile, size, name) for name, size in mappable.items()]
+    limits = [_share_of(profile, machine.total_memory, "total_memory")]
+    if host.gtt is not None:
+        limits.append(_share_of(profile, host.gtt, "GTT"))
     limits.append(_without_host(profile, host.total, "MemTotal"))
     # MemAvailable leaves out what the desktop uses. Half of the host's share stays free: the desktop grows, and this
     # process also needs host memory
-    free, room = host.available + taken, _host_share(profile, host.total) // 2
+    free = host.available + taken
+    room = _host_share(profile, host.total) // 2
     if free <= room:
         raise UserError(
             f"unified memory: MemAvailable is {gib(free)}, the host keeps {gib(room)}. Free host memory", RETRY
@@ -118,7 +121,7 @@ def memory_parameters(kernel: str, total: int, ttm: str = "ttm") -> str:
     (ROCm#5444, ROCm#6004). amdgpu.gttsize is deprecated since Linux 6.16.
 
     Args:
-        kernel: ``uname -r``; empty: unknown.
+        kernel: ``uname -r``, or empty.
         total: GiB of unified memory.
         ttm: the kernel module, see :func:`rocm_ext.machine.detect.ttm_module`.
     """
@@ -159,7 +162,7 @@ def open_device(
         memory_fraction: cap as a share of the device's memory, above 0 and at most 1. None caps unified memory at
             :func:`memory_budget`, because overcommitting it tends to hang the driver, and leaves discrete memory
             uncapped, where torch raises an error.
-        device: "cpu" or "cuda"; None: the profile's device.
+        device: "cpu" or "cuda". Without it, the profile's device.
 
     Raises:
         UserError: the machine lacks the device, or the device is a CPU and ``memory_fraction`` is set.

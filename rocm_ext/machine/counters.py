@@ -27,7 +27,7 @@ from rocm_ext.machine.sysfs import cards, listing, read_number, read_text
 log = logging.getLogger("rocm_ext")
 HARDWARE_LOG = "hardware.jsonl"  # in a run's folder; a line is what Counters.read() gives
 
-_Values = dict[str, float | None]  # counters; None: unreadable
+_Values = dict[str, float | None]  # unreadable counters are None
 _NvidiaGpu = tuple[str, str, Callable[[], _Values]]  # PCI address, name and reader
 _TAIL = 1 << 20  # bytes; a line is a few kB at most
 _PATIENCE = 2  # seconds to wait for the last reading; the files of a GPU that hangs may block for long
@@ -83,7 +83,8 @@ class Counters:
     """
 
     def __init__(self, root: Path = Path("/"), process: bool = False) -> None:
-        self.root, self.notes = root, list[str]()
+        self.root = root
+        self.notes: list[str] = []
         self._known: dict[tuple[str, ...], str] = {}  # names by PCI device and revision
         self._live = root == Path("/")  # a copy describes another machine
         self._nvidia = self._open_nvml() if self._live and _has_nvidia() else []
@@ -93,28 +94,37 @@ class Counters:
 
     def read(self) -> Reading:
         """Take a reading."""
-        gpus = [gpu for card in cards(self.root) if (gpu := self._amd(card))]
-        gpus += [{"id": id, "name": name, **_plausible(read())} for id, name, read in self._nvidia]
+        gpus: list[dict[str, str | float]] = []
+        for card in cards(self.root):
+            # another vendor's GPU and a partition of a listed GPU have no such vendor
+            if read_text(card / "device/vendor") == "0x1002":
+                gpus.append(self._amd(card))
+        for address, name, counters in self._nvidia:
+            gpus.append({"id": address, "name": name, **_plausible(counters())})
         gpus.sort(key=lambda gpu: str(gpu["id"]).zfill(16))
         return {"time": round(time.time(), 3), "gpus": gpus, "host": self._host()}
 
-    def _amd(self, card: Path) -> dict[str, str | float] | None:
+    def _amd(self, card: Path) -> dict[str, str | float]:
         device = card / "device"
-        if read_text(device / "vendor") != "0x1002":  # another vendor's, or a partition of a listed GPU
-            return None
         slot = re.search(r"^PCI_SLOT_NAME=([0-9a-f:.]+)$", read_text(device / "uevent"), re.MULTILINE)
         name = "".join(filter(str.isprintable, self._name(device)))
         return {"id": slot[1] if slot else card.name, "name": name, **_plausible(_read_amd(device))}
 
     def _name(self, device: Path) -> str:
-        if product := read_text(device / "product_name"):  # Instinct only
+        product = read_text(device / "product_name")  # Instinct only
+        if product:
             return product
-        numbers = tuple(read_text(device / file).removeprefix("0x").upper() for file in ("device", "revision"))
-        if numbers not in self._known:
-            line = re.compile(rf"^{re.escape(numbers[0])},\s*{re.escape(numbers[1])},\s*(.+)$", re.MULTILINE | re.I)
-            match = next(filter(None, (line.search(read_text(self.root / path)) for path in _ID_FILES)), None)
-            self._known[numbers] = match[1].strip() if match else f"AMD GPU {numbers[0]}".strip()
-        return self._known[numbers]
+        number, revision = (read_text(device / file).removeprefix("0x").upper() for file in ("device", "revision"))
+        if (number, revision) not in self._known:
+            name = f"AMD GPU {number}".strip()
+            line = rf"^{re.escape(number)},\s*{re.escape(revision)},\s*(.+)$"
+            for path in _ID_FILES:
+                match = re.search(line, read_text(self.root / path), re.MULTILINE | re.IGNORECASE)
+                if match:
+                    name = match[1].strip()
+                    break
+            self._known[number, revision] = name
+        return self._known[number, revision]
 
     def _open_nvml(self) -> list[_NvidiaGpu]:
         """PCI address, name and reader of the NVIDIA GPUs."""
@@ -124,7 +134,8 @@ class Counters:
 
             pynvml.nvmlInit()
             for index in range(pynvml.nvmlDeviceGetCount()):
-                if gpu := _attempt(partial(_nvidia_gpu, pynvml, index)):
+                gpu = _attempt(partial(_nvidia_gpu, pynvml, index))
+                if gpu:
                     gpus.append(gpu)
                 else:
                     self.notes.append(f"NVIDIA GPU {index} does not answer")
@@ -142,12 +153,14 @@ class Counters:
         if now - self._cpu_asked >= 0.05:  # processor time is counted in hundredths of a second
             values["cpu"] = _attempt(psutil.cpu_percent)
             self._cpu_asked = now
-        if memory := _attempt(psutil.virtual_memory):
-            values |= {"memory_used": memory.total - memory.available, "memory_total": memory.total}
-        if swap := _attempt(psutil.swap_memory):
-            values["swap_used"] = swap.used
-        if self._process and (memory := _attempt(self._process.memory_info)):
-            values["process_memory"] = memory.rss
+        memory = _attempt(psutil.virtual_memory)
+        if memory:
+            values["memory_used"] = memory.total - memory.available
+            values["memory_total"] = memory.total
+        values["swap_used"] = _attempt(lambda: psutil.swap_memory().used)
+        process = self._process
+        if process:
+            values["process_memory"] = _attempt(lambda: process.memory_info().rss)
         return {key: value for key, value in values.items() if value is not None}
 
 
@@ -157,19 +170,23 @@ def _read_amd(device: Path) -> _Values:
     if read_text(device / "power/runtime_status") == "suspended":  # older kernels wake it up: rocm-systems#8024
         return values
     values["busy"] = read_number(device / "gpu_busy_percent")
-    if not (monitors := listing(device / "hwmon")):
+    monitors = listing(device / "hwmon")
+    if not monitors:
         return values
     hwmon = device / "hwmon" / monitors[0]
-    power = (_scaled(hwmon / f"power1_{kind}", 1e6) for kind in ("average", "input"))  # most GPUs have only one of them
-    values["power"] = next((watts for watts in power if watts is not None), None)
-    celsius = {
-        read_text(hwmon / f"temp{n}_label") or usual: _scaled(hwmon / f"temp{n}_input", 1e3)
-        for n, usual in ((1, "edge"), (2, "junction"), (3, "mem"))
-    }
-    # the junction decides about throttling; an APU has the edge only, MI300 no edge
-    values["temperature"] = celsius.get("edge") if celsius.get("junction") is None else celsius["junction"]
+    values["power"] = _scaled(hwmon / "power1_average", 1e6)  # most GPUs have only one of these
+    if values["power"] is None:
+        values["power"] = _scaled(hwmon / "power1_input", 1e6)
+    celsius = {}
+    for number, usual in enumerate(("edge", "junction", "mem"), start=1):
+        label = read_text(hwmon / f"temp{number}_label") or usual
+        celsius[label] = _scaled(hwmon / f"temp{number}_input", 1e3)
+    values["temperature"] = celsius.get("junction")  # it decides about throttling
+    if values["temperature"] is None:  # an APU has the edge only
+        values["temperature"] = celsius.get("edge")
     values["memory_temperature"] = celsius.get("mem")
-    values["clock"], values["memory_clock"] = (_scaled(hwmon / f"freq{n}_input", 1e6) for n in (1, 2))
+    values["clock"] = _scaled(hwmon / "freq1_input", 1e6)
+    values["memory_clock"] = _scaled(hwmon / "freq2_input", 1e6)
     values["fan"] = read_number(hwmon / "fan1_input")
     return values
 
@@ -187,13 +204,11 @@ def _nvidia_gpu(nvml: Any, index: int) -> _NvidiaGpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
 
     def read() -> _Values:
-        memory = _attempt(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-        milliwatts = _attempt(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
         return {
             "busy": _attempt(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            "vram_used": memory and memory.used,
-            "vram_total": memory and memory.total,
-            "power": None if milliwatts is None else milliwatts / 1000,
+            "vram_used": _attempt(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
+            "vram_total": _attempt(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total),
+            "power": _attempt(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
             "temperature": _attempt(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
             "clock": _attempt(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
             "memory_clock": _attempt(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
@@ -218,8 +233,11 @@ def _attempt(read: Callable[[], Any]) -> Any:
 
 def _plausible(values: _Values) -> dict[str, float]:
     """``values`` without the unreadable and impossible ones."""
-    numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
-    return {key: round(number, 3) for key, number in numbers.items() if 0 <= number <= _MOST[key]}
+    plausible = {}
+    for key, value in values.items():
+        if isinstance(value, int | float) and 0 <= value <= _MOST[key]:
+            plausible[key] = round(value, 3)
+    return plausible
 
 
 # ---------------------------------------------------------------------------------------------------- log
@@ -238,7 +256,8 @@ class HardwareLog:
         end = self._file.seek(0, os.SEEK_END)
         start = max(0, end - _TAIL)
         self._file.seek(start)
-        self._file.truncate(start + (self._file.read(_TAIL) or b"").rfind(b"\n") + 1)
+        tail = self._file.read(_TAIL) or b""
+        self._file.truncate(start + tail.rfind(b"\n") + 1)
 
     def __enter__(self) -> "HardwareLog":
         return self
@@ -253,10 +272,10 @@ class HardwareLog:
             OSError: the line cannot be written, for example on a full disk; no part of it stays in the file.
         """
         line = json.dumps(reading).encode() + b"\n"
-        size, done = self._file.seek(0, os.SEEK_END), 0
+        size = self._file.seek(0, os.SEEK_END)
         try:
-            while done < len(line):
-                done += self._file.write(line[done:])
+            while line:
+                line = line[self._file.write(line) :]
         except OSError:
             self._file.truncate(size)
             raise
@@ -270,14 +289,15 @@ def recording(folder: Path, seconds: float | None, root: Path = Path("/"), name:
 
     Args:
         folder: folder of the log; the thread continues an existing log.
-        seconds: interval of the readings; None: write nothing.
+        seconds: interval of the readings. None writes nothing.
         root: folder with ``sys``.
         name: name of the file.
     """
     if seconds is None:
         yield
         return
-    stop, path = threading.Event(), folder / name
+    stop = threading.Event()
+    path = folder / name
 
     def record() -> None:
         counters = Counters(root, process=True)

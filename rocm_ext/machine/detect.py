@@ -51,7 +51,9 @@ class Torch:
     @property
     def build(self) -> str:
         """rocm, cuda or cpu."""
-        return "rocm" if self.hip else "cuda" if self.cuda else "cpu"
+        if self.hip:
+            return "rocm"
+        return "cuda" if self.cuda else "cpu"
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
         host_total: bytes of host memory.
         root: folder with ``proc`` and ``sys``, of the machine or of a recording.
     """
-    build, amd_archs = torch.build, tuple(dict.fromkeys(amd_gpus(root)))
+    build = torch.build
+    amd_archs = tuple(dict.fromkeys(amd_gpus(root)))
     kernel = kernel_release(root) if system == "Linux" else ""
     machine_with = partial(
         Machine,
@@ -138,10 +141,11 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
         amd_archs=amd_archs,
     )
     if not torch.gpus:
-        hidden = next((name for name in VISIBLE_VARIABLES if environ.get(name) in ("", "-1")), None)
+        hiding = [name for name in VISIBLE_VARIABLES if environ.get(name) in ("", "-1")]
         # x86 lists avx512_bf16 or amx_bf16, Arm bf16; torch's test also accepts emulation
-        bf16 = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(read_text(root / "proc/cpuinfo").split()))
-        return machine_with("cpu", total_memory=host_total, bf16=bf16, hidden_by=hidden)
+        features = set(read_text(root / "proc/cpuinfo").split())
+        bf16 = not features.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
+        return machine_with("cpu", total_memory=host_total, bf16=bf16, hidden_by=hiding[0] if hiding else None)
 
     gpu = torch.gpus[0]
     if build == "rocm":
@@ -181,11 +185,14 @@ def amd_gpus(root: Path) -> list[str]:
     gpus = []
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
     for name in listing(nodes):
-        lines = [line.split(maxsplit=1) for line in read_text(nodes / name / "properties").splitlines()]
-        node = dict(line for line in lines if len(line) > 1)
-        if version := to_number(node.get("gfx_target_version", "")):  # 0 is a CPU
-            name = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"  # 110501: gfx1151, 90010: gfx90a
-            gpus.append((-(to_number(node.get("simd_count", "")) or 0), name))
+        properties = {}
+        for line in read_text(nodes / name / "properties").splitlines():
+            key, _, value = line.partition(" ")
+            properties[key] = to_number(value.strip()) or 0
+        version = properties.get("gfx_target_version", 0)
+        if version:  # 0 is a CPU
+            arch = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"  # 110501: gfx1151, 90010: gfx90a
+            gpus.append((-properties.get("simd_count", 0), arch))
     return [arch for _, arch in sorted(gpus)]
 
 
@@ -195,7 +202,8 @@ def shared_memory(root: Path) -> tuple[int | None, int | None]:
     None outside Linux and in WSL."""
     gpus = [card / "device" for card in cards(root)]
     gpus = [gpu for gpu in gpus if read_text(gpu / "device") == STRIX_HALO] or gpus
-    gtt, vram = ([read_number(gpu / f"mem_info_{kind}_total") for gpu in gpus] for kind in ("gtt", "vram"))
+    gtt = [read_number(gpu / "mem_info_gtt_total") for gpu in gpus]
+    vram = [read_number(gpu / "mem_info_vram_total") for gpu in gpus]
     return max(filter(None, gtt), default=None), max(filter(None, vram), default=None)
 
 
@@ -215,13 +223,14 @@ def _amd_bf16(arch: str) -> bool:
     match = re.fullmatch(r"gfx(\d+)([0-9a-f])([0-9a-f])", arch)
     if not match:
         return False
-    major, minor, stepping = int(match[1]), int(match[2], 16), int(match[3], 16)
-    return major >= 11 or (major == 9 and (minor > 0 or stepping in (0x8, 0xA)))
+    major, minor, stepping = match.groups()
+    if major == "9":
+        return minor != "0" or stepping in ("8", "a")
+    return int(major) >= 11
 
 
 def _rocm_version(torch_version: str, root: Path) -> str | None:
     match = re.search(r"\+rocm(\d+\.\d+)", torch_version)
-    if match:
-        return match[1]
-    match = re.match(r"\d+\.\d+", read_text(root / "opt/rocm/.info/version"))  # source builds, AMD's images
-    return match[0] if match else None
+    if match is None:  # source builds, AMD's images
+        match = re.match(r"(\d+\.\d+)", read_text(root / "opt/rocm/.info/version"))
+    return match[1] if match else None

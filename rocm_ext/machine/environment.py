@@ -31,14 +31,17 @@ def environment_for(profile: Profile, machine: Machine, environ: Mapping[str, st
         UserError: the allocator's variables contradict one another.
     """
     check_environment(profile, machine, environ)
-    missing = _missing(profile, environ)
-    return {name: new for name, new in missing.items() if _CONDITIONS[new.when](profile, machine, environ)}
+    needed = {}
+    for name, variable in _missing(profile, environ).items():
+        if _CONDITIONS[variable.when](profile, machine, environ):
+            needed[name] = variable
+    return needed
 
 
 def _missing(profile: Profile, environ: Mapping[str, str]) -> dict[str, Variable]:
     """The profile's variables that the user has not set."""
     taken = set(environ)
-    if taken & set(ALLOCATOR_VARIABLES):  # the user configures the allocator under one of its names
+    if not taken.isdisjoint(ALLOCATOR_VARIABLES):  # the user configures the allocator under one of its names
         taken.update(ALLOCATOR_VARIABLES)
     return {name: variable for name, variable in profile.environment.items() if name not in taken}
 
@@ -104,7 +107,8 @@ def preset(profile: Profile) -> list[str]:
     Returns:
         A line about variables that came after the import of torch, which reads some of them.
     """
-    added = {name: new for name, new in _missing(profile, os.environ).items() if new.when == "always"}
+    missing = _missing(profile, os.environ)
+    added = {name: variable for name, variable in missing.items() if variable.when == "always"}
     put(added)
     if not added or "torch" not in sys.modules:
         return []
@@ -112,18 +116,21 @@ def preset(profile: Profile) -> list[str]:
 
 
 def _export(added: Mapping[str, Variable]) -> str:
-    return f"export {' '.join(f'{name}={new.value}' for name, new in added.items())}"
+    settings = [f"{name}={variable.value}" for name, variable in added.items()]
+    return f"export {' '.join(settings)}"
 
 
 def put(added: Mapping[str, Variable]) -> None:
     """Set variables and list them as this library's."""
+    for name, variable in added.items():
+        os.environ[name] = variable.value
     if added:
-        os.environ.update({name: new.value for name, new in added.items()})
-        os.environ[DECIDED] = ",".join(sorted(_ours() | set(added)))
+        os.environ[DECIDED] = ",".join(sorted(_ours().union(added)))
 
 
 def _ours() -> set[str]:
-    return {name for name in os.environ.get(DECIDED, "").split(",") if name}
+    """The variables that this library has set, in this process or in one before it."""
+    return set(filter(None, os.environ.get(DECIDED, "").split(",")))
 
 
 def apply_environment(profile: Profile, machine: Machine, restart: bool = False) -> list[str]:
@@ -154,8 +161,9 @@ def apply_environment(profile: Profile, machine: Machine, restart: bool = False)
     if restart and added.keys() - before and repeatable:
         replace_process(this_command())
     lines = check_environment(profile, machine, os.environ)
-    if kept := [f"{name}={os.environ[name]}" for name in profile.environment if name in ours & set(os.environ)]:
-        lines.append(f"environment: {' '.join(kept)} (`rocm-ext doctor` says why)")
+    settings = [f"{name}={os.environ[name]}" for name in profile.environment if name in ours and name in os.environ]
+    if settings:
+        lines.append(f"environment: {' '.join(settings)} (`rocm-ext doctor` says why)")
     if added and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         lines.append(f"HIP has already started without these; before starting Python: {_export(added)}")
     return lines

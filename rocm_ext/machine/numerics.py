@@ -129,7 +129,7 @@ def canaries(
     libraries = "try ROCBLAS_USE_HIPBLASLT=0 TORCH_BLAS_PREFER_HIPBLASLT=0; " + other_torch
     tf32 = "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and keep torch's matmul precision at highest; " + other_torch
     slow_path = "set attention=math; " + other_torch
-    heads = head_dim, num_heads
+    heads = (head_dim, num_heads)
     checks = [
         _check("copy", "try HSA_ENABLE_SDMA=0; " + other_torch, _copy, device, rng),
         _check(f"{short} round trip", other_torch, _round_trip, device, dtype, rng),
@@ -165,13 +165,17 @@ def require(checks: list[Check]) -> list[str]:
     Raises:
         UserError: the message lists the fatal failures with their fixes.
     """
-    failed = [check for check in checks if not check.ok]
-    lines = {check: f"{check.name}: {check.found} (fix: {check.fix})" for check in failed}
-    if fatal := [lines[check] for check in failed if check.fatal]:
+    fatal: list[str] = []
+    slow: list[str] = []
+    for check in checks:
+        if not check.ok:
+            line = f"{check.name}: {check.found} (fix: {check.fix})"
+            (fatal if check.fatal else slow).append(line)
+    if fatal:
         raise UserError(
-            "this device computes wrong results. " + "; ".join(fatal) + ". To train regardless: startup_checks=False"
+            f"this device computes wrong results. {'; '.join(fatal)}. To train regardless: startup_checks=False"
         )
-    return [lines[check] for check in failed]
+    return slow
 
 
 @contextmanager
@@ -204,7 +208,9 @@ def first_non_finite(model: nn.Module) -> Iterator[list[tuple[str, bool]]]:
         dtype as one text, and whether it computes attention.
     """
     origins: list[tuple[str, bool]] = []
-    modules = {name.replace("._checkpoint_wrapped_module", ""): module for name, module in model.named_modules()}
+    modules = {}
+    for name, module in model.named_modules():
+        modules[name.replace("._checkpoint_wrapped_module", "")] = module
 
     def hook(name: str, module: nn.Module, args: object, kwargs: object, output: object) -> None:
         bad = [tensor for tensor in _tensors(output) if _overflows(tensor)]
@@ -237,8 +243,11 @@ def _tensors(output: object) -> Iterator[Tensor]:
         yield from _tensors(list(output.values()))
 
 
-# ------------------------------------------------------------------------ canaries: they return (ok, found)
-def _check(name: str, fix: str, probe: Callable[..., tuple[bool, str]], *arguments: Any, fatal: bool = True) -> Check:
+# ------------------------------------------------------------------------------------------------------ canaries
+Outcome = tuple[bool, str]  # whether results are right, and the finding
+
+
+def _check(name: str, fix: str, probe: Callable[..., Outcome], *arguments: Any, fatal: bool = True) -> Check:
     try:
         ok, found = probe(*arguments)
     except torch.OutOfMemoryError:  # says nothing about results
@@ -248,50 +257,58 @@ def _check(name: str, fix: str, probe: Callable[..., tuple[bool, str]], *argumen
     return Check(name, ok, found, fix, fatal)
 
 
-def _copy(device: torch.device, rng: torch.Generator) -> tuple[bool, str]:
+def _copy(device: torch.device, rng: torch.Generator) -> Outcome:
     # 4 MiB: small copies do not go through the copy engines
     sent = torch.randint(-(2**31), 2**31 - 1, (2**20,), dtype=torch.int32, generator=rng)
     wrong = int((sent.to(device).clone().cpu() != sent).sum())
     return wrong == 0, f"{wrong} of {sent.numel()} words changed on the way to {device} and back"
 
 
-def _round_trip(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> tuple[bool, str]:
+def _round_trip(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> Outcome:
     x = torch.randn(2**14, generator=rng)
     expected = x.to(dtype).float()  # the host rounds to nearest even, as every GPU here does
     actual = x.to(device).to(dtype).float().cpu()
-    zeros, wrong = int(((actual == 0) & (expected != 0)).sum()), int((actual != expected).sum())
+    wrong = int((actual != expected).sum())
+    zeros = int(((actual == 0) & (expected != 0)).sum())
     return wrong == 0, f"{wrong} of {x.numel()} values differ from the host's, {zeros} became zero"
 
 
-def _matmul(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> tuple[bool, str]:
-    a, b = (torch.randn(256, 256, generator=rng).to(dtype) for _ in range(2))
-    return _close((a.to(device) @ b.to(device)).cpu(), a.float() @ b.float(), dtype)
+def _matmul(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> Outcome:
+    a = torch.randn(256, 256, generator=rng).to(dtype)
+    b = torch.randn(256, 256, generator=rng).to(dtype)
+    actual = a.to(device) @ b.to(device)
+    return _close(actual.cpu(), a.float() @ b.float(), dtype)
 
 
-def _logits(device: torch.device, rng: torch.Generator) -> tuple[bool, str]:
-    hidden, weight = torch.randn(16, 128, generator=rng), torch.randn(2**15, 128, generator=rng)
-    actual = (hidden.to(device) @ weight.to(device).T).log_softmax(-1).cpu()
-    expected = (hidden.double() @ weight.double().T).log_softmax(-1)
-    error = float((actual - expected).abs().max())
+def _logits(device: torch.device, rng: torch.Generator) -> Outcome:
+    hidden = torch.randn(16, 128, generator=rng)
+    weight = torch.randn(2**15, 128, generator=rng)
+    actual = hidden.to(device) @ weight.to(device).T
+    expected = hidden.double() @ weight.double().T
+    difference = actual.log_softmax(-1).cpu() - expected.log_softmax(-1)
+    error = float(difference.abs().max())
     return error <= _NATS, f"log-probs differ from fp64's by {error:.1e}, {_NATS:.0e} allowed"
 
 
-def _convolution(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> tuple[bool, str]:
+def _convolution(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> Outcome:
     """A causal convolution per channel, as in hybrid models, and the gradient of its input."""
-    x, grad = torch.randn(2, 2, 64, 128, generator=rng).to(dtype)
+    x_and_grad = torch.randn(2, 2, 64, 128, generator=rng).to(dtype)  # of the output; batch, channels, length
     weight = torch.randn(64, 1, 4, generator=rng).to(dtype)
 
-    def convolve(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+    def convolve(x_and_grad: Tensor, weight: Tensor) -> Tensor:
+        x, grad = x_and_grad.unbind()
         leaf = x.detach().requires_grad_()
         out = conv1d(pad(leaf, (3, 0)), weight, groups=64)
-        return torch.stack([out.detach(), *torch.autograd.grad(out, leaf, grad)])
+        (x_grad,) = torch.autograd.grad(out, leaf, grad)
+        return torch.stack([out.detach(), x_grad])
 
     with torch.enable_grad():
-        actual = convolve(x.to(device), grad.to(device), weight.to(device)).cpu()
-        return _close(actual, convolve(x.float(), grad.float(), weight.float()), dtype)
+        actual = convolve(x_and_grad.to(device), weight.to(device)).cpu()
+        expected = convolve(x_and_grad.float(), weight.float())
+    return _close(actual, expected, dtype)
 
 
-def _package(device: torch.device, dtype: torch.dtype, kernel: Kernel, rng: torch.Generator) -> tuple[bool, str]:
+def _package(device: torch.device, dtype: torch.dtype, kernel: Kernel, rng: torch.Generator) -> Outcome:
     """The kernel of a package and the gradients of its inputs. Recurrences round at every step."""
     inputs = kernel.inputs(rng, dtype)
     seeds = torch.Generator()
@@ -300,7 +317,8 @@ def _package(device: torch.device, dtype: torch.dtype, kernel: Kernel, rng: torc
         leaves = [t.detach().requires_grad_() for t in inputs]
         out = function(*leaves)
         grad = torch.randn(out.shape, generator=seeds.manual_seed(0)).to(out)
-        return [t.float().cpu() for t in (out.detach(), *torch.autograd.grad(out, leaves, grad))]
+        results = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        return [t.float().cpu() for t in results]
 
     with torch.enable_grad():
         expected = compute(kernel.reference, [t.float() for t in inputs])
@@ -310,11 +328,15 @@ def _package(device: torch.device, dtype: torch.dtype, kernel: Kernel, rng: torc
             raise
         except Exception as error:  # packages may raise anything, also while they compile
             return False, one_line(error)
-    results = [_close(*pair, dtype, 5.0 if i else 1.0) for i, pair in enumerate(zip(actual, expected, strict=True))]
-    return next((result for result in results if not result[0]), results[0])
+    output = _close(actual[0], expected[0], dtype)
+    gradients = [_close(*pair, dtype, times=5.0) for pair in zip(actual[1:], expected[1:], strict=True)]
+    for right, found in [output, *gradients]:
+        if not right:
+            return False, found
+    return output
 
 
-def _compiled(device: torch.device) -> tuple[bool, str]:
+def _compiled(device: torch.device) -> Outcome:
     x = torch.arange(2**14, dtype=torch.float32)
     actual = torch.compile(lambda x: 2 * x + 1)(x.to(device)).cpu()
     wrong = int((actual != 2 * x + 1).sum())
@@ -323,7 +345,7 @@ def _compiled(device: torch.device) -> tuple[bool, str]:
 
 def _attention(
     device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, kernel: str, rng: torch.Generator
-) -> tuple[bool, str]:
+) -> Outcome:
     shape = (4, 1, num_heads, 128, head_dim)  # q, k, v and the gradient; batch, heads, sequence, head_dim
     qkvg = torch.randn(shape, generator=rng).to(dtype)
 
@@ -343,7 +365,7 @@ def _attention(
     return _close(actual, expected, dtype)
 
 
-def _allocator(device: torch.device) -> tuple[bool, str]:
+def _allocator(device: torch.device) -> Outcome:
     """Whether buffers keep their content while the allocator frees, unmaps and reuses memory around them.
 
     Where this fails, weights turn to zeros during a run (ROCm#6603). In that report the device was full; returning
@@ -359,16 +381,18 @@ def _allocator(device: torch.device) -> tuple[bool, str]:
         del passing
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    wrong = sum(int((buffer != i).sum()) for i, buffer in enumerate(live, start=1))
-    zeros = sum(int((buffer == 0).sum()) for buffer in live)
+    wrong = zeros = total = 0
+    for number, buffer in enumerate(live, start=1):
+        wrong += int((buffer != number).sum())
+        zeros += int((buffer == 0).sum())
+        total += buffer.numel()
     live.clear()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    total = 3 * (1 + 24 + 64) * unit
     return wrong == 0, f"{wrong} of {total} words in live buffers changed, {zeros} became zero"
 
 
-def _fused(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, expected: bool) -> tuple[bool, str]:
+def _fused(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, expected: bool) -> Outcome:
     q = torch.zeros(1, num_heads, 128, head_dim, device=device, dtype=dtype)
     usable = []
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
@@ -383,13 +407,19 @@ def _fused(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: i
     return bool(usable) or not expected, kernels
 
 
-def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1.0) -> tuple[bool, str]:
-    if bad := int((~actual.isfinite()).sum()):
+def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1.0) -> Outcome:
+    bad = int((~actual.isfinite()).sum())
+    if bad:
         return False, f"{bad} of {actual.numel()} values are NaN or infinite"
-    error, allowed = float((actual.float() - expected).norm() / expected.norm()), times * _TOLERANCE[dtype]
+    difference = actual.float() - expected
+    error = float(difference.norm() / expected.norm())
+    allowed = times * _TOLERANCE[dtype]
     return error <= allowed, f"relative error {error:.1e}, {allowed:.0e} allowed"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype's name in configs: bf16; torch's name of any other dtype: float64."""
-    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
+    for name, known in DTYPES.items():
+        if known == dtype:
+            return name
+    return str(dtype).removeprefix("torch.")

@@ -28,7 +28,7 @@ COMPILE = (False, True, "max-autotune")
 _NOT_RECIPE_KEYS = {"quantize_base"}  # keys that a profile may lock although no recipe has them
 _MEMORY_KEYS = {"host": (), "device": ("fraction",), "unified": ("fraction", "host_gib", "host_fraction")}
 _REACHED = ("compute", "bandwidth", "attention", "launch")
-_MAKERS_WORDS = re.compile("(amd|nvidia|instinct|radeon|geforce|tesla|rtx|rx|ai|pro)+")
+_MAKERS_WORDS = "(amd|nvidia|instinct|radeon|geforce|tesla|rtx|rx|ai|pro)+"
 _SAYS_NOTHING = ("", "graphics", "unknown")  # "AMD Radeon Graphics" is any Radeon
 # What torch adds to the name of a chip as sold: "H100 80GB HBM3", "MI250X/MI250", "MI300X VF"
 _ADDED = r"(\d+gb|hbm\d?e?|sxm\d?|oam|pcie|vf|hf|mi\d+x?|graphics|dualslot|(workstation|server)edition)*"
@@ -60,7 +60,7 @@ class BadBuild:
         torch: the version or its first parts, as in 2.12.0+rocm7.14.
         why: the failure and its source.
         fix: advice for the user.
-        arch: architectures that fail; empty: all of the profile's.
+        arch: architectures that fail. Without any, all of the profile's.
     """
 
     torch: str
@@ -77,8 +77,8 @@ class Chip:
         arch: the architecture, as in :class:`rocm_ext.machine.detect.Machine`.
         memory: GiB.
         bandwidth: memory bandwidth, GB/s.
-        fp32, fp16, bf16: TFLOPS of dense matrix products; None: not computed natively.
-        link: GB/s that a GPU receives from the machine's other GPUs; None: unknown.
+        fp32, fp16, bf16: TFLOPS of dense matrix products, where they are computed natively.
+        link: GB/s that a GPU receives from the machine's other GPUs, if they are known.
         also: further names, such as torch's.
         reached: shares of the data sheet where they differ from the profile's.
     """
@@ -137,16 +137,23 @@ class Profile:
             UserError: a key is unknown or missing, or a value has the wrong type.
         """
         where = f"hardware profile {name}"
-        profile = parse(cls, {"name": name, **content} if isinstance(content, Mapping) else content, where)
-        if (of := profile.memory.get("of")) not in tuple(_MEMORY_KEYS):
-            raise UserError(f"{where}.memory.of is {of!r}, expected {' or '.join(_MEMORY_KEYS)}")
-        for key in _MEMORY_KEYS[of]:
+        if isinstance(content, Mapping):
+            content = {"name": name, **content}
+        profile = parse(cls, content, where)
+        kind = profile.memory.get("of")
+        if kind not in tuple(_MEMORY_KEYS):
+            raise UserError(f"{where}.memory.of is {kind!r}, expected {' or '.join(_MEMORY_KEYS)}")
+        for key in _MEMORY_KEYS[kind]:
             parse(float, profile.memory.get(key), f"{where}.memory.{key}")
         for chip, sheet in profile.chips.items():
-            if missing := [key for key in _REACHED if key not in profile.reached | sheet.reached]:
+            missing = [key for key in _REACHED if key not in profile.reached and key not in sheet.reached]
+            if missing:
                 raise UserError(f"{where}.reached lacks {', '.join(missing)}, which plans for {chip} need")
-        locked = {key: lock.value for key, lock in profile.locked.items() if key not in _NOT_RECIPE_KEYS}
-        return replace(profile, settings={**profile.settings, **locked})
+        settings = dict(profile.settings)
+        for key, lock in profile.locked.items():
+            if key not in _NOT_RECIPE_KEYS:
+                settings[key] = lock.value
+        return replace(profile, settings=settings)
 
     def is_for(self, arch: str | None) -> bool:
         """Whether the profile is for this architecture; without ``arch`` it is for all."""
@@ -154,11 +161,9 @@ class Profile:
 
     def fits(self, machine: Machine) -> bool:
         """Whether ``hardware: auto`` gives ``machine`` this profile."""
-        return (
-            self.match.get("backend", machine.backend) == machine.backend
-            and self.is_for(machine.arch)
-            and self.match.get("system", machine.system) == machine.system
-        )
+        backend = self.match.get("backend", machine.backend)
+        system = self.match.get("system", machine.system)
+        return (backend, system) == (machine.backend, machine.system) and self.is_for(machine.arch)
 
 
 @cache
@@ -204,7 +209,8 @@ def choose_profile(machine: Machine) -> tuple[str, str]:
     problem = _unusable_gpu(machine)
     if problem and not machine.hidden_by:
         raise UserError(f"{problem}. To run without the GPU: hardware=cpu")
-    if (profile := profile_of(machine)) is None:
+    profile = profile_of(machine)
+    if profile is None:
         near = nearest_profile(machine)
         what = f"Name the nearest, as in hardware={near}, or" if near != "cpu" else "To run without the GPU:"
         raise UserError(f"found {machine}, for which there is no hardware profile. {what} hardware=cpu")
@@ -218,16 +224,21 @@ def choose_profile(machine: Machine) -> tuple[str, str]:
 
 
 def profile_of(machine: Machine) -> Profile | None:
-    """The profile that ``hardware: auto`` gives ``machine``; None: it has none."""
-    return next((profile for profile in map(load_profile, profile_names()) if profile.fits(machine)), None)
+    """The profile that ``hardware: auto`` gives ``machine``, if there is one."""
+    for name in profile_names():
+        profile = load_profile(name)
+        if profile.fits(machine):
+            return profile
+    return None
 
 
 def intended_machine(machine: Machine) -> tuple[Machine, Profile | None]:
-    """The machine as it will be once torch can use its AMD GPU, and its profile; None: the GPU in use has none."""
+    """The machine as it will be once torch can use its AMD GPU, and its profile, if there is one."""
     if machine.backend == "cpu":
         for arch in machine.amd_archs:
             usable = replace(machine, backend="rocm", arch=arch, unified=arch in UNIFIED)
-            if profile := profile_of(usable):
+            profile = profile_of(usable)
+            if profile:
                 return usable, profile
     return machine, profile_of(machine)
 
@@ -273,33 +284,36 @@ def check_profile(profile: Profile, machine: Machine, world_size: int = 1) -> li
     Raises:
         UserError: the machine lacks the profile's GPU, has fewer GPUs than ranks, or runs several ranks on Windows.
     """
-    backend, is_for = profile.match.get("backend", machine.backend), f"hardware={profile.name} is for {profile.title}"
-    problem, warnings = "", list[str]()
     if world_size > 1 and machine.system == "Windows":
-        problem = (
+        raise UserError(
             f"found {world_size} processes, but on Windows training runs in one process only: "
             "ROCm's builds there have no torch.distributed. Use WSL2 for several GPUs"
         )
-    elif backend == "cpu":
+    backend = profile.match.get("backend", machine.backend)
+    if backend == "cpu":
         return []
-    elif machine.backend != backend:
-        problem = f"{is_for}; {_unusable_gpu(machine) or f'found {machine}'}. To run anyway: hardware=cpu"
-    elif world_size > machine.gpu_count:
-        use = f"--nproc_per_node {machine.gpu_count}"
-        problem = f"{world_size} processes need {world_size} GPUs; found {machine}. Use {use}"
-    elif not profile.fits(machine) and (right := profile_of(machine)):
-        use = f"hardware=auto or hardware={right.name}; to run without the GPU: hardware=cpu"
-        problem = f"{is_for}; found {machine}. Use {use}"
-    elif not profile.fits(machine):
+    is_for = f"hardware={profile.name} is for {profile.title}"
+    if machine.backend != backend:
+        raise UserError(f"{is_for}; {_unusable_gpu(machine) or f'found {machine}'}. To run anyway: hardware=cpu")
+    if world_size > machine.gpu_count:
+        advice = f"Use --nproc_per_node {machine.gpu_count}"
+        raise UserError(f"{world_size} processes need {world_size} GPUs; found {machine}. {advice}")
+    warnings = []
+    if not profile.fits(machine):
+        right = profile_of(machine)
+        if right:
+            advice = f"Use hardware=auto or hardware={right.name}; to run without the GPU: hardware=cpu"
+            raise UserError(f"{is_for}; found {machine}. {advice}")
         warnings.append(f"{machine.arch} has no hardware profile of its own: running with {profile.name}'s")
-    if problem:
-        raise UserError(problem)
     if not machine.has_kernels:
         hint = f"; install it with: {reinstall_command(profile, machine)}" if profile.install else ""
         warnings.append(f"torch {machine.torch} has no kernels for {machine.arch}{hint}")
-    if bad := bad_build(profile, machine):
+    bad = bad_build(profile, machine)
+    if bad:
         warnings.append(f"torch {machine.torch}: {bad.why}. {bad.fix}")
-    return warnings + [f"{problem}: {fix}" for problem, fix in below_floor(profile, machine).values()]
+    for problem, fix in below_floor(profile, machine).values():
+        warnings.append(f"{problem}: {fix}")
+    return warnings
 
 
 def reinstall_command(profile: Profile, machine: Machine) -> str:
@@ -311,31 +325,38 @@ def reinstall_command(profile: Profile, machine: Machine) -> str:
 def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]]:
     """The versions outside the profile's limits: {"torch", "rocm" or "kernel": (problem, fix)}."""
     # Microsoft builds WSL's kernel, and the GPU's driver runs on Windows
-    versions = {"torch": machine.torch, "rocm": machine.rocm, "kernel": "" if machine.wsl else machine.kernel}
+    kernel = "" if machine.wsl else machine.kernel
+    versions = {"torch": machine.torch, "rocm": machine.rocm or "", "kernel": kernel}
     outside = {}
     for what, limits in profile.floor.items():
-        have = versions[what] or ""
-        if not parse_version(have):
+        text = versions[what]
+        version = parse_version(text)
+        if not version:
             continue
-        patched = any(_is_newer_build(have, other) for other in limits.get("also", ()))
-        if "min" in limits and parse_version(have) < parse_version(limits["min"]) and not patched:
-            outside[what] = (f"{what} {have} is older than {limits['min']}", limits["fix"])
-        if "below" in limits and parse_version(have) >= parse_version(limits["below"]):
-            outside[what] = (f"{what} {have} is not below {limits['below']}", limits["fix"])
+        patched = any(_is_newer_build(text, other) for other in limits.get("also", ()))
+        if "min" in limits and version < parse_version(limits["min"]) and not patched:
+            outside[what] = (f"{what} {text} is older than {limits['min']}", limits["fix"])
+        if "below" in limits and version >= parse_version(limits["below"]):
+            outside[what] = (f"{what} {text} is not below {limits['below']}", limits["fix"])
     return outside
 
 
 def bad_build(profile: Profile, machine: Machine) -> BadBuild | None:
     """The known failure of the machine's torch."""
-    here = (bad for bad in profile.bad_builds if not bad.arch or machine.arch in bad.arch)
-    return next((bad for bad in here if f"{machine.torch}.".startswith(f"{bad.torch}.")), None)
+    for bad in profile.bad_builds:
+        here = not bad.arch or machine.arch in bad.arch
+        if here and f"{machine.torch}.".startswith(f"{bad.torch}."):
+            return bad
+    return None
 
 
 def _is_newer_build(kernel: str, other: str) -> bool:
     """Whether a distribution's kernel (6.14.0-1018-oem) has the flavour of ``other`` (oem) and is at least as new."""
-    builds = [re.fullmatch(r"([0-9.]{1,30})-([0-9]{1,9})-([a-z]+)", name) for name in (kernel, other)]
-    have, least = ((parse_version(match[1]), int(match[2]), match[3]) if match else ((), 0, "") for match in builds)
-    return bool(have[2]) and have[2] == least[2] and have >= least
+    form = re.compile(r"([0-9.]{1,30})-([0-9]{1,9})-([a-z]+)")
+    build, least = form.fullmatch(kernel), form.fullmatch(other)
+    if not build or not least or build[3] != least[3]:
+        return False
+    return (parse_version(build[1]), int(build[2])) >= (parse_version(least[1]), int(least[2]))
 
 
 def check_locked(profile: Profile, settings: Config, overrides: list[str]) -> list[str]:
@@ -352,19 +373,23 @@ def check_locked(profile: Profile, settings: Config, overrides: list[str]) -> li
     Raises:
         UserError: a locked key has another value and is not in ``overrides``; the message names all of them.
     """
-    refused: list[str] = []
+    refused: dict[str, str] = {}
     lines: list[str] = []
     for key, lock in profile.locked.items():
         if key not in settings or settings[key] in (lock.value, *lock.also):
             continue
         wanted = " or ".join(str(value) for value in (lock.value, *lock.also))
         line = f"{key}={settings[key]} on {profile.name}, which wants {wanted}: {lock.reason}"
-        (lines if key in overrides else refused).append(line)
+        if key in overrides:
+            lines.append(line)
+        else:
+            refused[key] = line
     if refused:
-        keys = [line.split("=")[0] for line in refused]
-        raise UserError(f"{'; '.join(refused)}. To insist: hardware_overrides: [{', '.join(keys)}]")
-    needless = [key for key in overrides if key not in profile.locked]
-    return lines + [f"hardware_overrides: {profile.name} does not lock {key}" for key in needless]
+        raise UserError(f"{'; '.join(refused.values())}. To insist: hardware_overrides: [{', '.join(refused)}]")
+    for key in overrides:
+        if key not in profile.locked:
+            lines.append(f"hardware_overrides: {profile.name} does not lock {key}")
+    return lines
 
 
 # ---------------------------------------------------------------------------------------------------- chips
@@ -373,7 +398,7 @@ def find_chip(name: str, hardware: str | None = None) -> tuple[str, str]:
 
     Args:
         name: name of a chip or an architecture, in any spelling: "MI355X", "rx7900xtx", "AMD Radeon PRO W7900".
-        hardware: the chip's profile; None: any.
+        hardware: the chip's profile. Without it, any.
 
     Returns:
         The names of the profile and of the chip; the first of several chips with this name.
@@ -381,22 +406,25 @@ def find_chip(name: str, hardware: str | None = None) -> tuple[str, str]:
     Raises:
         UserError: no profile has the chip, or ``hardware`` lacks it.
     """
-    short, matches, known, near = _short(name), [], list[str](), []
+    wanted = _short(name)
+    matches: list[tuple[str, str]] = []  # profiles and chips of this name
+    similar: list[str] = []
+    known: set[str] = set()
     for profile in map(load_profile, profile_names()):
         for chip_name, chip in profile.chips.items():
-            known += [chip_name, chip.arch]
+            known.update((chip_name, chip.arch))
             names = [_short(known_name) for known_name in (chip_name, *chip.also, chip.arch)]
-            if short in names:
+            if wanted in names:
                 matches.append((profile.name, chip_name))
-            if short and any(short in known_name or known_name in short for known_name in names):
-                near.append(chip_name)
+            if wanted and any(wanted in known_name or known_name in wanted for known_name in names):
+                similar.append(chip_name)
     if not matches:
-        guess = f"; did you mean {', '.join(near[:5])}?" if near else nearest(name, set(known))
+        guess = f"; did you mean {', '.join(similar[:5])}?" if similar else nearest(name, known)
         raise UserError(f"--machine {name} is unknown{guess}")
-    fitting = [(profile, chip) for profile, chip in matches if hardware in (None, profile)]
-    if not fitting:
-        raise UserError(f"--machine {name} is hardware={matches[0][0]}, which contradicts hardware={hardware}")
-    return fitting[0]
+    for profile_name, chip_name in matches:
+        if hardware in (None, profile_name):
+            return profile_name, chip_name
+    raise UserError(f"--machine {name} is hardware={matches[0][0]}, which contradicts hardware={hardware}")
 
 
 def chips_of(profile: Profile, arch: str | None, name: str | None, memory: int | None = None) -> list[str]:
@@ -406,31 +434,40 @@ def chips_of(profile: Profile, arch: str | None, name: str | None, memory: int |
         profile: the machine's profile.
         arch: the machine's architecture.
         name: torch's name of the GPU; it may say no more than "AMD Radeon Graphics".
-        memory: bytes of the GPU's memory, to distinguish chips of one name; None: unknown, or shared with the host.
+        memory: bytes of the GPU's own memory, to distinguish chips of one name.
 
     Returns:
         The chips whose name is in ``name``, else all of the architecture.
     """
     device = _joined(name or "")
-
-    def known_letters(chip_name: str, chip: Chip) -> int:
-        return max(len(known) if known in device else 0 for known in map(_short, (chip_name, *chip.also)))
-
-    matched = {key: known_letters(key, chip) for key, chip in profile.chips.items() if chip.arch == arch}
-    best = max(matched.values(), default=0)
-    likely = [key for key, letters in matched.items() if letters == best]
-    return sorted(likely, key=lambda key: abs(profile.chips[key].memory - memory / 2**30) if memory else 0)
+    likely: list[str] = []
+    most = 0  # letters of a chip's name that are in the device's
+    for chip_name, chip in profile.chips.items():
+        if chip.arch != arch:
+            continue
+        letters = max(len(known) if known in device else 0 for known in map(_short, (chip_name, *chip.also)))
+        if letters > most:
+            most = letters
+            likely = []
+        if letters == most:
+            likely.append(chip_name)
+    if memory:
+        likely.sort(key=lambda chip_name: abs(profile.chips[chip_name].memory - memory / 2**30))
+    return likely
 
 
 def named_chips(profile: Profile, arch: str | None, name: str, memory: int | None = None) -> list[str]:
     """:func:`chips_of` without guesses: empty if ``name`` is another product's, such as "RTX 4090 Laptop GPU"."""
-    may, short = chips_of(profile, arch, name, memory), _short(name)
-
-    def has_name(chip_name: str) -> bool:
+    likely = chips_of(profile, arch, name, memory)
+    device = _short(name)
+    if device in _SAYS_NOTHING:
+        return likely
+    named = []
+    for chip_name in likely:
         names = map(_short, (chip_name, *profile.chips[chip_name].also))
-        return any(re.fullmatch(re.escape(known) + _ADDED, short) for known in names)
-
-    return may if short in _SAYS_NOTHING else list(filter(has_name, may))
+        if any(re.fullmatch(re.escape(known) + _ADDED, device) for known in names):
+            named.append(chip_name)
+    return named
 
 
 def _joined(name: str) -> str:
@@ -439,5 +476,4 @@ def _joined(name: str) -> str:
 
 def _short(name: str) -> str:
     """The name without the maker's words before it: 7900xtx for "AMD Radeon RX 7900 XTX"."""
-    joined = _joined(name)
-    return joined[match.end() :] if (match := _MAKERS_WORDS.match(joined)) else joined
+    return re.sub(f"^{_MAKERS_WORDS}", "", _joined(name))

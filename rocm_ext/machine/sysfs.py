@@ -15,7 +15,10 @@ def read_text(path: Path) -> str:
     try:
         with open(path, "rb", buffering=0) as file:
             content = b""
-            while len(content) < _MOST and (chunk := file.read(1 << 16)):  # /proc/sys refuses reads of 4 MiB
+            while len(content) < _MOST:
+                chunk = file.read(1 << 16)  # /proc/sys refuses reads of 4 MiB
+                if not chunk:
+                    break
                 content += chunk
             return content.decode(errors="replace").strip()
     except (OSError, ValueError):
@@ -47,9 +50,10 @@ def host_memory(root: Path, key: str) -> int:
 def listing(folder: Path) -> list[str]:
     """The names in a folder, numbers in numeric order; empty if it cannot be read."""
     try:
-        return sorted(os.listdir(folder), key=lambda name: [part.zfill(20) for part in re.split(r"(\d+)", name)])
+        names = os.listdir(folder)
     except (OSError, ValueError):
         return []
+    return sorted(names, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(20), name))
 
 
 def cards(root: Path) -> list[Path]:
@@ -65,7 +69,9 @@ def cgroups(root: Path) -> list[tuple[str, Path]]:
         for controller in controllers.split(","):
             top = root / "sys/fs/cgroup" / controller
             group = top / path.strip("/")
-            groups += [(controller, group), *((controller, up) for up in group.parents if up.is_relative_to(top))]
+            for folder in (group, *group.parents):
+                if folder == group or folder.is_relative_to(top):
+                    groups.append((controller, folder))
     return groups
 
 
@@ -83,7 +89,8 @@ class CpuQuota:
 
     def used(self) -> float | None:
         """Processor seconds of the group so far; None if the kernel does not count them."""
-        if counted := re.search(r"^usage_usec (\d+)$", read_text(self.folder / "cpu.stat"), re.MULTILINE):
+        counted = re.search(r"^usage_usec (\d+)$", read_text(self.folder / "cpu.stat"), re.MULTILINE)
+        if counted:
             return int(counted[1]) / 1e6
         nanoseconds = read_number(self.folder / "cpuacct.usage")
         return None if nanoseconds is None else nanoseconds / 1e9
@@ -96,7 +103,8 @@ def cpu_quota(root: Path = Path("/")) -> CpuQuota | None:
         if controller == "":
             quota, _, period = read_text(folder / "cpu.max").partition(" ")
         elif controller == "cpu":
-            quota, period = (read_text(folder / f"cpu.cfs_{kind}_us") for kind in ("quota", "period"))
+            quota = read_text(folder / "cpu.cfs_quota_us")
+            period = read_text(folder / "cpu.cfs_period_us")
         else:
             continue
         if quota.isdecimal() and period.isdecimal() and int(period):

@@ -50,12 +50,14 @@ def cores() -> float:
 
 def free_cores() -> float:
     """Cores that other programs leave to this one at present; it takes a fifth of a second."""
-    quota, looks = cpu_quota(), []
+    quota = cpu_quota()
+    looks = []
     before = Clocks.read(quota)
     for _ in range(LOOKS):
         time.sleep(SECONDS)
         now = Clocks.read(quota)
-        used, seconds = now.process - before.process, now.now - before.now
+        used = now.process - before.process
+        seconds = now.now - before.now
         free = (now.idle - before.idle + used) / seconds
         if quota is not None and now.group is not None and before.group is not None:
             free = min(free, quota.cpus - (now.group - before.group - used) / seconds)

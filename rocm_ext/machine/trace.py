@@ -65,11 +65,14 @@ class Trace:
 
         Args:
             folder: folder of the files.
-            steps: number of steps per kind; 0: record nothing.
+            steps: number of steps per kind; 0 records nothing.
             device: device of the steps.
             rank: this rank, for the files' names.
         """
-        self._folder, self._steps, self._device, self._rank = folder, steps, device, rank
+        self._folder = folder
+        self._steps = steps
+        self._device = device
+        self._rank = rank
         self._open = {kind: _Recording() for kind in WARM_UP} if steps else {}
         try:
             yield
@@ -93,7 +96,9 @@ class Trace:
             return
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch 2.13 prints two lines per recording
         on_gpu = self._device.type == "cuda"
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+        activities = [ProfilerActivity.CPU]
+        if on_gpu:
+            activities.append(ProfilerActivity.CUDA)
         profiler = torch.profiler.profile(activities=activities, record_shapes=True)
         try:
             profiler.start()
@@ -148,7 +153,8 @@ class Trace:
         recording = self._open.pop(kind, None)
         if recording is None:  # given up
             return
-        first, count, name = WARM_UP[kind] + 1, len(recording.parts), f"{kind}.rank{self._rank}"
+        count = len(recording.parts)
+        name = f"{kind}.rank{self._rank}"
         path = self._folder / f"{name}.trace.json.gz"
         events = []
         for number, part in enumerate(recording.parts):
@@ -167,6 +173,7 @@ class Trace:
         if count < self._steps:
             why = "the trace would become too large" if recording.events > _MOST_EVENTS else "the run ended"
             log.info("profile_steps: %d of %d steps of %s are recorded: %s", count, self._steps, kind, why)
+        first = WARM_UP[kind] + 1
         which = f"step {first}" if count == 1 else f"steps {first} to {first + count - 1}"
         total, busy = seconds(events, kind)
         share = f", {busy / total:.0%} of them in kernels of the GPU" if busy else ""
@@ -184,13 +191,23 @@ def seconds(events: list[Json], kind: str) -> tuple[float, float]:
 
     An annotation whose name begins with ``kind`` spans a step.
     """
-    timed = [event for event in events if "dur" in event]
-    steps = [e for e in timed if e.get("cat") == "user_annotation" and e["name"].startswith(kind)]
-    busy = 0.0
+    steps, kernels = [], []
+    for event in events:
+        category = event.get("cat")
+        if "dur" in event and category in _ON_GPU:
+            kernels.append(event)
+        elif "dur" in event and category == "user_annotation" and event["name"].startswith(kind):
+            steps.append(event)
+    kernels.sort(key=lambda event: event["ts"])
+    total = busy = 0.0
     for step in steps:
-        reached, end = step["ts"], step["ts"] + step["dur"]
-        for event in sorted((e for e in timed if e.get("cat") in _ON_GPU), key=lambda e: e["ts"]):
-            begin, until = max(event["ts"], reached), min(event["ts"] + event["dur"], end)
+        total += step["dur"]
+        reached = step["ts"]  # the busy time up to here is counted
+        end = step["ts"] + step["dur"]
+        for kernel in kernels:
+            begin = max(kernel["ts"], reached)
+            until = min(kernel["ts"] + kernel["dur"], end)
             if until > begin:
-                busy, reached = busy + until - begin, until
-    return sum(step["dur"] for step in steps) / 1e6, busy / 1e6
+                busy += until - begin
+                reached = until
+    return total / 1e6, busy / 1e6

@@ -21,6 +21,7 @@ from rocm_ext.base.log import log
 from rocm_ext.machine.bench_file import cache_folder, machine_key
 from rocm_ext.machine.detect import detect
 
+Call = Callable[[], Tensor]  # of a kernel or its reference
 _TIMEOUT = 300  # seconds
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGBUS, signal.SIGFPE)  # they would happen again
 
@@ -43,21 +44,26 @@ def works(name: str, what: str, module: str, used: str, instead: str) -> bool:
 
 
 def _failure(name: str, what: str, module: str) -> str:
-    machine, folder = machine_key(detect()), cache_folder()
-    file = folder / f"{name}.json" if folder else None
+    folder = cache_folder()
+    if folder is None:
+        return _tried(what, module)[0]
+    machine = machine_key(detect())
+    file = folder / f"{name}.json"
     with suppress(UserError, KeyError):  # a damaged file is written again
-        if file and (kept := read_json(file)) and kept["machine"] == machine:
-            return kept["failure"]
+        known = read_json(file)
+        if known and known["machine"] == machine:
+            return known["failure"]
     failure, final = _tried(what, module)
-    with suppress(UserError):  # a cache folder that cannot be written, or that another rank writes to
-        if file and final:
+    if final:
+        with suppress(UserError):  # the cache folder cannot be written, or another rank writes to it
             replace_text(file, json.dumps({"machine": machine, "failure": failure}))
     return failure
 
 
 def _tried(what: str, module: str) -> tuple[str, bool]:
     """Return the failure in a child process, and whether another try would fail the same way."""
-    command = [sys.executable, "-m", module, str(torch.cuda.current_device() if torch.cuda.is_available() else 0)]
+    device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    command = [sys.executable, "-m", module, str(device)]
     quiet = subprocess.DEVNULL
     child = subprocess.Popen(command, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, text=True)
     try:
@@ -82,7 +88,7 @@ def main(trial: Callable[[torch.device], str]) -> None:
     print(json.dumps({"failure": failure, "final": final}))
 
 
-def compare(what: str, pairs: list[tuple[Callable[[], Tensor], Callable[[], Tensor]]], largest: float) -> str:
+def compare(what: str, pairs: list[tuple[Call, Call]], largest: float) -> str:
     """Compare a kernel with its reference; return what is wrong or slower, or "".
 
     Args:
@@ -93,19 +99,27 @@ def compare(what: str, pairs: list[tuple[Callable[[], Tensor], Callable[[], Tens
     for kernel, reference in pairs:
         expected = reference()
         torch.full_like(expected, torch.nan)  # in the memory that the next call gets: it must write all of it
-        actual, repeated = kernel(), kernel()
-        error = float((actual.float() - expected.float()).norm() / expected.float().norm())
+        actual = kernel()
+        repeated = kernel()
+        difference = actual.float() - expected.float()
+        error = float(difference.norm() / expected.float().norm())
         if not error < largest:
             return f"{what} is wrong by {error:.1e} of its result"
         if not torch.equal(actual, repeated):
             return f"{what} differs from call to call"
 
-    def seconds(calls: list[Callable[[], Tensor]]) -> float:
+    references = _seconds([reference for _, reference in pairs])
+    kernels = _seconds([kernel for kernel, _ in pairs])
+    ratio = references / kernels
+    return "" if ratio > 1 else f"{what} is {ratio:.2f} times as fast"
+
+
+def _seconds(calls: list[Call]) -> float:
+    """Seconds of the calls together, the least of five tries."""
+    times = []
+    for _ in range(5):
         began = time.perf_counter()
         for call in calls:
             call().sum().item()
-        return time.perf_counter() - began
-
-    kernels, references = map(list, zip(*pairs, strict=True))
-    ratio = min(seconds(references) for _ in range(5)) / min(seconds(kernels) for _ in range(5))
-    return "" if ratio > 1 else f"{what} is {ratio:.2f} times as fast"
+        times.append(time.perf_counter() - began)
+    return min(times)
