@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,6 +104,14 @@ class Bench:
         load_weights(decoder, Weights(RandomWeights(decoder, self.device), "random"), Ranks(self.device))
         return decoder
 
+    def draw(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """A random matrix on the device."""
+        return torch.randn(rows, columns, device=self.device).to(dtype)
+
+    def timed(self, work: Callable[[], Any], least: int = 5, beside: Callable[[], Any] | None = None) -> "Times":
+        """Time calls of ``work`` on the device; see :func:`timed`."""
+        return timed(work, self.device, self.spec.seconds, least, beside)
+
     def require(self, needed: int) -> None:
         """Raise :class:`Skipped` if ``needed`` bytes exceed the budget."""
         if needed > self.spec.budget:
@@ -133,9 +141,15 @@ class Times:
     median: float
     high: float
 
-    def rate(self, amount: float) -> ProbeResult:
+    @classmethod
+    def of(cls, times: Sequence[float]) -> "Times":
+        """The median and the quartiles of ``times``."""
+        return cls(*quantiles(times, n=4, method="inclusive"))
+
+    def rate(self, amount: float, unit: str) -> ProbeResult:
         """``amount`` per second: ``value`` with ``low`` and ``high``."""
-        return {"value": amount / self.median, "low": amount / self.high, "high": amount / self.low}
+        speeds = {"value": amount / self.median, "low": amount / self.high, "high": amount / self.low}
+        return {**speeds, "unit": f"{unit}/s"}  # type: ignore[typeddict-item]
 
 
 def timed(
@@ -173,7 +187,7 @@ def timed(
     end = time.perf_counter() + seconds
     while len(times) < least or time.perf_counter() < end:
         times.append(turn())
-    return Times(*quantiles(times, n=4, method="inclusive"))
+    return Times.of(times)
 
 
 def wait(device: torch.device) -> None:
@@ -198,12 +212,12 @@ def gemm(bench: Bench, values: Values) -> ProbeResult:
     tokens = _TOKENS[bench.device.type]
     dtype = numerics.DTYPES[values["dtype"]]
     bench.require((tokens * (wide + width) + wide * width) * dtype.itemsize * 2)
-    weight = torch.randn(wide, width, device=bench.device).to(dtype)
+    weight = bench.draw(wide, width, dtype)
     if values["direction"] == "forward":
         weight = weight.T
-    x = torch.randn(tokens, weight.shape[0], device=bench.device).to(dtype)
-    times = timed(lambda: x @ weight, bench.device, bench.spec.seconds)
-    return {**times.rate(2 * tokens * wide * width), "unit": "FLOP/s", "shape": [tokens, width, wide]}
+    x = bench.draw(tokens, len(weight), dtype)
+    times = bench.timed(lambda: x @ weight)
+    return {**times.rate(2 * tokens * wide * width, "FLOP"), "shape": [tokens, width, wide]}
 
 
 def unpacking(bench: Bench, values: Values) -> ProbeResult:
@@ -228,10 +242,10 @@ def unpacking(bench: Bench, values: Values) -> ProbeResult:
         plain = weight.get_original_weight()
     facts: ProbeResult = {"shape": [rows, width, wide], "dtype": numerics.dtype_name(dtype)}
     if not rows:
-        times = timed(weight.get_original_weight, bench.device, bench.spec.seconds)
-        return {**times.rate(wide * width), "unit": "values/s", **facts}
-    x = torch.randn(rows, width, device=bench.device).to(dtype)
-    ratio = timed(lambda: x @ weight.T, bench.device, bench.spec.seconds, beside=lambda: x @ plain.T)
+        times = bench.timed(weight.get_original_weight)
+        return {**times.rate(wide * width, "values"), **facts}
+    x = bench.draw(rows, width, dtype)
+    ratio = bench.timed(lambda: x @ weight.T, beside=lambda: x @ plain.T)
     return {"value": ratio.median, "low": ratio.low, "high": ratio.high, "unit": "x", **facts}
 
 
@@ -250,9 +264,8 @@ def bandwidth(bench: Bench, values: Values) -> ProbeResult:
 
     start, end = COPIES[values["what"]]
     source, target = allocated(start), allocated(end)
-    times = timed(lambda: target.copy_(source), bench.device, bench.spec.seconds)
     moved = 2 * size if start == end else size
-    return {**times.rate(moved), "unit": "B/s"}
+    return bench.timed(lambda: target.copy_(source)).rate(moved, "B")
 
 
 def loader(bench: Bench, values: Values) -> ProbeResult:
@@ -268,8 +281,8 @@ def loader(bench: Bench, values: Values) -> ProbeResult:
         for _ in loads.range(0, steps):
             pass
 
-    times = timed(load_all, bench.device, bench.spec.seconds, least=3)
-    return {**times.rate(sum(len(tokens) for tokens in rows.tokens)), "unit": "tokens/s"}
+    tokens = sum(map(len, rows.tokens))
+    return bench.timed(load_all, least=3).rate(tokens, "tokens")
 
 
 # ---- decoding
@@ -300,9 +313,9 @@ def decoding(bench: Bench, values: Values) -> ProbeResult:
         bench.require(frozen_bytes(decoder) + copied_bytes(decoder) + memory.bytes(slots))
         session = _Clocked(sampler, endless, lambda: bench.spec.budget, slots, graphs)
         list(session.generate(requests, sampling))
-    times = Times(*quantiles(session.steps[_WARM_UP:], n=4, method="inclusive"))
+    times = Times.of(session.steps[_WARM_UP:])
     context = _PROMPT + _WARM_UP + _STEPS / 2
-    return {**times.rate(slots), "unit": "tokens/s", "seconds": times.median, "context": context}
+    return {**times.rate(slots, "tokens"), "seconds": times.median, "context": context}
 
 
 # ---- training
@@ -430,8 +443,7 @@ def _steps(trainer: Trainer, seconds: float) -> ProbeResult:
         torch.cuda.reset_peak_memory_stats(device)
     times = timed(lambda: trainer.train_step(update), device, 2 * seconds, least=3)
     return {
-        **times.rate(sum(batch.real_tokens for batch in update.batches)),
-        "unit": "tokens/s",
+        **times.rate(sum(batch.real_tokens for batch in update.batches), "tokens"),
         "seconds": times.median,
         "peak_memory": _peak(trainer, update),
         "planned_memory": learner.planned_peak,

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
-from typing import IO
 
 import psutil
 
@@ -83,10 +82,10 @@ class _Child:
             errors="replace",
             env={**os.environ, **common, **environ},
         )
-        self._errors: list[str] = []
+        self._last_error = ""
         self._lines: SimpleQueue[str | None] = SimpleQueue()
-        self._lines_reader = threading.Thread(target=self._read_lines, args=(self._process.stdout,), daemon=True)
-        self._errors_reader = threading.Thread(target=self._read_errors, args=(self._process.stderr,), daemon=True)
+        self._lines_reader = threading.Thread(target=self._read_lines, daemon=True)
+        self._errors_reader = threading.Thread(target=self._read_errors, daemon=True)
         self._lines_reader.start()
         self._errors_reader.start()
         self._send(asdict(spec))
@@ -115,15 +114,15 @@ class _Child:
             self._process.stdin.write(json.dumps(content) + "\n")  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]
 
-    def _read_lines(self, pipe: IO[str]) -> None:
-        for line in pipe:
+    def _read_lines(self) -> None:
+        for line in self._process.stdout:  # type: ignore[union-attr]
             if line.startswith(MARK):
                 self._lines.put(line[len(MARK) :])
         self._lines.put(None)
 
-    def _read_errors(self, pipe: IO[str]) -> None:
-        for line in pipe:
-            self._errors = [*self._errors[-20:], line.rstrip()]
+    def _read_errors(self) -> None:
+        for line in self._process.stderr:  # type: ignore[union-attr]
+            self._last_error = line.rstrip()
 
     def _last_words(self) -> str:
         """The way in which the process ended, and its last line on stderr."""
@@ -133,7 +132,7 @@ class _Child:
             return "closed its output and does not end"
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._errors_reader.join(timeout=5)
-        return f"{how}: {self._errors[-1]}" if self._errors else how
+        return f"{how}: {self._last_error}" if self._last_error else how
 
     def __enter__(self) -> "_Child":
         return self

@@ -41,8 +41,9 @@ class BenchFile:
         """
         try:
             content = json.loads(path.read_text())
-            flops = {dtype: _speed(value) for dtype, value in content["figures"].pop("flops").items()}
-            others = {key: _speed(value) for key, value in content["figures"].items()}
+            figures = content["figures"]
+            flops = {dtype: _speed(value) for dtype, value in figures.pop("flops").items()}
+            others = {key: _speed(value) for key, value in figures.items()}
             unknown = sorted(others.keys() - _FIGURES)
             if unknown:
                 raise ValueError(f"unknown figure {unknown[0]}")

@@ -94,7 +94,8 @@ def nominal_budget(profile: Profile, memory: int) -> tuple[int, str]:
         return int(memory * fraction), f"{fraction:.0%} of {gib(memory)}"
     if profile.memory["of"] == "host":
         return memory, f"all of {gib(memory)}"
-    return _least([_share_of(profile, memory, "the memory"), _without_host(profile, memory, "the memory")])
+    share = _share_of(profile, memory, "the memory")
+    return _least([share, _without_host(profile, memory, "the memory")])
 
 
 def _share_of(profile: Profile, size: int, name: str) -> tuple[int, str]:
@@ -182,7 +183,9 @@ def open_device(
     torch.cuda.set_device(local_rank)
     if memory_fraction is None and machine.unified:
         # torch 2.10 and later multiply the fraction with total_memory; earlier ones, with what the driver reports
-        total = machine.total_memory if parse_version(machine.torch) >= (2, 10) else torch.cuda.mem_get_info()[1]
+        total = machine.total_memory
+        if parse_version(machine.torch) < (2, 10):
+            _, total = torch.cuda.mem_get_info()
         memory_fraction = min(1.0, memory_budget(profile, machine)[0] / total)
     if memory_fraction is not None:
         torch.cuda.set_per_process_memory_fraction(float(memory_fraction), local_rank)

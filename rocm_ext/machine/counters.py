@@ -108,7 +108,8 @@ class Counters:
         device = card / "device"
         slot = re.search(r"^PCI_SLOT_NAME=([0-9a-f:.]+)$", read_text(device / "uevent"), re.MULTILINE)
         name = "".join(filter(str.isprintable, self._name(device)))
-        return {"id": slot[1] if slot else card.name, "name": name, **_plausible(_read_amd(device))}
+        address = slot[1] if slot else card.name
+        return {"id": address, "name": name, **_plausible(_read_amd(device))}
 
     def _name(self, device: Path) -> str:
         product = read_text(device / "product_name")  # Instinct only
@@ -197,7 +198,9 @@ def _scaled(path: Path, unit: float) -> float | None:
 
 
 def _has_nvidia() -> bool:
-    return any(map(os.path.exists, _NVIDIA)) or (os.name == "nt" and shutil.which("nvidia-smi") is not None)
+    if os.name == "nt":
+        return shutil.which("nvidia-smi") is not None
+    return any(map(os.path.exists, _NVIDIA))
 
 
 def _nvidia_gpu(nvml: Any, index: int) -> _NvidiaGpu:

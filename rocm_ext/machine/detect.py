@@ -101,7 +101,8 @@ def ask_torch() -> Torch:
     gpus: tuple[TorchGpu, ...] = ()
     kernels: tuple[str, ...] = ()
     if (torch.version.hip or torch.version.cuda) and torch.cuda.is_available():
-        gpus = tuple(_torch_gpu(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count()))
+        properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        gpus = tuple(map(_torch_gpu, properties))
         kernels = tuple(torch.cuda.get_arch_list())
     return Torch(str(torch.__version__), torch.version.hip, torch.version.cuda, gpus, kernels)
 
@@ -177,7 +178,7 @@ def kernel_release(root: Path) -> str:
 def parse_version(text: str) -> tuple[int, ...]:
     """The leading numbers of a version: ``6.18.4-arch1-1`` -> (6, 18, 4); () without numbers."""
     match = re.match(r"[0-9]{1,9}(\.[0-9]{1,9})*", text)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def amd_gpus(root: Path) -> list[str]:

@@ -4,7 +4,7 @@ import difflib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -122,40 +122,40 @@ def canaries(
     Returns:
         One check per computation. An error on the device is a failed check, not an exception.
     """
-    rng = torch.Generator().manual_seed(0)
     other_torch = "use another torch or ROCm release; on AMD, unset PYTORCH_HIP_ALLOC_CONF and try again"
-    short = dtype_name(dtype)
     allocator = "unset PYTORCH_HIP_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF"
     libraries = "try ROCBLAS_USE_HIPBLASLT=0 TORCH_BLAS_PREFER_HIPBLASLT=0; " + other_torch
     tf32 = "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and keep torch's matmul precision at highest; " + other_torch
     slow_path = "set attention=math; " + other_torch
-    heads = (head_dim, num_heads)
+    short = dtype_name(dtype)
+    canary = _Canary(device, dtype, head_dim, num_heads)
     checks = [
-        _check("copy", "try HSA_ENABLE_SDMA=0; " + other_torch, _copy, device, rng),
-        _check(f"{short} round trip", other_torch, _round_trip, device, dtype, rng),
-        _check(f"{short} matmul", libraries, _matmul, device, dtype, rng),
-        _check("fp32 logits", tf32, _logits, device, rng),
-        _check(f"{short} attention, head_dim {head_dim}", slow_path, _attention, device, dtype, *heads, attention, rng),
+        _check("copy", "try HSA_ENABLE_SDMA=0; " + other_torch, canary.copy),
+        _check(f"{short} round trip", other_torch, canary.round_trip),
+        _check(f"{short} matmul", libraries, canary.matmul),
+        _check("fp32 logits", tf32, canary.logits),
+        _check(f"{short} attention, head_dim {head_dim}", slow_path, canary.attention, attention),
         _check("allocator", allocator, _allocator, device),
     ]
     if convolution:
         # MIOpen's direct ones ended LoRA runs (ROCm#6034); with expandable segments they gave NaN (pytorch#195202)
         fix = "try MIOPEN_DEBUG_CONV_DIRECT=0; " + other_torch
-        checks.append(_check(f"{short} convolution", fix, _convolution, device, dtype, rng))
+        checks.append(_check(f"{short} convolution", fix, canary.convolution))
     for kernel in kernels:
         fix = f"pip uninstall {kernel.package}, and transformers' code takes its place"
-        checks.append(_check(f"{kernel.package}: {kernel.name}", fix, _package, device, dtype, kernel, rng))
-    if compiled and device.type == "cuda":
+        checks.append(_check(f"{kernel.package}: {kernel.name}", fix, canary.package, kernel))
+    if device.type != "cuda":
+        return checks
+    if compiled:
         # without an error they wrote nothing, and their caches kept them (unsloth#11614)
         fix = "set AMDGCN_USE_BUFFER_OPS=0, empty TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR, or set compile=False"
         checks.append(_check("compiled kernel", fix, _compiled, device))
-    if device.type == "cuda":
-        fix = "install torch 2.12 or newer"
-        if machine.backend == "rocm":
-            fix += ", or set TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1 before Python starts"
-        # GPUs without bf16 (gfx906 and older) have no fused kernels
-        expected = machine.bf16 and dtype != torch.float32
-        checks.append(_check("fused attention", fix, _fused, device, dtype, *heads, expected, fatal=False))
+    fix = "install torch 2.12 or newer"
+    if machine.backend == "rocm":
+        fix += ", or set TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1 before Python starts"
+    # GPUs without bf16 (gfx906 and older) have no fused kernels
+    expected = machine.bf16 and dtype != torch.float32
+    checks.append(_check("fused attention", fix, canary.fused_attention, expected, fatal=False))
     return checks
 
 
@@ -257,112 +257,147 @@ def _check(name: str, fix: str, probe: Callable[..., Outcome], *arguments: Any, 
     return Check(name, ok, found, fix, fatal)
 
 
-def _copy(device: torch.device, rng: torch.Generator) -> Outcome:
-    # 4 MiB: small copies do not go through the copy engines
-    sent = torch.randint(-(2**31), 2**31 - 1, (2**20,), dtype=torch.int32, generator=rng)
-    wrong = int((sent.to(device).clone().cpu() != sent).sum())
-    return wrong == 0, f"{wrong} of {sent.numel()} words changed on the way to {device} and back"
+@dataclass
+class _Canary:
+    """Small computations on a device; a method returns whether the results are right, and the finding."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    num_heads: int
+    rng: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def draw(self, *shape: int) -> Tensor:
+        """Draw a tensor on the host."""
+        return torch.randn(shape, generator=self.rng).to(self.dtype)
+
+    def compare(self, actual: Tensor, expected: Tensor, times: float = 1.0) -> Outcome:
+        """Whether a result is as near to the expected one as ``times`` the dtype's tolerance."""
+        bad = int((~actual.isfinite()).sum())
+        if bad:
+            return False, f"{bad} of {actual.numel()} values are NaN or infinite"
+        difference = actual.float() - expected
+        error = float(difference.norm() / expected.norm())
+        allowed = times * _TOLERANCE[self.dtype]
+        return error <= allowed, f"relative error {error:.1e}, {allowed:.0e} allowed"
+
+    def copy(self) -> Outcome:
+        # 4 MiB: small copies do not go through the copy engines
+        sent = torch.randint(-(2**31), 2**31 - 1, (2**20,), dtype=torch.int32, generator=self.rng)
+        received = sent.to(self.device).clone().cpu()
+        wrong = int((received != sent).sum())
+        return wrong == 0, f"{wrong} of {sent.numel()} words changed on the way to {self.device} and back"
+
+    def round_trip(self) -> Outcome:
+        x = torch.randn(2**14, generator=self.rng)
+        expected = x.to(self.dtype).float()  # the host rounds to nearest even, as every GPU here does
+        converted = x.to(self.device).to(self.dtype)
+        actual = converted.float().cpu()
+        wrong = int((actual != expected).sum())
+        zeros = int(((actual == 0) & (expected != 0)).sum())
+        return wrong == 0, f"{wrong} of {x.numel()} values differ from the host's, {zeros} became zero"
+
+    def matmul(self) -> Outcome:
+        a = self.draw(256, 256)
+        b = self.draw(256, 256)
+        actual = a.to(self.device) @ b.to(self.device)
+        return self.compare(actual.cpu(), a.float() @ b.float())
+
+    def logits(self) -> Outcome:
+        hidden = torch.randn(16, 128, generator=self.rng)
+        weight = torch.randn(2**15, 128, generator=self.rng)
+        actual = hidden.to(self.device) @ weight.to(self.device).T
+        expected = hidden.double() @ weight.double().T
+        difference = actual.log_softmax(-1).cpu() - expected.log_softmax(-1)
+        error = float(difference.abs().max())
+        return error <= _NATS, f"log-probs differ from fp64's by {error:.1e}, {_NATS:.0e} allowed"
+
+    def convolution(self) -> Outcome:
+        """A causal convolution per channel, as in hybrid models, and the gradient of its input."""
+        x_and_grad = self.draw(2, 2, 64, 128)  # input, and gradient of the output; batch, channels, length
+        weight = self.draw(64, 1, 4)
+
+        def convolve(x_and_grad: Tensor, weight: Tensor) -> Tensor:
+            x, grad = x_and_grad.unbind()
+            return _with_gradients(lambda leaf: conv1d(pad(leaf, (3, 0)), weight, groups=64), [x], grad)
+
+        actual = convolve(x_and_grad.to(self.device), weight.to(self.device)).cpu()
+        return self.compare(actual, convolve(x_and_grad.float(), weight.float()))
+
+    def attention(self, kernel: str) -> Outcome:
+        # q, k, v and the gradient of the output; batch, heads, sequence, head_dim
+        qkvg = self.draw(4, 1, self.num_heads, 128, self.head_dim)
+
+        def attend(qkvg: Tensor) -> Tensor:
+            *qkv, grad = qkvg.unbind()
+            return _with_gradients(partial(scaled_dot_product_attention, is_causal=True), qkv, grad)
+
+        # A fused kernel that cannot start raises its error in a later one (pytorch#194498, TheRock#7992): in `stack`.
+        chosen = "math" if kernel == "eager" else kernel
+        with sdpa_kernel(SDPA_KERNELS[chosen]) if chosen in SDPA_KERNELS else nullcontext():
+            actual = attend(qkvg.to(self.device)).cpu()
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = attend(qkvg.float())
+        return self.compare(actual, expected)
+
+    def package(self, kernel: Kernel) -> Outcome:
+        """The kernel of a package and the gradients of its inputs. Recurrences round at every step."""
+        inputs = kernel.inputs(self.rng, self.dtype)
+        seeds = torch.Generator()
+
+        def compute(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+            leaves = [t.detach().requires_grad_() for t in inputs]
+            out = function(*leaves)
+            grad = torch.randn(out.shape, generator=seeds.manual_seed(0)).to(out)
+            results = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+            return [t.float().cpu() for t in results]
+
+        with torch.enable_grad():
+            expected = compute(kernel.reference, [t.float() for t in inputs])
+            try:
+                actual = compute(kernel.compute, [t.to(self.device) for t in inputs])
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # packages may raise anything, also while they compile
+                return False, one_line(error)
+        output = self.compare(actual[0], expected[0])
+        for result in [output, *map(partial(self.compare, times=5.0), actual[1:], expected[1:])]:
+            right, _ = result
+            if not right:
+                return result
+        return output
+
+    def fused_attention(self, expected: bool) -> Outcome:
+        """Whether attention has a fused kernel; it is right without one if none is ``expected``."""
+        q = torch.zeros(1, self.num_heads, 128, self.head_dim, device=self.device, dtype=self.dtype)
+        usable = []
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+            with sdpa_kernel(backend), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns about every reason that a backend cannot run
+                try:
+                    (scaled_dot_product_attention(q, q, q, is_causal=True) + 1).cpu()
+                except RuntimeError:  # "No available kernel", or one that cannot start
+                    continue
+            usable.append(backend.name.split("_")[0].lower())
+        if usable:
+            return True, f"attention kernels: {', '.join(usable)}"
+        return not expected, "attention runs on the slow math path"
 
 
-def _round_trip(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> Outcome:
-    x = torch.randn(2**14, generator=rng)
-    expected = x.to(dtype).float()  # the host rounds to nearest even, as every GPU here does
-    actual = x.to(device).to(dtype).float().cpu()
-    wrong = int((actual != expected).sum())
-    zeros = int(((actual == 0) & (expected != 0)).sum())
-    return wrong == 0, f"{wrong} of {x.numel()} values differ from the host's, {zeros} became zero"
-
-
-def _matmul(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> Outcome:
-    a = torch.randn(256, 256, generator=rng).to(dtype)
-    b = torch.randn(256, 256, generator=rng).to(dtype)
-    actual = a.to(device) @ b.to(device)
-    return _close(actual.cpu(), a.float() @ b.float(), dtype)
-
-
-def _logits(device: torch.device, rng: torch.Generator) -> Outcome:
-    hidden = torch.randn(16, 128, generator=rng)
-    weight = torch.randn(2**15, 128, generator=rng)
-    actual = hidden.to(device) @ weight.to(device).T
-    expected = hidden.double() @ weight.double().T
-    difference = actual.log_softmax(-1).cpu() - expected.log_softmax(-1)
-    error = float(difference.abs().max())
-    return error <= _NATS, f"log-probs differ from fp64's by {error:.1e}, {_NATS:.0e} allowed"
-
-
-def _convolution(device: torch.device, dtype: torch.dtype, rng: torch.Generator) -> Outcome:
-    """A causal convolution per channel, as in hybrid models, and the gradient of its input."""
-    x_and_grad = torch.randn(2, 2, 64, 128, generator=rng).to(dtype)  # of the output; batch, channels, length
-    weight = torch.randn(64, 1, 4, generator=rng).to(dtype)
-
-    def convolve(x_and_grad: Tensor, weight: Tensor) -> Tensor:
-        x, grad = x_and_grad.unbind()
-        leaf = x.detach().requires_grad_()
-        out = conv1d(pad(leaf, (3, 0)), weight, groups=64)
-        (x_grad,) = torch.autograd.grad(out, leaf, grad)
-        return torch.stack([out.detach(), x_grad])
-
+def _with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> Tensor:
+    """The output of ``function`` and the gradients of its ``inputs``, which have the output's shape, as one tensor."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
     with torch.enable_grad():
-        actual = convolve(x_and_grad.to(device), weight.to(device)).cpu()
-        expected = convolve(x_and_grad.float(), weight.float())
-    return _close(actual, expected, dtype)
-
-
-def _package(device: torch.device, dtype: torch.dtype, kernel: Kernel, rng: torch.Generator) -> Outcome:
-    """The kernel of a package and the gradients of its inputs. Recurrences round at every step."""
-    inputs = kernel.inputs(rng, dtype)
-    seeds = torch.Generator()
-
-    def compute(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
-        leaves = [t.detach().requires_grad_() for t in inputs]
         out = function(*leaves)
-        grad = torch.randn(out.shape, generator=seeds.manual_seed(0)).to(out)
-        results = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-        return [t.float().cpu() for t in results]
-
-    with torch.enable_grad():
-        expected = compute(kernel.reference, [t.float() for t in inputs])
-        try:
-            actual = compute(kernel.compute, [t.to(device) for t in inputs])
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # packages may raise anything, also while they compile
-            return False, one_line(error)
-    output = _close(actual[0], expected[0], dtype)
-    gradients = [_close(*pair, dtype, times=5.0) for pair in zip(actual[1:], expected[1:], strict=True)]
-    for right, found in [output, *gradients]:
-        if not right:
-            return False, found
-    return output
+        return torch.stack([out.detach(), *torch.autograd.grad(out, leaves, grad)])
 
 
 def _compiled(device: torch.device) -> Outcome:
     x = torch.arange(2**14, dtype=torch.float32)
-    actual = torch.compile(lambda x: 2 * x + 1)(x.to(device)).cpu()
+    function = torch.compile(lambda x: 2 * x + 1)
+    actual = function(x.to(device)).cpu()
     wrong = int((actual != 2 * x + 1).sum())
     return wrong == 0, f"{wrong} of {x.numel()} values of a compiled kernel are wrong"
-
-
-def _attention(
-    device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, kernel: str, rng: torch.Generator
-) -> Outcome:
-    shape = (4, 1, num_heads, 128, head_dim)  # q, k, v and the gradient; batch, heads, sequence, head_dim
-    qkvg = torch.randn(shape, generator=rng).to(dtype)
-
-    def attend(qkvg: Tensor) -> Tensor:
-        q, k, v, grad = qkvg.unbind(0)
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)
-        return torch.stack([out.detach(), *torch.autograd.grad(out, leaves, grad)])
-
-    # A fused kernel that cannot start raises its error in a later one (pytorch#194498, TheRock#7992): in `stack`.
-    chosen = "math" if kernel == "eager" else kernel
-    with torch.enable_grad():
-        with sdpa_kernel(SDPA_KERNELS[chosen]) if chosen in SDPA_KERNELS else nullcontext():
-            actual = attend(qkvg.to(device)).cpu()
-        with sdpa_kernel(SDPBackend.MATH):
-            expected = attend(qkvg.float())
-    return _close(actual, expected, dtype)
 
 
 def _allocator(device: torch.device) -> Outcome:
@@ -372,12 +407,13 @@ def _allocator(device: torch.device) -> Outcome:
     free memory to the driver also makes the allocator unmap, and is quick.
     """
     unit = 2**18 if device.type == "cuda" else 2**13  # int32: 1 MiB, 32 KiB
+    filled = partial(torch.full, dtype=torch.int32, device=device)
     live: list[Tensor] = []
     for _ in range(3):
         passing = []
         for size in (1, 24, 64):  # in the allocator's small blocks, in its large blocks, in separate segments
-            live.append(torch.full((size * unit,), len(live) + 1, dtype=torch.int32, device=device))
-            passing.append(torch.full((size * unit // 2,), -1, dtype=torch.int32, device=device))
+            live.append(filled((size * unit,), len(live) + 1))
+            passing.append(filled((size * unit // 2,), -1))
         del passing
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -390,31 +426,6 @@ def _allocator(device: torch.device) -> Outcome:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return wrong == 0, f"{wrong} of {total} words in live buffers changed, {zeros} became zero"
-
-
-def _fused(device: torch.device, dtype: torch.dtype, head_dim: int, num_heads: int, expected: bool) -> Outcome:
-    q = torch.zeros(1, num_heads, 128, head_dim, device=device, dtype=dtype)
-    usable = []
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
-        with sdpa_kernel(backend), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about every reason that a backend cannot run
-            try:
-                (scaled_dot_product_attention(q, q, q, is_causal=True) + 1).cpu()
-            except RuntimeError:  # "No available kernel", or one that cannot start
-                continue
-        usable.append(backend.name.split("_")[0].lower())
-    kernels = f"attention kernels: {', '.join(usable)}" if usable else "attention runs on the slow math path"
-    return bool(usable) or not expected, kernels
-
-
-def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1.0) -> Outcome:
-    bad = int((~actual.isfinite()).sum())
-    if bad:
-        return False, f"{bad} of {actual.numel()} values are NaN or infinite"
-    difference = actual.float() - expected
-    error = float(difference.norm() / expected.norm())
-    allowed = times * _TOLERANCE[dtype]
-    return error <= allowed, f"relative error {error:.1e}, {allowed:.0e} allowed"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

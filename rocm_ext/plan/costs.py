@@ -118,7 +118,8 @@ class CostCounter(TorchDispatchMode):
             moved = sum(map(_bytes, (*inputs, *results)))
             if func is torch.ops.rocm_ext.unpack.default:
                 moved += self._to_unpack * results[0].numel()
-            self.operations.append(Operation(_flops(func, args, kwargs, out), moved, _name(func) in _ATTENTION))
+            flops = _flops(func, args, kwargs, out)
+            self.operations.append(Operation(flops, moved, _name(func) in _ATTENTION))
         for tensor in results:
             self._add(tensor)
         return out
@@ -362,7 +363,8 @@ def simulate(
 
     try:
         for i, layer in enumerate(layers):
-            decoder.layers[i] = _Stand(run, layer, first=firsts[i], index=i, last=i == len(layers) - 1)
+            last = i == len(layers) - 1
+            decoder.layers[i] = _Stand(run, layer, first=firsts[i], index=i, last=last)
         stored = remembered([decoder, objective, lengths, targets, kernels, shared], step)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UserError(
@@ -420,7 +422,7 @@ class _Run:
         out = call(entry)
         if isinstance(out, tuple):
             out, *further = out
-            self._further[first] = tuple(value.detach() if isinstance(value, Tensor) else value for value in further)
+            self._further[first] = tuple(map(_detached, further))
         kept = tally.now - before - out.nbytes
         forward = tally.operations
         grad = torch.empty_like(out)
@@ -460,6 +462,10 @@ class _Stand(nn.Module):
             if replaced is None or name.startswith("__"):
                 raise
             return getattr(replaced(), name)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _cut(value: Any) -> Any:

@@ -234,7 +234,8 @@ class TrainingPlanner:
         if getattr(self.objective, "baseline", None) is not None:  # KTO's is a separate forward pass
             passes += forward
             seconds += forward_seconds
-        update = _Repeated([Operation(0, 2 * (plan.adapter + plan.optimizer) + plan.gradients)], 1.0)
+        moved = 2 * (plan.adapter + plan.optimizer) + plan.gradients
+        update = _Repeated([Operation(0, moved)], 1.0)
         return StepWork(
             tokens=tokens,
             micro_batches=count,
@@ -257,9 +258,12 @@ class TrainingPlanner:
             layers = [i for i, other in enumerate(plan.layer_costs) if other is costs]
             again = sum(i in checkpointed for i in layers)
             kept = len(layers) - again
-            passes += [_Repeated(costs.forward, kept, compiled), _Repeated(costs.backward, kept, compiled)]
-            passes += [_Repeated(costs.forward, 2 * again), _Repeated(costs.backward, again)]
-            forward += [_Repeated(costs.forward, kept, compiled), _Repeated(costs.forward, again)]
+            passes.append(_Repeated(costs.forward, kept, compiled))
+            passes.append(_Repeated(costs.backward, kept, compiled))
+            passes.append(_Repeated(costs.forward, 2 * again))
+            passes.append(_Repeated(costs.backward, again))
+            forward.append(_Repeated(costs.forward, kept, compiled))
+            forward.append(_Repeated(costs.forward, again))
         return passes, forward
 
     def _typical(self, tokens: int) -> tuple[list[int], int, list[int]]:
@@ -348,9 +352,10 @@ class TrainingPlanner:
 
     def better(self, choice: Choice, other: Choice, budget: int) -> Choice:
         """Return ``other`` if it fits, and ``choice`` does not fit or is clearly slower; else ``choice``."""
-        if other.peak <= budget and (choice.peak > budget or other.step.seconds * _GAIN < choice.step.seconds):
-            return other
-        return choice
+        if other.peak > budget:
+            return choice
+        faster = other.step.seconds * _GAIN < choice.step.seconds
+        return other if faster or choice.peak > budget else choice
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,8 @@ def assumed(reached: Mapping[str, float]) -> dict[str, Any]:
     if not reached:
         return {}
     compute = reached["compute"]
-    return {"attention": reached.get("attention", compute) / compute, "launch": reached.get("launch", 0.0) * 1e-6}
+    attention = reached.get("attention", compute) / compute
+    return {"attention": attention, "launch": reached.get("launch", 0.0) * 1e-6}
 
 
 def _sizes(sheet: Chip | None, profile: Profile) -> dict[str, Any]:
@@ -190,8 +192,9 @@ def measure_cpu() -> Figures:
     """Measure this CPU in half a second: a matrix product in fp32 and bf16, and a copy."""
     flops = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        a, b = torch.randn(512, 1024, dtype=dtype), torch.randn(1024, 1024, dtype=dtype)
-        flops[name] = 2 * 512 * 1024 * 1024 / _fastest(lambda a=a, b=b: a @ b)  # type: ignore[misc]
+        a = torch.randn(512, 1024, dtype=dtype)
+        b = torch.randn(1024, 1024, dtype=dtype)
+        flops[name] = 2 * 512 * 1024 * 1024 / _fastest(partial(torch.matmul, a, b))
     source = torch.zeros(32 * 2**20 // 4)
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / _fastest(lambda: target.copy_(source))

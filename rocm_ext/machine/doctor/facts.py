@@ -95,8 +95,8 @@ class Facts:
     def _measure_unified_memory(self) -> None:
         files = self.files
         self.unified = self.profile is not None and self.profile.memory["of"] == "unified"
-        self.carve_out = max((card.vram for card in self.cards if card.vram is not None), default=None)
-        self.gtt = max((card.gtt for card in self.cards if card.gtt is not None), default=None)
+        self.carve_out = _largest([card.vram for card in self.cards])
+        self.gtt = _largest([card.gtt for card in self.cards])
         self.in_carve_out = uses_carve_out(self.gtt, self.carve_out)
         self.pages_by_hand = to_number((files.parameters or {}).get(f"{files.ttm}.pages_limit", ""))
         pages = files.pages_limit
@@ -166,6 +166,10 @@ class Facts:
         if self.machine.system == "Windows":
             return "Remove-Item " + ", ".join(f"Env:{name}" for name in names)
         return "unset " + " ".join(names)
+
+
+def _largest(sizes: list[int | None]) -> int | None:
+    return max((size for size in sizes if size is not None), default=None)
 
 
 def recorded_facts(root: Path) -> Facts:

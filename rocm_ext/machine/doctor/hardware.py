@@ -339,9 +339,11 @@ def gpu_memory(facts: Facts) -> Finding | None:
         return ok(found)
     total = facts.installed_gib
     cause_warns = facts.too_little or facts.in_carve_out
-    if facts.linux and gpus and total and not cause_warns and gpus[0].total_memory < ENOUGH * total * 2**30:
-        why = f"of {total} GiB torch sees {gib(gpus[0].total_memory)}"
-        return warning(found, why, facts.distribution.boot(facts.memory_parameters))
+    if facts.linux and gpus and total and not cause_warns:
+        seen = gpus[0].total_memory
+        if seen < ENOUGH * total * 2**30:
+            fix = facts.distribution.boot(facts.memory_parameters)
+            return warning(found, f"of {total} GiB torch sees {gib(seen)}", fix)
     return ok(found, facts.too_little)
 
 

@@ -63,7 +63,7 @@ def exit_code(findings: list[Finding]) -> int:
 def verdict(facts: Facts, findings: list[Finding]) -> str:
     """The summary, one line."""
     levels = [finding.level for finding in findings]
-    errors, warnings, unknown = levels.count("error"), levels.count("warning"), levels.count("not recorded")
+    errors = levels.count("error")
     will = "this machine will train"
     if errors:
         will = "this machine will not train"
@@ -71,7 +71,8 @@ def verdict(facts: Facts, findings: list[Finding]) -> str:
         will += " on the CPU"
     if facts.recorded.torch is None and not errors:
         will = f"as far as recorded, {will}"
-    counts = [_plural(errors, "error"), _plural(warnings, "warning")]
+    counts = [_plural(errors, "error"), _plural(levels.count("warning"), "warning")]
+    unknown = levels.count("not recorded")
     if unknown:
         counts.append(f"{unknown} not recorded")
     return f"{will}: {', '.join(counts)}"

@@ -103,12 +103,17 @@ def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
 
 
 def _known_parameters(text: str) -> str:
-    words = [word for word in text.replace('"', "").split() if re.fullmatch(_PARAMETERS, word)]
+    known = re.compile(_PARAMETERS).fullmatch
+    words = " ".join(filter(known, text.replace('"', "").split()))
     if text and not words:
         return "quiet"  # the recorded command line has a parameter, but none that matters
-    return " ".join(words)
+    return words
 
 
 def _lines(pattern: str) -> Callable[[str], str]:
     """A function that keeps the matching lines."""
-    return lambda text: "\n".join(line for line in text.splitlines() if re.fullmatch(pattern, line))
+
+    def keep(text: str) -> str:
+        return "\n".join(line for line in text.splitlines() if re.fullmatch(pattern, line))
+
+    return keep

@@ -96,17 +96,23 @@ def torch_build(facts: Facts) -> Finding | None:
     if not facts.rocm_torch or not facts.profile:
         return None
     bad = bad_build(facts.profile, facts.machine)
-    return warning(facts.machine.torch, bad.why, bad.fix) if bad else None
+    if bad is None:
+        return None
+    return warning(facts.machine.torch, bad.why, bad.fix)
 
 
 def rocm_version(facts: Facts) -> Finding | None:
     """Whether the profile allows this version of ROCm."""
-    return within_limits(facts, "rocm", facts.machine.rocm, facts.reinstall) if facts.rocm_torch else None
+    if not facts.rocm_torch:
+        return None
+    return within_limits(facts, "rocm", facts.machine.rocm, facts.reinstall)
 
 
 def torch_version(facts: Facts) -> Finding | None:
     """Whether the profile allows this version of torch."""
-    return within_limits(facts, "torch", facts.machine.torch, facts.reinstall) if facts.rocm_torch else None
+    if not facts.rocm_torch:
+        return None
+    return within_limits(facts, "torch", facts.machine.torch, facts.reinstall)
 
 
 def pins(facts: Facts) -> Finding:
