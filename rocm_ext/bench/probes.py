@@ -48,6 +48,7 @@ from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.trainer import Trainer
 
+Work = Callable[[], Any]  # what a probe measures
 _TOKENS = {"cuda": 4096, "cpu": 512}  # of a matrix product
 _COPIED = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}  # bytes, well above the caches
 _PROMPT = 64  # tokens of the prompts that are decoded from
@@ -101,14 +102,15 @@ class Bench:
         self.require(frozen_bytes(self.shape) + copied_bytes(self.shape))
         decoder = build_model(self.cfg.model, self.dtype, 0, self.device)
         choose_attention(decoder, self.cfg.attention)
-        load_weights(decoder, Weights(RandomWeights(decoder, self.device), "random"), Ranks(self.device))
+        weights = Weights(RandomWeights(decoder, self.device), "random")
+        load_weights(decoder, weights, Ranks(self.device))
         return decoder
 
     def draw(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """A random matrix on the device."""
         return torch.randn(rows, columns, device=self.device).to(dtype)
 
-    def timed(self, work: Callable[[], Any], least: int = 5, beside: Callable[[], Any] | None = None) -> "Times":
+    def timed(self, work: Work, least: int = 5, beside: Work | None = None) -> "Times":
         """Time calls of ``work`` on the device; see :func:`timed`."""
         return timed(work, self.device, self.spec.seconds, least, beside)
 
@@ -121,7 +123,8 @@ class Bench:
 def measure(bench: Bench, item: Item) -> ProbeReply:
     """Measure one item; return its status, with the result or with the detail of the failure."""
     try:
-        return {"status": "ok", "result": PROBES[item.probe](bench, item.values)}
+        result = PROBES[item.probe](bench, item.values)
+        return {"status": "ok", "result": result}
     except Skipped as reason:
         return {"status": "skipped", "detail": str(reason)}
     except torch.OutOfMemoryError as error:
@@ -148,16 +151,20 @@ class Times:
 
     def rate(self, amount: float, unit: str) -> ProbeResult:
         """``amount`` per second: ``value`` with ``low`` and ``high``."""
-        speeds = {"value": amount / self.median, "low": amount / self.high, "high": amount / self.low}
-        return {**speeds, "unit": f"{unit}/s"}  # type: ignore[typeddict-item]
+        return {
+            "value": amount / self.median,
+            "low": amount / self.high,
+            "high": amount / self.low,
+            "unit": f"{unit}/s",
+        }
 
 
 def timed(
-    work: Callable[[], Any],
+    work: Work,
     device: torch.device,
     seconds: float,
     least: int = 5,
-    beside: Callable[[], Any] | None = None,
+    beside: Work | None = None,
 ) -> Times:
     """Time calls of ``work``, after two that are not timed.
 
@@ -171,7 +178,7 @@ def timed(
         beside: another function, called in turn. The results are then ratios: times of ``work`` by times of ``beside``.
     """
 
-    def lap(call: Callable[[], Any]) -> float:
+    def lap(call: Work) -> float:
         began = time.perf_counter()
         call()
         wait(device)
@@ -274,7 +281,7 @@ def loader(bench: Bench, values: Values) -> ProbeResult:
     steps, rows_of_step = 50, 16
     rows = random_rows(rows_of_step * steps, longest // 8, longest, 256)
     layout = Layout(0, 1, 4 * longest, packed=True, pad_id=0)
-    order = [range(first, first + rows_of_step) for first in range(0, rows_of_step * steps, rows_of_step)]
+    order = [range(rows_of_step * step, rows_of_step * (step + 1)) for step in range(steps)]
     loads = StepLoader(rows, order, layout, values["num_workers"], bench.cfg.pin_memory)
 
     def load_all() -> None:
@@ -339,7 +346,8 @@ class RandomWeights(Mapping[str, Tensor]):
         if isinstance(like, Quantized) and not self._quantizes:
             least = 116 if like.kind in ("", "MXFP4") else 4
             return like.with_parts(lambda part: self._part(part, least))
-        return torch.empty(like.shape, dtype=like.dtype, device=self._device).normal_(std=0.02)
+        weight = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+        return weight.normal_(std=0.02)
 
     def _part(self, like: Tensor, least: int) -> Tensor:
         """Values or scales of a quantised weight; bytes are ``least`` or little more.
@@ -349,7 +357,8 @@ class RandomWeights(Mapping[str, Tensor]):
         if like.dtype == torch.uint8:
             return torch.randint(least, least + 6, like.shape, dtype=torch.uint8, device=self._device)
         scale = 0.02 if like.element_size() > 1 else 1.0
-        return torch.empty(like.shape, device=self._device).normal_(std=scale).to(like.dtype)
+        values = torch.empty(like.shape, device=self._device).normal_(std=scale)
+        return values.to(like.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -442,8 +451,9 @@ def _steps(trainer: Trainer, seconds: float) -> ProbeResult:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     times = timed(lambda: trainer.train_step(update), device, 2 * seconds, least=3)
+    tokens = sum(batch.real_tokens for batch in update.batches)
     return {
-        **times.rate(sum(batch.real_tokens for batch in update.batches), "tokens"),
+        **times.rate(tokens, "tokens"),
         "seconds": times.median,
         "peak_memory": _peak(trainer, update),
         "planned_memory": learner.planned_peak,

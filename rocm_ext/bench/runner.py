@@ -107,7 +107,8 @@ class _Child:
             if "error" in reply:
                 raise UserError(reply["error"])
             self._started = True
-        return Measurement(item, reply["status"], reply.get("result", {}), reply.get("detail", ""))
+        result = reply.get("result", {})
+        return Measurement(item, reply["status"], result, reply.get("detail", ""))
 
     def _send(self, content: Json) -> None:
         with contextlib.suppress(BrokenPipeError):  # if the child has crashed, _last_words says why

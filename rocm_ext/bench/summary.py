@@ -42,7 +42,8 @@ def figures(
     shape = build_model(cfg.model, dtype, 0, torch.device("meta"))
     choose_attention(shape, cfg.attention)
     # steps as configured but not compiled, because the figures are of single kernels
-    steps = [step for step in _ok(measurements, "training", compile=False) if len(step.item.values) == 2]
+    uncompiled = _ok(measurements, "training", compile=False)
+    steps = [step for step in uncompiled if len(step.item.values) == 2]
     if steps:
         step = max(steps, key=attrgetter("speed"))
         known["efficiency"] = _planned_seconds(step, cfg, shape, device, roofline) / step.result["seconds"]
@@ -118,7 +119,8 @@ def _library(measurements: Sequence[Measurement]) -> list[Winner]:
 
 def _products(measurements: Iterable[Measurement]) -> list[Measurement]:
     """The measured products without TunableOp's: it tunes for every new shape, and micro-batches have many."""
-    return [row for row in _ok(measurements, "gemm") if row.item.values["library"] != TUNABLE]
+    products = _ok(measurements, "gemm")
+    return [product for product in products if product.item.values["library"] != TUNABLE]
 
 
 def _ok(table: Iterable[Measurement], probe: str, /, **values: Any) -> list[Measurement]:

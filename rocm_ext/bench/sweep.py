@@ -140,7 +140,8 @@ class Measurement:
 
     def beats(self, other: "Measurement") -> bool:
         """Whether this is faster by more than :data:`GAIN` and by more than the spread of both."""
-        return self.result["low"] > other.result["high"] and self.speed > GAIN * other.speed
+        apart = self.result["low"] > other.result["high"]
+        return apart and self.speed > GAIN * other.speed
 
 
 @dataclass(frozen=True)
@@ -201,8 +202,9 @@ class Sweep:
     @property
     def most(self) -> int:
         """The largest number of measurements."""
-        keys = sum(map(len, self._values.values())) if self._rows else 0
-        return len(self._device) + len(self._rows) + keys
+        if not self._rows:
+            return len(self._device)
+        return len(self._device) + len(self._rows) + sum(map(len, self._values.values()))
 
     def following(self, done: Iterable[Measurement]) -> list[Item]:
         """The next items; none if all is done or no number of rows could be measured."""
@@ -221,7 +223,10 @@ class Sweep:
 
     def _walk(self, done: Iterable[Measurement]) -> tuple[list[list[Item]], list[Winner]]:
         """The items of all stages and the winners. A stage varies a key around the best values of the stages before."""
-        measured = {row.item.key: row for row in done if row.item.probe == "training" and row.status == "ok"}
+        measured = {}
+        for row in done:
+            if row.item.probe == "training" and row.status == "ok":
+                measured[row.item.key] = row
 
         def outcomes(stage: list[Item]) -> list[Measurement]:
             return [measured[item.key] for item in stage if item.key in measured]

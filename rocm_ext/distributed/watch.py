@@ -102,8 +102,10 @@ class Watch:
         if not isinstance(message, dict):
             return None
         rank, text = message.get("rank"), message.get("text")
-        known = type(rank) is int and 0 <= rank < len(self._machines) and isinstance(text, str)
-        return message if known or not message else None
+        if not message:
+            return message
+        known = type(rank) is int and 0 <= rank < len(self._machines)
+        return message if known and isinstance(text, str) else None
 
     def _end(self, message: Json) -> None:
         """End this process: another rank has failed or is lost."""

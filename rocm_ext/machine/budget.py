@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # `rocm-ext doctor` computes budgets where torch does not imp
     import torch
 
 GIB = 2**30
+Budget = tuple[int, str]  # bytes, and the reason
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class HostMemory:
     carve_out: int | None = None
 
 
-def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/"), taken: int = 0) -> tuple[int, str]:
+def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/"), taken: int = 0) -> Budget:
     """The bytes that one process may take on its device now.
 
     Args:
@@ -62,7 +63,7 @@ def uses_carve_out(gtt: int | None, vram: int | None) -> bool:
     return gtt is not None and vram is not None and vram >= gtt
 
 
-def budget_from(profile: Profile, machine: Machine, host: HostMemory, taken: int = 0) -> tuple[int, str]:
+def budget_from(profile: Profile, machine: Machine, host: HostMemory, taken: int = 0) -> Budget:
     """:func:`memory_budget` for given sizes of the host's memory; a UserError as there."""
     kind = profile.memory["of"]
     if kind == "host":
@@ -87,7 +88,7 @@ def budget_from(profile: Profile, machine: Machine, host: HostMemory, taken: int
     return _least(limits)
 
 
-def nominal_budget(profile: Profile, memory: int) -> tuple[int, str]:
+def nominal_budget(profile: Profile, memory: int) -> Budget:
     """The budget and its reason on another machine, whose device has ``memory`` bytes."""
     if profile.memory["of"] == "device":
         fraction = profile.memory["fraction"]
@@ -98,12 +99,12 @@ def nominal_budget(profile: Profile, memory: int) -> tuple[int, str]:
     return _least([share, _without_host(profile, memory, "the memory")])
 
 
-def _share_of(profile: Profile, size: int, name: str) -> tuple[int, str]:
+def _share_of(profile: Profile, size: int, name: str) -> Budget:
     fraction = profile.memory["fraction"]
     return int(fraction * size), f"{fraction:.0%} of {name} {gib(size)}"
 
 
-def _without_host(profile: Profile, total: int, name: str) -> tuple[int, str]:
+def _without_host(profile: Profile, total: int, name: str) -> Budget:
     share = _host_share(profile, total)
     return total - share, f"{name} {gib(total)} less {gib(share)} for the host"
 
@@ -113,7 +114,7 @@ def _host_share(profile: Profile, total: int) -> int:
     return int(min(profile.memory["host_gib"] * GIB, profile.memory["host_fraction"] * total))
 
 
-def _least(limits: list[tuple[int, str]]) -> tuple[int, str]:
+def _least(limits: list[Budget]) -> Budget:
     return min(limits)[0], f"the least of {', '.join(why for _, why in limits)}"
 
 

@@ -73,7 +73,7 @@ class Machine:
     kernel: str = ""  # Linux: "6.18.4-arch1-1"
     wsl: bool = False
     rocm: str | None = None  # "7.2"; not torch.version.hip, whose numbering differs
-    native_archs: tuple[str, ...] = ()  # architectures torch has kernels for; empty: unknown
+    native_archs: tuple[str, ...] = ()  # architectures torch has kernels for, if it says so
     amd_archs: tuple[str, ...] = ()  # AMD GPUs the kernel lists, largest first, usable or not
     hidden_by: str | None = None  # the environment variable that hides all GPUs
 
@@ -91,7 +91,8 @@ class Machine:
 
 def detect(root: Path = Path("/")) -> Machine:
     """Describe this machine from torch's device properties and the files in ``root``. Starts HIP or CUDA."""
-    return describe(ask_torch(), platform.system(), os.environ, host_memory(root, "MemTotal"), root)
+    host_total = host_memory(root, "MemTotal")
+    return describe(ask_torch(), platform.system(), os.environ, host_total, root)
 
 
 def ask_torch() -> Torch:
@@ -142,11 +143,15 @@ def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: 
         amd_archs=amd_archs,
     )
     if not torch.gpus:
-        hiding = [name for name in VISIBLE_VARIABLES if environ.get(name) in ("", "-1")]
+        hidden_by = None
+        for name in VISIBLE_VARIABLES:
+            if environ.get(name) in ("", "-1"):
+                hidden_by = name
+                break
         # x86 lists avx512_bf16 or amx_bf16, Arm bf16; torch's test also accepts emulation
         features = set(read_text(root / "proc/cpuinfo").split())
         bf16 = not features.isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
-        return machine_with("cpu", total_memory=host_total, bf16=bf16, hidden_by=hiding[0] if hiding else None)
+        return machine_with("cpu", total_memory=host_total, bf16=bf16, hidden_by=hidden_by)
 
     gpu = torch.gpus[0]
     if build == "rocm":

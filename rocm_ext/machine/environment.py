@@ -13,6 +13,7 @@ from rocm_ext.base.registry import DECIDED
 from rocm_ext.machine.detect import Machine, parse_version
 from rocm_ext.machine.profile import Profile, Variable
 
+Environ = Mapping[str, str]
 # Three names of one setting: HIP builds of torch read all of them
 ALLOCATOR_VARIABLES = ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -24,7 +25,7 @@ _CONDITIONS = {  # of Variable.when
 }
 
 
-def environment_for(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> dict[str, Variable]:
+def environment_for(profile: Profile, machine: Machine, environ: Environ) -> dict[str, Variable]:
     """The variables that ``profile`` adds to the user's, by name.
 
     Raises:
@@ -38,7 +39,7 @@ def environment_for(profile: Profile, machine: Machine, environ: Mapping[str, st
     return needed
 
 
-def _missing(profile: Profile, environ: Mapping[str, str]) -> dict[str, Variable]:
+def _missing(profile: Profile, environ: Environ) -> dict[str, Variable]:
     """The profile's variables that the user has not set."""
     taken = set(environ)
     if not taken.isdisjoint(ALLOCATOR_VARIABLES):  # the user configures the allocator under one of its names
@@ -46,7 +47,7 @@ def _missing(profile: Profile, environ: Mapping[str, str]) -> dict[str, Variable
     return {name: variable for name, variable in profile.environment.items() if name not in taken}
 
 
-def check_environment(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> list[str]:
+def check_environment(profile: Profile, machine: Machine, environ: Environ) -> list[str]:
     """Warnings about variables in ``environ`` that are useless or harmful on an AMD machine.
 
     Raises:
@@ -70,7 +71,7 @@ class Conflict:
         return f"{self.setting}: {self.why}. Fix: unset {' '.join(self.variables)}"
 
 
-def environment_conflicts(profile: Profile, machine: Machine, environ: Mapping[str, str]) -> Iterator[Conflict]:
+def environment_conflicts(profile: Profile, machine: Machine, environ: Environ) -> Iterator[Conflict]:
     """The variables in ``environ`` that contradict one another, do harm or do nothing on an AMD machine."""
     if machine.torch_build != "rocm" and profile.match.get("backend") != "rocm":
         return
@@ -156,9 +157,9 @@ def apply_environment(profile: Profile, machine: Machine, restart: bool = False)
     added = environment_for(profile, machine, os.environ)
     put(added)
     ours = before | set(added)
-    # neither an interactive session nor a script from stdin can run again
-    repeatable = sys.argv[:1] not in ([""], ["-"]) and len(sys.orig_argv) > 1
-    if restart and added.keys() - before and repeatable:
+    interactive = len(sys.orig_argv) < 2
+    from_stdin = sys.argv[:1] in ([""], ["-"])
+    if restart and added.keys() - before and not interactive and not from_stdin:
         replace_process(this_command())
     lines = check_environment(profile, machine, os.environ)
     settings = [f"{name}={os.environ[name]}" for name in profile.environment if name in ours and name in os.environ]

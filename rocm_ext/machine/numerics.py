@@ -170,7 +170,8 @@ def require(checks: list[Check]) -> list[str]:
     for check in checks:
         if not check.ok:
             line = f"{check.name}: {check.found} (fix: {check.fix})"
-            (fatal if check.fatal else slow).append(line)
+            lines = fatal if check.fatal else slow
+            lines.append(line)
     if fatal:
         raise UserError(
             f"this device computes wrong results. {'; '.join(fatal)}. To train regardless: startup_checks=False"
@@ -230,7 +231,10 @@ def first_non_finite(model: nn.Module) -> Iterator[list[tuple[str, bool]]]:
 
 def _overflows(tensor: Tensor) -> bool:
     """Whether a tensor has NaN or infinity; masks have -inf."""
-    return tensor.is_floating_point() and bool((tensor.isnan() | (tensor == torch.inf)).any())
+    if not tensor.is_floating_point():
+        return False
+    overflown = tensor.isnan() | (tensor == torch.inf)
+    return bool(overflown.any())
 
 
 def _tensors(output: object) -> Iterator[Tensor]:
@@ -283,7 +287,8 @@ class _Canary:
 
     def copy(self) -> Outcome:
         # 4 MiB: small copies do not go through the copy engines
-        sent = torch.randint(-(2**31), 2**31 - 1, (2**20,), dtype=torch.int32, generator=self.rng)
+        low, high = -(2**31), 2**31 - 1
+        sent = torch.randint(low, high, (2**20,), dtype=torch.int32, generator=self.rng)
         received = sent.to(self.device).clone().cpu()
         wrong = int((received != sent).sum())
         return wrong == 0, f"{wrong} of {sent.numel()} words changed on the way to {self.device} and back"
@@ -321,8 +326,9 @@ class _Canary:
             x, grad = x_and_grad.unbind()
             return _with_gradients(lambda leaf: conv1d(pad(leaf, (3, 0)), weight, groups=64), [x], grad)
 
-        actual = convolve(x_and_grad.to(self.device), weight.to(self.device)).cpu()
-        return self.compare(actual, convolve(x_and_grad.float(), weight.float()))
+        actual = convolve(x_and_grad.to(self.device), weight.to(self.device))
+        expected = convolve(x_and_grad.float(), weight.float())
+        return self.compare(actual.cpu(), expected)
 
     def attention(self, kernel: str) -> Outcome:
         # q, k, v and the gradient of the output; batch, heads, sequence, head_dim
@@ -334,7 +340,8 @@ class _Canary:
 
         # A fused kernel that cannot start raises its error in a later one (pytorch#194498, TheRock#7992): in `stack`.
         chosen = "math" if kernel == "eager" else kernel
-        with sdpa_kernel(SDPA_KERNELS[chosen]) if chosen in SDPA_KERNELS else nullcontext():
+        kernels = sdpa_kernel(SDPA_KERNELS[chosen]) if chosen in SDPA_KERNELS else nullcontext()
+        with kernels:
             actual = attend(qkvg.to(self.device)).cpu()
         with sdpa_kernel(SDPBackend.MATH):
             expected = attend(qkvg.float())
@@ -361,15 +368,16 @@ class _Canary:
             except Exception as error:  # packages may raise anything, also while they compile
                 return False, one_line(error)
         output = self.compare(actual[0], expected[0])
-        for result in [output, *map(partial(self.compare, times=5.0), actual[1:], expected[1:])]:
-            right, _ = result
-            if not right:
+        for gradient, right_one in zip(actual[1:], expected[1:], strict=True):
+            result = self.compare(gradient, right_one, times=5.0)
+            if output[0] and not result[0]:
                 return result
         return output
 
     def fused_attention(self, expected: bool) -> Outcome:
         """Whether attention has a fused kernel; it is right without one if none is ``expected``."""
-        q = torch.zeros(1, self.num_heads, 128, self.head_dim, device=self.device, dtype=self.dtype)
+        shape = (1, self.num_heads, 128, self.head_dim)
+        q = torch.zeros(shape, device=self.device, dtype=self.dtype)
         usable = []
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
             with sdpa_kernel(backend), warnings.catch_warnings():
@@ -389,7 +397,8 @@ def _with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], g
     leaves = [t.detach().requires_grad_() for t in inputs]
     with torch.enable_grad():
         out = function(*leaves)
-        return torch.stack([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+        gradients = torch.autograd.grad(out, leaves, grad)
+        return torch.stack([out.detach(), *gradients])
 
 
 def _compiled(device: torch.device) -> Outcome:

@@ -163,7 +163,8 @@ class Profile:
         """Whether ``hardware: auto`` gives ``machine`` this profile."""
         backend = self.match.get("backend", machine.backend)
         system = self.match.get("system", machine.system)
-        return (backend, system) == (machine.backend, machine.system) and self.is_for(machine.arch)
+        on_its_system = (backend, system) == (machine.backend, machine.system)
+        return on_its_system and self.is_for(machine.arch)
 
 
 @cache
@@ -212,8 +213,10 @@ def choose_profile(machine: Machine) -> tuple[str, str]:
     profile = profile_of(machine)
     if profile is None:
         near = nearest_profile(machine)
-        what = f"Name the nearest, as in hardware={near}, or" if near != "cpu" else "To run without the GPU:"
-        raise UserError(f"found {machine}, for which there is no hardware profile. {what} hardware=cpu")
+        advice = "To run without the GPU:"
+        if near != "cpu":
+            advice = f"Name the nearest, as in hardware={near}, or"
+        raise UserError(f"found {machine}, for which there is no hardware profile. {advice} hardware=cpu")
     if machine.backend != "cpu":
         return profile.name, f"found {machine}"
     if machine.hidden_by:
@@ -356,7 +359,8 @@ def _is_newer_build(kernel: str, other: str) -> bool:
     build, least = form.fullmatch(kernel), form.fullmatch(other)
     if not build or not least or build[3] != least[3]:
         return False
-    return (parse_version(build[1]), int(build[2])) >= (parse_version(least[1]), int(least[2]))
+    version, least_version = parse_version(build[1]), parse_version(least[1])
+    return (version, int(build[2])) >= (least_version, int(least[2]))
 
 
 def check_locked(profile: Profile, settings: Config, overrides: list[str]) -> list[str]:
@@ -376,9 +380,10 @@ def check_locked(profile: Profile, settings: Config, overrides: list[str]) -> li
     refused: dict[str, str] = {}
     lines: list[str] = []
     for key, lock in profile.locked.items():
-        if key not in settings or settings[key] in (lock.value, *lock.also):
+        allowed = (lock.value, *lock.also)
+        if key not in settings or settings[key] in allowed:
             continue
-        wanted = " or ".join(str(value) for value in (lock.value, *lock.also))
+        wanted = " or ".join(map(str, allowed))
         line = f"{key}={settings[key]} on {profile.name}, which wants {wanted}: {lock.reason}"
         if key in overrides:
             lines.append(line)
@@ -413,7 +418,7 @@ def find_chip(name: str, hardware: str | None = None) -> tuple[str, str]:
     for profile in map(load_profile, profile_names()):
         for chip_name, chip in profile.chips.items():
             known.update((chip_name, chip.arch))
-            names = [_short(known_name) for known_name in (chip_name, *chip.also, chip.arch)]
+            names = list(map(_short, (chip_name, *chip.also, chip.arch)))
             if wanted in names:
                 matches.append((profile.name, chip_name))
             if wanted and any(wanted in known_name or known_name in wanted for known_name in names):
@@ -445,14 +450,18 @@ def chips_of(profile: Profile, arch: str | None, name: str | None, memory: int |
     for chip_name, chip in profile.chips.items():
         if chip.arch != arch:
             continue
-        letters = max(len(known) if known in device else 0 for known in map(_short, (chip_name, *chip.also)))
+        letters = 0
+        for known in map(_short, (chip_name, *chip.also)):
+            if known in device:
+                letters = max(letters, len(known))
         if letters > most:
             most = letters
             likely = []
         if letters == most:
             likely.append(chip_name)
     if memory:
-        likely.sort(key=lambda chip_name: abs(profile.chips[chip_name].memory - memory / 2**30))
+        size = memory / 2**30
+        likely.sort(key=lambda chip_name: abs(profile.chips[chip_name].memory - size))
     return likely
 
 

@@ -38,14 +38,18 @@ class Clocks(NamedTuple):
             allowed = os.sched_getaffinity(0)
             cpus = [times for number, times in enumerate(cpus) if number in allowed] or cpus
         idle = sum(times.idle + getattr(times, "iowait", 0.0) for times in cpus)
-        return cls(time.monotonic(), idle, time.process_time(), quota.used() if quota else None)
+        group = quota.used() if quota else None
+        return cls(time.monotonic(), idle, time.process_time(), group)
 
 
 def cores() -> float:
     """Cores that this process may use, by its affinity and the quota of its control group."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        allowed = len(os.sched_getaffinity(0))
+    else:
+        allowed = os.cpu_count() or 1
     quota = cpu_quota()
-    return allowed if quota is None else min(allowed, quota.cpus)
+    return min(allowed, quota.cpus) if quota else allowed
 
 
 def free_cores() -> float:
@@ -60,7 +64,8 @@ def free_cores() -> float:
         seconds = now.now - before.now
         free = (now.idle - before.idle + used) / seconds
         if quota is not None and now.group is not None and before.group is not None:
-            free = min(free, quota.cpus - (now.group - before.group - used) / seconds)
+            others = now.group - before.group - used  # of the group
+            free = min(free, quota.cpus - others / seconds)
         looks.append(free)
         before = now
     return max(0.0, statistics.median(looks))

@@ -119,8 +119,8 @@ class Trace:
             profiler.stop()
             if recording.seen > WARM_UP[kind]:
                 recording.parts.append(self._exported(profiler))
-                kernels = any(event.get("cat") in _ON_GPU for event in recording.parts[-1]["traceEvents"])
-                by = "self_device_time_total" if kernels else "self_cpu_time_total"
+                categories = {event.get("cat") for event in recording.parts[-1]["traceEvents"]}
+                by = "self_cpu_time_total" if categories.isdisjoint(_ON_GPU) else "self_device_time_total"
                 recording.table = profiler.key_averages().table(sort_by=by, row_limit=30)
         except (OSError, RuntimeError, ValueError) as error:
             self._give_up(kind, error)
@@ -162,10 +162,12 @@ class Trace:
                 if event.get("ph") in ("s", "t", "f"):  # arrows; every recording numbers them from 1
                     event = {**event, "id": f"{number}.{event['id']}"}
                 events.append(event)
-        head = {key: value for key, value in recording.parts[0].items() if key not in ("host_name", "traceName")}
+        trace = {**recording.parts[0], "traceEvents": events}
+        for private in ("host_name", "traceName"):
+            trace.pop(private, None)
         try:
             with replace_file(path) as aside, gzip.open(aside, "wt", compresslevel=4) as file:
-                json.dump({**head, "traceEvents": events}, file)
+                json.dump(trace, file)
             replace_text(self._folder / f"{name}.txt", recording.table)
         except UserError as error:
             self._give_up(kind, error)

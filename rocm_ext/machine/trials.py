@@ -67,7 +67,8 @@ def _tried(what: str, module: str) -> tuple[str, bool]:
     quiet = subprocess.DEVNULL
     child = subprocess.Popen(command, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, text=True)
     try:
-        result = json.loads(child.communicate(timeout=_TIMEOUT)[0].splitlines()[-1])
+        output, _ = child.communicate(timeout=_TIMEOUT)
+        result = json.loads(output.splitlines()[-1])
         return result["failure"], result["final"]
     except subprocess.TimeoutExpired:
         child.kill()  # without waiting: a process that hangs in the driver does not die

@@ -144,7 +144,9 @@ def _computed(func: Any, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> An
     Most operations of a step, such as views and products, only turn shapes into shapes. torch computes them for fake
     tensors in Python, several times slower than for the tensors on the meta device that they represent.
     """
-    plain = "device" not in kwargs and (func.is_view or _name(func) in _PLAIN or Tag.pointwise in func.tags)
+    plain = func.is_view or _name(func) in _PLAIN or Tag.pointwise in func.tags
+    if "device" in kwargs:
+        plain = False
     devices = {getattr(t, "fake_device", None) for t in inputs if plain}  # reading ``device`` would be an operation
     if len(devices) == 1 and None not in devices:
         mode: Any = inputs[0].fake_mode  # type: ignore[attr-defined]
@@ -171,8 +173,10 @@ def _name(func: Any) -> str:
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     name = _name(func)
-    if attention := _ATTENTION.get(name):
-        return int(attention(*(t.shape for t in args if isinstance(t, Tensor)))) // 2  # causal
+    attention = _ATTENTION.get(name)
+    if attention:
+        shapes = [t.shape for t in args if isinstance(t, Tensor)]
+        return int(attention(*shapes)) // 2  # causal
     count: Any = flop_registry.get(getattr(torch.ops.aten, name, None))
     return int(count(*args, **kwargs, out_val=out)) if count else 0
 
@@ -358,7 +362,7 @@ def simulate(
             hidden = fake.hidden_states(batch).flatten(0, 1)[batch.index]
             with unpacked_once():
                 objective(fake.output, hidden, batch.targets, batch.columns, batch.sequence).backward()
-            loss = LossCosts(tally.peak - run.held, tally.operations)
+            loss = LossCosts(tally.peak - run.after_layers, tally.operations)
         return {"layers": run.costs, "loss": loss, "beside": run.shared}
 
     try:
@@ -377,7 +381,8 @@ def simulate(
     for first, (entry, kept, working, forward, backward) in stored["layers"].items():
         costs[int(first)] = LayerCosts(entry, kept, working, _operations(forward), _operations(backward))
     working, operations = stored["loss"]
-    return [costs[first] for first in firsts], LossCosts(working, _operations(operations)), stored["beside"]
+    loss = LossCosts(working, _operations(operations))
+    return [costs[first] for first in firsts], loss, stored["beside"]
 
 
 def _operations(stored: Iterable[Sequence[Any]]) -> list[Operation]:
@@ -392,14 +397,15 @@ class _Run:
         tally: the active counter.
         costs: costs of the layers by the index of a kind's first layer.
         shared: bytes of the tensors that the layers share.
-        held: bytes that are live after the last layer.
+        after_layers: bytes that are live after the last layer.
     """
 
     tally: CostCounter
 
     def __init__(self) -> None:
         self.costs: dict[int, LayerCosts] = {}
-        self.shared = self.held = 0
+        self.shared = 0
+        self.after_layers = 0
         self._further: dict[int, tuple[Any, ...]] = {}  # further outputs of layers
 
     def measure(self, stand: "_Stand", x: Tensor, call: Callable[[Tensor], Any]) -> Any:
@@ -410,9 +416,10 @@ class _Run:
             self.costs[stand.first] = self._costs(stand.first, x, call)
         y = x.detach().requires_grad_()
         if stand.last:
-            self.held = self.tally.now
+            self.after_layers = self.tally.now
             self.tally.restart()
-        return (y, *self._further[stand.first]) if stand.first in self._further else y
+        further = self._further.get(stand.first)
+        return y if further is None else (y, *further)
 
     def _costs(self, first: int, x: Tensor, call: Callable[[Tensor], Any]) -> LayerCosts:
         tally = self.tally
@@ -427,9 +434,10 @@ class _Run:
         forward = tally.operations
         grad = torch.empty_like(out)
         tally.restart()
-        held = tally.now - grad.nbytes
+        before_backward = tally.now - grad.nbytes
         out.backward(grad)
-        return LayerCosts(x.nbytes, kept, tally.peak - held, forward, tally.operations)
+        working = tally.peak - before_backward
+        return LayerCosts(x.nbytes, kept, working, forward, tally.operations)
 
 
 class _Stand(nn.Module):
@@ -494,7 +502,9 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 def _batch(
     lengths: Sequence[int], targets: int, objective: Objective, packs: bool, shared: Sequence[int]
 ) -> MicroBatch:
-    shape = (1, sum(lengths)) if packs else (len(lengths), max(lengths))
+    shape = (len(lengths), max(lengths))
+    if packs:
+        shape = (1, sum(lengths))
     return MicroBatch(
         tokens=torch.zeros(shape, dtype=torch.long),
         positions=torch.zeros(shape, dtype=torch.long),

@@ -71,12 +71,17 @@ class MemoryPlan:
 
     def at_loss(self, checkpointed: Collection[int]) -> int:
         """Bytes that the layers keep while the loss is computed, with ``checkpointed`` layers."""
-        kept = sum(layer.kept for i, layer in enumerate(self.layer_costs) if i not in checkpointed)
-        return sum(layer.entry for layer in self.layer_costs) + self.layer_costs[-1].entry + kept
+        size = self.layer_costs[-1].entry
+        for i, layer in enumerate(self.layer_costs):
+            size += layer.entry
+            if i not in checkpointed:
+                size += layer.kept
+        return size
 
     def peak(self, checkpointed: Collection[int]) -> int:
         """Peak bytes of a training step with ``checkpointed`` layers."""
-        return self.fixed + max(self.activations(checkpointed), self.at_loss(checkpointed) + self.loss.working)
+        at_loss = self.at_loss(checkpointed) + self.loss.working
+        return self.fixed + max(self.activations(checkpointed), at_loss)
 
     def fewest(self, budget: int) -> list[int]:
         """Return the fewest layers to checkpoint within ``budget`` bytes; all layers if that is still too much."""
@@ -120,10 +125,11 @@ def plan_memory(
     adapter = sum(p.nbytes for p in adapter_parameters(decoder).values())
     chunked = copy.copy(objective)
     chunked.chunk_tokens = objective.chunk_for(device)
+    buffers = sum(buffer.nbytes for buffer in _distinct(decoder.buffers()))
     layer_costs, loss, tables = simulate(decoder, chunked, lengths, targets, kernels, shared)
     return MemoryPlan(
-        weights=frozen_bytes(decoder, ranks) + sum(b.nbytes for b in _distinct(decoder.buffers())) + tables,
-        gathered=0 if ranks == 1 else _gathered(decoder),
+        weights=frozen_bytes(decoder, ranks) + buffers + tables,
+        gathered=_gathered(decoder, ranks),
         adapter=adapter,
         gradients=adapter,
         optimizer=int(adapter * _state_per_byte(optimizer)),
@@ -134,13 +140,15 @@ def plan_memory(
 
 def frozen_bytes(module: nn.Module, ranks: int = 1) -> int:
     """Bytes of the frozen parameters on a rank; ``ranks`` shard the unquantised parameters."""
-    unsharded = sum(getattr(p, "stored_bytes", p.numel() * _NF4_BYTES) for p in quantized(module))
+    unsharded = 0.0
+    for parameter in quantized(module):
+        unsharded += getattr(parameter, "stored_bytes", parameter.numel() * _NF4_BYTES)
     return int(unsharded) + shared_bytes(module) // ranks
 
 
 def held_bytes(decoder: Decoder, ranks: int = 1) -> int:
     """Bytes of the frozen parameters on a rank while the model computes, including gathered ones."""
-    return frozen_bytes(decoder, ranks) + (0 if ranks == 1 else _gathered(decoder))
+    return frozen_bytes(decoder, ranks) + _gathered(decoder, ranks)
 
 
 def shared_bytes(module: nn.Module) -> int:
@@ -154,8 +162,10 @@ def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(t): t for t in tensors}.values())
 
 
-def _gathered(decoder: Decoder) -> int:
-    # FSDP2 keeps the embeddings and the output layer gathered, and gathers the next layer while one computes.
+def _gathered(decoder: Decoder, ranks: int) -> int:
+    """Bytes that FSDP2 gathers: embeddings, output layer, the layer that computes and the next one."""
+    if ranks == 1:
+        return 0
     layers = [shared_bytes(layer) for layer in decoder.layers]  # type: ignore[union-attr]
     return shared_bytes(decoder) - sum(layers) + 2 * max(layers)
 

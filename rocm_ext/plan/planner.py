@@ -95,6 +95,9 @@ class _Repeated:
         return self.times * sum(operation.bytes for operation in self.operations)
 
 
+_Passes = list[_Repeated]
+
+
 @dataclass(eq=False)
 class TrainingPlanner:
     """Plans the training of one model with one config on one machine.
@@ -245,7 +248,7 @@ class TrainingPlanner:
             forward_seconds=forward_seconds,
         )
 
-    def _passes(self, plan: MemoryPlan, checkpointed: Collection[int]) -> tuple[list[_Repeated], list[_Repeated]]:
+    def _passes(self, plan: MemoryPlan, checkpointed: Collection[int]) -> tuple[_Passes, _Passes]:
         """Return a micro-batch's kernels: of the forward and backward passes, and of a forward pass alone."""
         output = plan.loss.operations
         # the frozen output layer: one product forward, a second one for losses of sequences, and one backward
@@ -288,7 +291,8 @@ class TrainingPlanner:
 
     def _gathering(self) -> float:
         """Seconds to gather the layers' weights, forward and backward, in parallel with computing."""
-        return 2 * shared_bytes(self.decoder) / self.ranks * (self.ranks - 1) / self.figures.link
+        received = 2 * shared_bytes(self.decoder) / self.ranks * (self.ranks - 1)
+        return received / self.figures.link
 
     def _seconds(self, passes: Sequence[_Repeated]) -> float:
         dtype = dtype_name(self.dtype)
@@ -344,7 +348,8 @@ class TrainingPlanner:
         changes = []
         for way, choice in enough[:2]:
             effect = f"plans {readable(choice.peak)}"
-            slower = round(100 * (choice.step.seconds / now.step.seconds - 1))
+            ratio = choice.step.seconds / now.step.seconds
+            slower = round(100 * (ratio - 1))
             if slower > 0:
                 effect += f", {slower} % slower"
             changes.append(f"{way} ({effect})")
@@ -462,7 +467,8 @@ class SamplingPlanner:
         asked, decoder = self._asked, self._decoder
         steps = max(prompts * samples * asked.answer / slots, self._cfg.max_new_tokens)
         flops = prompts * asked.mean * decoder.flops_per_token
-        return steps * self.step_seconds(slots) + flops / self._figures.rate(dtype_name(decoder.dtype))
+        prefill = flops / self._figures.rate(dtype_name(decoder.dtype))
+        return steps * self.step_seconds(slots) + prefill
 
 
 def decode_seconds(decoder: Sampler, slots: int, context: float, figures: Figures) -> float:

@@ -148,15 +148,21 @@ def _rollout_plan(
     """
     by_step = family in registry.BY_STEP
     keeps = _keeps(cfg, family) and not servers
-    fixed = now.memory.weights if servers else now.memory.fixed
-    reserve = now.peak - now.memory.weights if keeps else 0
-    sampling = sampler.plan(budget - fixed, reserve)
-    slots = sampling.slots
     if servers:
-        slots = min(slots, training.ranks * _concurrency(cfg, slots))
-    steps = cfg.steps if by_step else cfg.cycles
-    every = cfg.eval_every_n_steps if by_step else cfg.eval_every_n_cycles
-    prompts = asked.prompts or (cfg.prompts_per_step if by_step else None)
+        sampling = sampler.plan(budget - now.memory.weights)
+        slots = min(sampling.slots, training.ranks * _concurrency(cfg, sampling.slots))
+        peak = 0
+    else:
+        reserve = now.peak - now.memory.weights if keeps else 0
+        sampling = sampler.plan(budget - now.memory.fixed, reserve)
+        slots = sampling.slots
+        peak = now.memory.fixed + sampling.peak
+    if by_step:
+        steps, every = cfg.steps, cfg.eval_every_n_steps
+        prompts = asked.prompts or cfg.prompts_per_step
+    else:
+        steps, every = cfg.cycles, cfg.eval_every_n_cycles
+        prompts = asked.prompts
     if cfg.get("given_answers"):
         prompts = 0
     workers = servers or training.ranks
@@ -170,7 +176,7 @@ def _rollout_plan(
         sampling=sampling,
         servers=servers,
         beside=bool(by_step and servers and cfg.get("max_staleness")),
-        peak=0 if servers else fixed + sampling.peak,
+        peak=peak,
         keeps=(sampling.layout + sampling.cache, sampling.layout) if keeps else (),
         steps=steps,
         evaluations=0 if asked.held_out == 0 else 1 + math.ceil(steps / every),
@@ -266,7 +272,9 @@ class RunPlan:
     def highest(self, choice: Choice) -> int:
         """Return the peak bytes of the run: of training or, if it takes more, of sampling."""
         training = self.peak(choice)
-        return max(training, self.beside + self.rollout.peak) if self.rollout else training
+        if self.rollout is None:
+            return training
+        return max(training, self.beside + self.rollout.peak)
 
     @property
     def beside(self) -> int:
@@ -327,7 +335,7 @@ def plan_run(
     _check(cfg, target, machine, decoder, ranks)
     choose_attention(decoder, cfg.attention)
     asked = workload.questions(cfg, known) if family in registry.SAMPLED else None
-    samples_here = asked is not None and str(cfg.engine[config.COMPONENT]).endswith(".LocalEngine")
+    samples_here = asked is not None and cfg.engine[COMPONENT].endswith(".LocalEngine")
     kept_layout = 0
     if asked and samples_here:
         engine = _checked_engine(cfg, decoder, asked)
@@ -355,15 +363,19 @@ def plan_run(
         micro_batch = micro_batch_budget(cfg, planner.rows.longest)
         layers, _ = checkpointed_layers(cfg.enable_activation_checkpointing, planner.memory(micro_batch), room)
         now = planner.choice(micro_batch, layers, room)
-    teacher = _plan_teacher(teacher_planner, now) if teacher_planner else None
-    update_seconds = now.step.seconds + (teacher.seconds if teacher else 0.0)
+    teacher = None
+    update_seconds = now.step.seconds
+    if teacher_planner:
+        teacher = _plan_teacher(teacher_planner, now)
+        update_seconds += teacher.seconds
     steps = _steps(cfg, family, planner)
     training_seconds = None if steps is None else steps * update_seconds
     rollout = None
     if asked:
-        at_once = ranks if samples_here else 1
-        sampler = SamplingPlanner(cfg, decoder, target.device, asked, ranks=at_once, figures=target.figures)
-        servers = 0 if samples_here else max(1, len(cfg.engine.get("urls") or []))
+        servers, sharing = 0, ranks
+        if not samples_here:
+            servers, sharing = max(1, len(cfg.engine.get("urls") or [])), 1
+        sampler = SamplingPlanner(cfg, decoder, target.device, asked, ranks=sharing, figures=target.figures)
         rollout = _rollout_plan(cfg, family, asked, sampler, planner, now, budget, servers, training_seconds)
     return RunPlan(
         family=family,
@@ -479,7 +491,8 @@ def _reference(planner: TrainingPlanner, choice: Choice) -> float | None:
 
     KTO needs a second pass, over the answers of its baseline.
     """
-    if not {SIDE, REFERENCE} <= {*planner.objective.columns} or planner.rows.count is None:
+    needed = {SIDE, REFERENCE}.issubset(planner.objective.columns)
+    if not needed or planner.rows.count is None:
         return None
     passes = 1 if getattr(planner.objective, "baseline", None) is None else 2
     return passes * planner.rows.count / planner.rows_per_step * choice.step.forward_seconds
@@ -488,7 +501,8 @@ def _reference(planner: TrainingPlanner, choice: Choice) -> float | None:
 def _programs(cfg: DictConfig, target: Target) -> int:
     """The most bytes of memory shared with the GPU that a rank's programs take."""
     environment = cfg.get("environment")
-    if target.profile.memory["of"] != "unified" or not environment or not environment[COMPONENT].endswith(".Program"):
+    runs_programs = environment and environment[COMPONENT].endswith(".Program")
+    if target.profile.memory["of"] != "unified" or not runs_programs:
         return 0
     from rocm_ext.environments.program import MEMORY_MB, MOST_AT_ONCE  # imports the verifiers, which Windows lacks
 

@@ -68,9 +68,10 @@ class Figures:
             compiled: whether torch.compile fuses the kernels other than matrix products.
         """
         rate = self.rate(dtype)
+        attention_rate = rate * self.attention
         total = launching = 0.0
         for op in operations:
-            computing = op.flops / (rate * self.attention if op.attention else rate)
+            computing = op.flops / (attention_rate if op.attention else rate)
             seconds = max(computing, op.bytes / self.bandwidth)
             share = _FUSED if compiled and not op.flops else 1
             total += share * seconds
@@ -138,10 +139,8 @@ def _check_file(bench: Path, file: BenchFile, profile: Profile, machine: Machine
 
 def _measured(file: BenchFile, profile: Profile, chip: str | None) -> Figures:
     """Return a bench file's figures; memory and link come from the chip's data sheet."""
-    if chip is None:
-        likely = chips_of(profile, file.machine.get("arch"), file.machine.get("name"))
-        chip = likely[0] if likely else None
-    figures = _sizes(profile.chips.get(chip) if chip else None, profile)
+    names = [chip] if chip else chips_of(profile, file.machine.get("arch"), file.machine.get("name"))
+    figures = _sizes(profile.chips.get(names[0]), profile) if names else {}
     figures |= file.figures
     return Figures(source=f"measured {file.date} by rocm-ext bench", measured=True, **figures)
 

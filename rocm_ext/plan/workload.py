@@ -136,7 +136,9 @@ def describe(rows: Rows, count: int, source: str, share: bool = False, mixture: 
     per_row = []
     sums = []  # of each row: tokens, labels, sequences, shared tokens
     for tokens, lengths, (labels, _) in zip(rows.tokens, rows.lengths, label_counts(rows), strict=True):
-        shared = tuple(shared_beginnings(tokens, lengths)) if share else (0,) * len(lengths)
+        shared = (0,) * len(lengths)
+        if share:
+            shared = tuple(shared_beginnings(tokens, lengths))
         unshared = tuple(length - common for length, common in zip(lengths, shared, strict=True))
         per_row.append((unshared, shared, labels))
         sums.append((sum(unshared), labels, len(unshared), sum(shared)))
@@ -198,14 +200,18 @@ def expected_answer(cfg: DictConfig) -> float:
 
 def longest_answer(cfg: DictConfig) -> int:
     """The most tokens after a prompt: of an answer, or of a conversation."""
-    return cfg.max_new_tokens + (cfg.max_environment_tokens if cfg.environment is not None else 0)
+    if cfg.environment is None:
+        return cfg.max_new_tokens
+    return cfg.max_new_tokens + cfg.max_environment_tokens
 
 
 def kept_rows(cfg: DictConfig, asked: Questions) -> Workload:
     """Estimate the rows that a cycle of RAFT trains on, assuming that half of the answers are right."""
     kept = cfg.samples_per_prompt * _RIGHT
     kept = min(kept, cfg.max_per_prompt or kept)
-    count = None if asked.prompts is None else max(1, round(asked.prompts * kept))
+    count = None
+    if asked.prompts is not None:
+        count = max(1, round(asked.prompts * kept))
     return _answers(cfg, asked, count, "half of the answers assumed to be right")
 
 
@@ -215,8 +221,9 @@ def sampled_rows(cfg: DictConfig, asked: Questions) -> Workload:
     rows = _answers(cfg, asked, prompts and prompts * cfg.samples_per_prompt, "every answer trained on")
     if "prompts_per_step" not in cfg:  # an evaluation with a config of RAFT
         return rows
-    groups = min(cfg.prompts_per_step, 2 * (cfg.groups_per_update or cfg.prompts_per_step) - 1)
-    return replace(rows, most=groups * cfg.samples_per_prompt)  # one group fewer than for two updates
+    groups_per_update = cfg.groups_per_update or cfg.prompts_per_step
+    groups = min(cfg.prompts_per_step, 2 * groups_per_update - 1)  # one group fewer than for two updates
+    return replace(rows, most=groups * cfg.samples_per_prompt)
 
 
 def _answers(cfg: DictConfig, asked: Questions, count: int | None, which: str) -> Workload:

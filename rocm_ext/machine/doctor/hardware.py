@@ -254,6 +254,8 @@ def firmware(facts: Facts) -> Finding | None:
     if not facts.amd_linux:
         return None
     amd_cards = [card for card in facts.files.cards if card.is_amd]
+    may_be_strix = [card for card in amd_cards if card.device in (STRIX_HALO, "")]
+    may_be_strix = may_be_strix or amd_cards  # or Gorgon Halo
     descriptions = []
     for card in amd_cards:
         versions = []
@@ -265,7 +267,6 @@ def firmware(facts: Facts) -> Finding | None:
             descriptions.append(", ".join(versions))
     found = "; ".join(dict.fromkeys(descriptions))
     strix = facts.intended.arch == "gfx1151"
-    may_be_strix = [card for card in amd_cards if card.device in (STRIX_HALO, "")] or amd_cards  # or Gorgon Halo
     if strix and any(card.mes == BAD_MES for card in may_be_strix):
         why = (
             f"MES 0x{BAD_MES:x} of linux-firmware 20251125 hangs the GPU or ends runs with memory access faults "
@@ -361,8 +362,10 @@ def _memory_of_cards(facts: Facts) -> list[str]:
 
 def _counted(texts: list[str]) -> str:
     """``8 x 191.7 GiB`` for eight equal GPUs."""
-    counts = Counter(filter(None, texts))
-    return "; ".join(f"{count} x {text}" if count > 1 else text for text, count in counts.items())
+    groups = []
+    for text, count in Counter(filter(None, texts)).items():
+        groups.append(f"{count} x {text}" if count > 1 else text)
+    return "; ".join(groups)
 
 
 def carve_out(facts: Facts) -> Finding | None:

@@ -65,17 +65,21 @@ def _without_name(recorded: Recorded) -> Recorded:
 
 def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
     """The files that the checks read, and the functions that reduce them to the needed parts."""
-    user = facts.recorded.user.name if facts.recorded.user else None
-    member = "root" if user == "root" else "user"
-    wanted = {"render", "video", *(node.group for node in facts.gpu_nodes.values())}
+    user = facts.recorded.user
+    wanted = {"render", "video"}
+    wanted.update(node.group for node in facts.gpu_nodes.values())
 
     def group(text: str) -> str:
         kept = []
         for line in text.splitlines():
             name, *fields = line.split(":")
-            if name in wanted and len(fields) == 3:
-                _, number, names = fields
-                kept.append(f"{name}:x:{number}:{member if user in names.split(',') else ''}")
+            if name not in wanted or len(fields) != 3:
+                continue
+            _, number, members = fields
+            member = ""
+            if user and user.name in members.split(","):
+                member = "root" if user.name == "root" else "user"
+            kept.append(f"{name}:x:{number}:{member}")
         return "\n".join(kept)
 
     pci_files = {}

@@ -60,7 +60,8 @@ def live_facts() -> Facts:
         host = psutil.virtual_memory()
         recorded = replace(recorded, host_memory=Memory(host.total, host.available))
     if system != "Linux":
-        return Facts(replace(recorded, release=platform.version(), cpu=platform.processor()), files, ROOT)
+        recorded = replace(recorded, release=platform.version(), cpu=platform.processor())
+        return Facts(recorded, files, ROOT)
     nodes = _device_nodes()
     user = _user([node.group for node in nodes.values()])
     for path, node in nodes.items():
@@ -175,7 +176,8 @@ def _ask_torch() -> Recorded:
         lines = [line for line in complaints.read().splitlines() if line.strip()]
     if not failure or recorded.canaries is not None or recorded.torch_error:
         return recorded
-    last = re.sub(re.escape(str(Path.home())) + r"(?=/|$)", "~", lines[-1] if lines else "")
+    home = re.escape(str(Path.home()))
+    last = re.sub(rf"{home}(?=/|$)", "~", lines[-1]) if lines else ""
     if recorded.torch is None:
         return replace(recorded, torch_error=f"{failure}: {last}")
     canary = Finding("canaries", "error", failure, last, "sudo dmesg | grep -i -e amdgpu -e nvrm")
