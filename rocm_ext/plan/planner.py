@@ -296,11 +296,12 @@ class TrainingPlanner:
 
     def _seconds(self, passes: Sequence[_Repeated]) -> float:
         dtype = dtype_name(self.dtype)
-        seconds = 0.0
-        for kernels in passes:
-            if kernels.times:
-                seconds += kernels.times * self.figures.seconds(kernels.operations, dtype, kernels.compiled)
-        return seconds
+        seconds = [
+            kernels.times * self.figures.seconds(kernels.operations, dtype, kernels.compiled)
+            for kernels in passes
+            if kernels.times
+        ]
+        return sum(seconds)  # from Python 3.12 on more exact than a loop
 
     def fit(self, budget: int) -> Choice:
         """Return the fastest way to run a step within ``budget`` bytes, or the smallest if none fits."""
