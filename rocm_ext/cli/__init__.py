@@ -65,13 +65,15 @@ def _run(argv: list[str]) -> int | None:
     if not argv or argv[0] not in _NAMES:
         return _overview(argv)
     parser = parser_of(argv[0])
-    args, more = parser.parse_known_args(argv[1:])
-    for name in ("overrides", "arguments"):  # argparse accepts them only before or only after the options
-        if hasattr(args, name) and not any(item.startswith("-") for item in more):
-            getattr(args, name).extend(more)
-            more = []
-    if more:
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    args, unread = parser.parse_known_args(argv[1:])
+    if unread and not any(word.startswith("-") for word in unread):
+        # argparse accepts a list of words only before or only after the options
+        for name in ("overrides", "arguments"):
+            if hasattr(args, name):
+                getattr(args, name).extend(unread)
+                unread = []
+    if unread:
+        parser.error(f"unrecognized arguments: {' '.join(unread)}")
     return sys.modules[f"rocm_ext.cli.{argv[0]}"].run(args)
 
 
@@ -89,15 +91,16 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 def _overview(argv: list[str]) -> NoReturn:
     """Print the list of commands or the versions, or refuse a command that does not exist."""
-    groups = (
-        "\n".join([f"{when}:", *(f"  {name:<10}{about}" for name, about in commands.items())])
-        for when, commands in _COMMANDS.items()
-    )
+    paragraphs = []
+    for when, commands in _COMMANDS.items():
+        lines = [f"  {name:<10}{about}" for name, about in commands.items()]
+        paragraphs.append("\n".join([f"{when}:", *lines]))
+    paragraphs.append("`rocm-ext COMMAND --help` has a command's options.")
     parser = argparse.ArgumentParser(
         prog="rocm-ext",
         usage="rocm-ext [-h] [--version] COMMAND ...",
         description="Tools around the torchtune-rocm recipes. The recipes themselves run with `tune run`.",
-        epilog="\n\n".join([*groups, "`rocm-ext COMMAND --help` has a command's options."]),
+        epilog="\n\n".join(paragraphs),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     about = "print the versions of this library, torchtune and torch"
@@ -105,8 +108,8 @@ def _overview(argv: list[str]) -> NoReturn:
     named = [f"{name} {versions[name] or 'is not installed'}" for name in ("torchtune-rocm", "torchtune", "torch")]
     parser.add_argument("--version", action="version", version="\n".join(named), help=about)
     parser.parse_known_args(argv)  # --help and --version end here
-    name = next((word for word in argv if not word.startswith("-")), None)
-    if name is None:
-        parser.print_help(sys.stderr)
-        sys.exit(2)
-    parser.error(f"there is no command {name}{nearest(name, _NAMES)}")
+    for word in argv:
+        if not word.startswith("-"):
+            parser.error(f"there is no command {word}{nearest(word, _NAMES)}")
+    parser.print_help(sys.stderr)
+    sys.exit(2)

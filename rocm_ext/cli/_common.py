@@ -76,9 +76,16 @@ def take_model(args: argparse.Namespace) -> str:
     Raises:
         UserError: none is named, or two are.
     """
-    names = [item for item in args.overrides if Path(item).exists() or not ("=" in item or item.startswith("~"))]
-    args.overrides = [item for item in args.overrides if item not in names]
-    names += [args.model] if args.model else []
+    names, changes = [], []
+    for item in args.overrides:
+        is_change = "=" in item or item.startswith("~")
+        if is_change and not Path(item).exists():
+            changes.append(item)
+        else:
+            names.append(item)
+    if args.model:
+        names.append(args.model)
+    args.overrides = changes
     expected = "expected one MODEL, such as the output_dir of a run, and key=value"
     refuse_first((len(names) != 1, f"{expected}; found {' and '.join(names) or 'none'}"))
     return names[0]
@@ -105,9 +112,11 @@ def check_new_file(path: Path, force: bool = False) -> Path:
         (path.is_dir(), f"{path} is a folder; name a file"),
         (path.exists() and not force, f"{path} exists; name another file, or add --force to replace it"),
     )
-    with disk_errors(path):
-        TemporaryFile(dir=next(folder for folder in path.absolute().parents if folder.exists())).close()
-    return path
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    with disk_errors(path), TemporaryFile(dir=folder):
+        return path
 
 
 def refuse_first(*problems: tuple[object, str], code: int = 2) -> None:
@@ -140,8 +149,9 @@ def prepare(target: "ChosenModel", overrides: Sequence[str]) -> None:
 
 def note(text: str) -> None:
     """Write to stderr, dimmed on a terminal."""
-    dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    print(f"\033[2m{text}\033[0m" if dim and text.strip() else text, file=sys.stderr, flush=True)
+    if text.strip() and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        text = f"\033[2m{text}\033[0m"
+    print(text, file=sys.stderr, flush=True)
 
 
 def print_json(content: Any) -> None:
@@ -154,7 +164,9 @@ def _finite(value: Any) -> Any:
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def console() -> Console:

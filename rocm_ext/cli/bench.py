@@ -81,11 +81,11 @@ def run(args: argparse.Namespace) -> None:
         machine = replace(machine, backend="cpu", arch=None, name=None, unified=False)
     profile = load_profile(cfg.hardware)
     budget, why = memory_budget(profile, machine)
-    sweep = Sweep(cfg, machine, {} if args.risky else profile.locked, args.quick, args.only or PROBES)
+    locked = {} if args.risky else profile.locked
+    sweep = Sweep(cfg, machine, locked, args.quick, args.only or PROBES)
     print(f"{machine}; model of {name}; budget {gib(budget)} ({why})", file=sys.stderr)
     from rocm_ext.bench import runner
 
-    spec, others = Spec(name, overrides, budget, 0.3 if args.quick else 1.0), runner.OtherPrograms()
     measured: list[Measurement] = []
 
     def note(measurement: Measurement) -> None:
@@ -93,6 +93,8 @@ def run(args: argparse.Namespace) -> None:
         outcome = f"{measurement.item.probe} {_describe(measurement)}: {_outcome(measurement)}"
         print(f"[{len(measured)}/{sweep.most}] {outcome}", file=sys.stderr, flush=True)
 
+    spec = Spec(name, overrides, budget, 0.3 if args.quick else 1.0)
+    others = runner.OtherPrograms()
     with TemporaryDirectory() as folder:
         environ = {name: new.value for name, new in environment_for(profile, machine, os.environ).items()}
         environ["PYTORCH_TUNABLEOP_FILENAME"] = f"{folder}/tunableop.csv"  # else in the current folder
@@ -105,12 +107,14 @@ def run(args: argparse.Namespace) -> None:
     from rocm_ext.model.download import use_shape
 
     use_shape(cfg)
-    won, device = summary.winners(measured, sweep), torch.device("cpu" if cfg.device == "cpu" else "cuda")
+    winners = summary.winners(measured, sweep)
+    dtype, _ = pick_dtype(cfg.dtype, machine)
+    device = torch.device("cpu" if cfg.device == "cpu" else "cuda")
     content = {
         "date": date.today().isoformat(),
         "machine": machine_key(machine),
-        "figures": summary.figures(measured, cfg, pick_dtype(cfg.dtype, machine)[0], device),
-        "settings": {winner.key: winner.value for winner in won},
+        "figures": summary.figures(measured, cfg, dtype, device),
+        "settings": {winner.key: winner.value for winner in winners},
         "rows": [asdict(measurement) for measurement in measured],
         "config": name,
         "quick": args.quick,
@@ -119,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print_json(content)
     else:
-        _show(measured, won)
+        _show(measured, winners)
     if output is None:
         print("bench.json was not written: it holds all probes. To keep these: --output FILE", file=sys.stderr)
     elif content["figures"]:
@@ -138,38 +142,45 @@ def _output(args: argparse.Namespace) -> Path | None:
         return check_new_file(args.output, args.force)
     if args.only:
         return None
-    if (path := bench_path()) is None:
+    path = bench_path()
+    if path is None:
         raise UserError("this user has no home folder; add --output FILE, and set ROCM_EXT_BENCH=FILE for plan")
     return check_new_file(path, force=True)
 
 
 def _describe(measurement: Measurement) -> str:
     """``forward, fp32, rocBLAS``; numbers and settings of training with their names."""
-    plain = measurement.item.probe != "training"
-    values = measurement.item.values.items()
-    return ", ".join(value if isinstance(value, str) and plain else f"{key} {value}" for key, value in values)
+    words = []
+    for key, value in measurement.item.values.items():
+        named = measurement.item.probe == "training" or not isinstance(value, str)
+        words.append(f"{key} {value}" if named else value)
+    return ", ".join(words)
 
 
 def _outcome(measurement: Measurement) -> str:
     if measurement.status != "ok":
         return f"{measurement.status} ({measurement.detail})"
     scale, unit = _UNITS[measurement.result["unit"]]
-    speeds = (measurement.result[name] / scale for name in ("value", "low", "high"))
-    value, low, high = (f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}" for speed in speeds)
-    return f"{value} {unit} ({low}-{high})"
+    speeds = []
+    for name in ("value", "low", "high"):
+        speed = measurement.result[name] / scale
+        speeds.append(f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}")
+    return f"{speeds[0]} {unit} ({speeds[1]}-{speeds[2]})"
 
 
-def _show(measured: Sequence[Measurement], won: Sequence[Winner]) -> None:
+def _show(measured: Sequence[Measurement], winners: Sequence[Winner]) -> None:
     out = console()
     for probe in PROBES:
-        if of_probe := [measurement for measurement in measured if measurement.item.probe == probe]:
-            made = table(probe, "what", "median (quartiles)")
-            for measurement in of_probe:
-                style = {"ok": "", "skipped": "dim"}.get(measurement.status, "red")
-                made.add_row(escape(_describe(measurement)), escape(_outcome(measurement)), style=style)
-            out.print(made, "")
+        of_probe = [measurement for measurement in measured if measurement.item.probe == probe]
+        if not of_probe:
+            continue
+        results = table(probe, "what", "median (quartiles)")
+        for measurement in of_probe:
+            style = {"ok": "", "skipped": "dim"}.get(measurement.status, "red")
+            results.add_row(escape(_describe(measurement)), escape(_outcome(measurement)), style=style)
+        out.print(results, "")
     print("# the fastest settings; the other keys stay as configured")
-    for winner in won:
+    for winner in winners:
         if winner.key.isupper():
             print(f"# export {winner.key}={winner.value}  # {winner.reason}")
         elif "." in winner.key:

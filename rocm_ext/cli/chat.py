@@ -61,10 +61,10 @@ def run(args: argparse.Namespace) -> int:
     question = args.prompt
     if question is None and not sys.stdin.isatty():
         question = sys.stdin.read().strip()
-    seeds = any(override.startswith("seed=") for override in args.overrides)
+    has_seed = any(override.startswith("seed=") for override in args.overrides)
     refuse_first(
         (question is not None and not question.strip(), "the question is empty"),
-        (seeds, "seed= is the seed of trainings; --seed N repeats the same answers"),
+        (has_seed, "seed= is the seed of trainings; --seed N repeats the same answers"),
     )
     from rocm_ext.chat import open_chat
     from rocm_ext.environments import Tools
@@ -72,9 +72,8 @@ def run(args: argparse.Namespace) -> int:
     tools = Tools([import_component(path) for path in args.tool]) if args.tool else None
     sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "max_new_tokens")}
     cfg = target.load([*args.overrides, "output_dir=chat"])
-    alone = not cfg.checkpointer.get("adapter_checkpoint")
-    why = "--base compares answers with those without the adapter; name a run's folder, or --adapter"
-    refuse_first((args.base and alone, why), code=1)
+    if args.base and not cfg.checkpointer.get("adapter_checkpoint"):
+        raise UserError("--base compares answers with those without the adapter; name a run's folder, or --adapter")
     with open_chat(cfg, args.seed, args.system, tools, **sampling) as chat:
         chat.tell = note
         if question is not None:
@@ -158,12 +157,15 @@ def _show(chat: "Chat", pieces: Iterator[tuple[str, bool]]) -> int:
         pieces.close()  # type: ignore[attr-defined]
     writer.end()
     answer = chat.answer
-    said = f"{answer.tokens} tokens, {answer.tokens_per_second:.1f} tokens/s, first after {answer.first:.1f} s"
+    summary = f"{answer.tokens} tokens, {answer.tokens_per_second:.1f} tokens/s, first after {answer.first:.1f} s"
     if answer.finish_reason != "stop":
-        said += "; stopped" if stopped else f"; cut at {answer.tokens} tokens (--max-new-tokens, or the model's limit)"
-    if not answer.visible.strip():
-        said += "; it is only reasoning, so the conversation leaves it out" if answer.text.strip() else "; it is empty"
-    note(f"[{said}]")
+        cut = f"cut at {answer.tokens} tokens (--max-new-tokens, or the model's limit)"
+        summary += "; stopped" if stopped else f"; {cut}"
+    if not answer.text.strip():
+        summary += "; it is empty"
+    elif not answer.visible.strip():
+        summary += "; it is only reasoning, so the conversation leaves it out"
+    note(f"[{summary}]")
     return 128 + signal.SIGINT if stopped else 0
 
 
@@ -202,8 +204,11 @@ def _input(prompt: str) -> str:
 
 def _sampling(chat: "Chat") -> str:
     """Describe how answers are drawn."""
-    sampling = chat.sampling
-    if not sampling.temperature:
+    if not chat.sampling.temperature:
         return "Greedy answers"
-    named = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    return "Answers drawn with " + ", ".join(f"{name} {value:g}" for name, value in named.items() if value is not None)
+    settings = []
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        value = getattr(chat.sampling, name)
+        if value is not None:
+            settings.append(f"{name} {value:g}")
+    return "Answers drawn with " + ", ".join(settings)

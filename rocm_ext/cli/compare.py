@@ -43,12 +43,15 @@ def run(args: argparse.Namespace) -> int:
     out.print(Text(f"A  {printable(str(compared.a))}\nB  {printable(str(compared.b))}\n"))
     if compared.settings:
         settings = table("", "settings that differ", "A", "B")
-        for key, values in compared.settings.items():
-            settings.add_row(Text(key), *(Text(_short(value)) for value in values))
+        for key, (a, b) in compared.settings.items():
+            settings.add_row(Text(key), Text(_short(a)), Text(_short(b)))
         out.print(settings, "")
     measured = table("", "measured", "A", "B", "B against A", right=("A", "B"))
     for name, (a, b) in compared.measured.items():
-        change = f"{round(100 * (b / a - 1), 2) + 0.0:+.2f} %" if a > 0 and b > 0 else ""  # + 0.0: no "-0.00"
+        change = ""
+        if a > 0 and b > 0:
+            percent = round(100 * (b / a - 1), 2) + 0.0  # no "-0.00"
+            change = f"{percent:+.2f} %"
         measured.add_row(name, _number(a), _number(b), change)
     out.print(measured, "")
     for note in compared.notes:
@@ -65,4 +68,6 @@ def _short(value: Any) -> str:
 def _number(value: float) -> str:
     if not math.isfinite(value):
         return "?"
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == round(value) else f"{value:.4g}"
+    if abs(value) >= 1000 or value == round(value):
+        return f"{value:,.0f}"
+    return f"{value:.4g}"

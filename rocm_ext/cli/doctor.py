@@ -23,11 +23,15 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "red", "not recorded": "
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    root = "judge another machine: a folder made with --save, or a copy of its /proc, /sys and /etc files; "
-    root += 'missing facts are "not recorded" and do not count'
+    root = (
+        "judge another machine: a folder made with --save, or a copy of its /proc, /sys and /etc files; "
+        'missing facts are "not recorded" and do not count'
+    )
     parser.add_argument("--root", type=Path, metavar="DIR", help=root)
-    keep = "also write the facts that the checks read into a new folder, to attach to a report: no serial numbers, no "
-    keep += "users' names, only variables and parameters that matter"
+    keep = (
+        "also write the facts that the checks read into a new folder, to attach to a report: no serial numbers, no "
+        "users' names, only variables and parameters that matter"
+    )
     parser.add_argument("--save", type=Path, metavar="DIR", help=keep)
     add_json(parser)
 
@@ -42,30 +46,39 @@ def run(args: argparse.Namespace) -> int:
             save(facts, args.root or ROOT, args.save)
             facts = recorded_facts(args.save)
     findings = judge(facts)
+    code = exit_code(findings)
     if args.json:
-        named = {"machine": facts.title, "profile": facts.profile and facts.profile.name}
-        judged = {"exit_code": exit_code(findings), "verdict": verdict(facts, findings)}
-        print_json({**named, **judged, "rows": [asdict(finding) for finding in findings]})
+        content = {
+            "machine": facts.title,
+            "profile": facts.profile and facts.profile.name,
+            "exit_code": code,
+            "verdict": verdict(facts, findings),
+            "rows": [asdict(finding) for finding in findings],
+        }
+        print_json(content)
     else:
         _print(facts, findings)
-    return exit_code(findings)
+    return code
 
 
 def _print(facts: Facts, findings: list[Finding]) -> None:
     screen = console()
     rows = table(printable(facts.title), "", "check", "found")
+    problems: dict[str, list[Finding]] = {"warning": [], "error": []}  # the worst last: readers look there
     for finding in findings:
         text = Text(printable(finding.found))
-        if finding.why and finding.level in ("ok", "not recorded"):
+        if finding.level in problems:
+            problems[finding.level].append(finding)
+        elif finding.why:
             text.append(f" ({printable(finding.why)})", "dim")
         rows.add_row(Text(finding.level, _STYLES[finding.level]), Text(printable(finding.check)), text)
     screen.print(rows)
-    problems = [finding for finding in findings if finding.level in ("warning", "error")]
-    for finding in sorted(problems, key=lambda finding: finding.level == "error"):  # the worst last: readers look there
+    for finding in (*problems["warning"], *problems["error"]):
+        check, found, why = map(printable, (finding.check, finding.found, finding.why))
         level = (finding.level, _STYLES[finding.level])
-        screen.print(Text.assemble("\n", level, f" {printable(finding.check)}: ", printable(finding.found)))
-        if finding.why:
-            screen.print(Padding(Text(printable(finding.why)), (0, 0, 0, 2), expand=False))
+        screen.print(Text.assemble("\n", level, f" {check}: ", found))
+        if why:
+            screen.print(Padding(Text(why), (0, 0, 0, 2), expand=False))
         # on one line, for copying
         screen.print(Text(f"  fix: {printable(finding.fix)}", "bold"), soft_wrap=True)
     screen.print(Text("\n" + verdict(facts, findings), "bold"))

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.base import registry
+from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import is_hub_name
 from rocm_ext.base.types import Json
 from rocm_ext.cli._common import (
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from rocm_ext.evaluate.answers import Evaluation
     from rocm_ext.evaluate.rows import Measured
 
-_PROMPTS = "rocm_ext.data.prompt_dataset"
+_TITLES = ("", "without the adapter: ")  # of the measured model, and with --base of the other
 _TAIL = 200  # characters shown of a question's beginning and of an answer's end
 # The measured model, with --base also the model without the adapter; and the function that compares these
 Measurements = tuple[Sequence[Any], Callable[..., Json]]
@@ -67,11 +68,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure the model and print its scores."""
-    unused = [*["verifier", "environment"] * bool(args.verifier), *["eval_prompts", "dataset_val"] * bool(args.data)]
+    unused: list[str] = []
+    if args.verifier:
+        unused += ["verifier", "environment"]
+    if args.data:
+        unused += ["eval_prompts", "dataset_val"]
     target = find_target(take_model(args), args.adapter, args.trust_config, unused)
-    adapter, target = target.adapter, replace(target, adapter=None)  # measured in addition to the config's start
-    family = registry.family(target.recipe(args.overrides))
-    answers = bool(args.verifier) or family not in (registry.SFT, registry.DPO)
+    adapter = target.adapter
+    target = replace(target, adapter=None)  # the adapter is measured in addition to the config's start
+    answers = bool(args.verifier) or registry.family(target.recipe(args.overrides)) not in (registry.SFT, registry.DPO)
     _check(args, adapter, target, answers)
     prepare(target, args.overrides)
     measure, show = (_answers, _print_answers) if answers else (_rows, _print_rows)
@@ -96,14 +101,16 @@ def _check(args: argparse.Namespace, adapter: Path | None, target: ChosenModel, 
          "judges; set --verifier"),
         code=1,
     )  # fmt: skip
-    rows = {name: getattr(args, name) and not args.data for name in ("format", "split", "name")}
-    refuse_first(*((lone, f"--{name} describes the rows of --data; set --data, too") for name, lone in rows.items()))
+    if args.data:
+        return
+    for name in ("format", "split", "name"):
+        refuse_first((getattr(args, name), f"--{name} describes the rows of --data; set --data, too"))
 
 
 def _check_new(folder: Path | None) -> None:
     """Refuse to write among other files: some may have the names of ours."""
-    used = folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    refuse_first((used, f"--output {folder} exists and is not empty; choose a new folder"), code=1)
+    if folder is not None and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"--output {folder} exists and is not empty; choose a new folder")
 
 
 def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -> Measurements:
@@ -112,13 +119,13 @@ def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None
     cfg = _sampling(args, target)
     if not cfg.overwrite_output_dir:
         _check_new(args.output)
-    with TemporaryDirectory() as unkept:
-        cfg.output_dir = cfg.checkpointer.output_dir = str(args.output or unkept)
+    with TemporaryDirectory() as scratch:
+        cfg.output_dir = cfg.checkpointer.output_dir = str(args.output or scratch)
         return evaluate(cfg, adapter, args.base), compare
 
 
 def _print_answers(args: argparse.Namespace, evaluations: Sequence["Evaluation"], paired: Json | None) -> None:
-    for evaluation, title in zip(evaluations, ("", "without the adapter: "), strict=False):
+    for evaluation, title in zip(evaluations, _TITLES, strict=False):
         scores = evaluation.scores
         print(f"{title}pass@1 {Score(scores['correct'], scores['prompts'])}")
         for k, at in scores["pass_at_k"].items():
@@ -131,7 +138,9 @@ def _print_answers(args: argparse.Namespace, evaluations: Sequence["Evaluation"]
             f"the adapter gains {paired['gained']} prompts and loses {paired['lost']}: {100 * paired['gain']:+.1f} "
             f"points, 95 % interval {100 * low:+.1f} – {100 * high:+.1f}; McNemar p = {paired['p']:.2g}"
         )
-        _print_changed(evaluations, args.show)
+        adapted, base = evaluations
+        _print_changed("gained", adapted, adapted, base, args.show)
+        _print_changed("lost", base, adapted, base, args.show)
     _print_wrong(evaluations[0], args.show)
     if args.output:
         print(f"all answers: {args.output / 'answers.jsonl'}")
@@ -140,15 +149,21 @@ def _print_answers(args: argparse.Namespace, evaluations: Sequence["Evaluation"]
 def _sampling(args: argparse.Namespace, target: ChosenModel) -> DictConfig:
     """Return the config of the sampling; keys that only RAFT has may be set for any recipe's config."""
     known = config.defaults(target.recipe(args.overrides))
-    more = config.defaults(registry.RAFT).keys() - known.keys()
-    later = [item for item in args.overrides if item.partition("=")[0].split(".")[0] in more]
-    cfg = target.load([*(item for item in args.overrides if item not in later), "output_dir=eval"])
-    cfg = cfg if "prompts" in cfg else sampling_config(cfg)
+    only_rafts = config.defaults(registry.RAFT).keys() - known.keys()
+    overrides: list[str] = []
+    later: list[str] = []
+    for item in args.overrides:
+        key = item.partition("=")[0].split(".")[0]
+        (later if key in only_rafts else overrides).append(item)
+    cfg = target.load([*overrides, "output_dir=eval"])
+    if "prompts" not in cfg:
+        cfg = sampling_config(cfg)
     if args.verifier:
         path = args.verifier if "." in args.verifier else f"rocm_ext.verifiers.{args.verifier}"
-        cfg.verifier, cfg.environment = {config.COMPONENT: path}, None
+        cfg.verifier = {config.COMPONENT: path}
+        cfg.environment = None
     if args.data:
-        cfg.eval_prompts = {config.COMPONENT: _PROMPTS, **_source(args)}
+        cfg.eval_prompts = {config.COMPONENT: "rocm_ext.data.prompt_dataset", **_source(args)}
         if args.format:
             cfg.eval_prompts.format = args.format
     cfg.eval_samples = args.samples or cfg.eval_samples
@@ -156,26 +171,31 @@ def _sampling(args: argparse.Namespace, target: ChosenModel) -> DictConfig:
 
 
 def _source(args: argparse.Namespace) -> dict[str, str]:
-    split = args.split or ("test" if is_hub_name(args.data) else "train")  # a file has the split train alone
-    return {"source": args.data, "split": split, **({"name": args.name} if args.name else {})}
+    split = "test" if is_hub_name(args.data) else "train"  # a file has the split train alone
+    source = {"source": args.data, "split": args.split or split}
+    if args.name:
+        source["name"] = args.name
+    return source
 
 
-def _print_changed(evaluations: Sequence["Evaluation"], most: int) -> None:
-    """Print the first prompts that the adapter gains, and that it loses, with the greedy answers of both models."""
-    adapted, base = evaluations
-    before = {answer["prompt_id"]: answer for answer in base.answers if answer["sample"] < 0}
-    after = {answer["prompt_id"]: answer for answer in adapted.answers if answer["sample"] < 0}
-    for change, right in (("gained", adapted.right), ("lost", base.right)):
-        changed = [prompt for prompt in after if adapted.right[prompt] != base.right[prompt] and right[prompt]]
-        for prompt in changed[:most]:
-            print(f"  {change}: {shortened(after[prompt]['prompt'], _TAIL)}")
-            print(f"    without the adapter: {shortened(before[prompt]['text'], -_TAIL)}")
-            print(f"    with it:             {shortened(after[prompt]['text'], -_TAIL)}")
+def _print_changed(change: str, right: "Evaluation", adapted: "Evaluation", base: "Evaluation", most: int) -> None:
+    """Print the first prompts of which only the model ``right`` is right, with the greedy answers of both models."""
+    before, after = _greedy(base), _greedy(adapted)
+    changed = [prompt for prompt in after if right.right[prompt] and adapted.right[prompt] != base.right[prompt]]
+    for prompt in changed[:most]:
+        print(f"  {change}: {shortened(after[prompt]['prompt'], _TAIL)}")
+        print(f"    without the adapter: {shortened(before[prompt]['text'], -_TAIL)}")
+        print(f"    with it:             {shortened(after[prompt]['text'], -_TAIL)}")
+
+
+def _greedy(evaluation: "Evaluation") -> dict[str, Json]:
+    """Return the greedy answers by the prompts' ids."""
+    return {answer["prompt_id"]: answer for answer in evaluation.answers if answer["sample"] < 0}
 
 
 def _print_wrong(evaluation: "Evaluation", most: int) -> None:
     """Print the verdicts on wrong greedy answers, and the first such answers."""
-    wrong = [answer for answer in evaluation.answers if answer["sample"] < 0 and answer["verdict"] != "CORRECT"]
+    wrong = [answer for answer in _greedy(evaluation).values() if answer["verdict"] != "CORRECT"]
     if not wrong or not most:
         return
     verdicts = Counter(answer["verdict"] for answer in wrong)
@@ -196,12 +216,14 @@ def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -
     _check_new(args.output)
     cfg = target.load(args.overrides)
     if args.data:
-        lacks = not isinstance(cfg.dataset.get("source"), str)
-        refuse_first((lacks, "--data replaces dataset.source, which this config's dataset does not have"), code=1)
-        kept = {key: value for key, value in cfg.dataset.items() if key not in ("data_files", "name")}  # of its source
-        cfg.dataset_val, cfg.validation_fraction = {**kept, **_source(args)}, 0.0
+        if not isinstance(cfg.dataset.get("source"), str):
+            raise UserError("--data replaces dataset.source, which this config's dataset does not have")
+        dataset = {key: value for key, value in cfg.dataset.items() if key not in ("data_files", "name")}
+        cfg.dataset_val = dataset | _source(args)
+        cfg.validation_fraction = 0.0
     of_pairs = registry.family(registry.find(cfg.recipe)) == registry.DPO
-    both = measure((DPO if of_pairs else LoRAFinetune)(cfg), adapter, args.base)
+    recipe = (DPO if of_pairs else LoRAFinetune)(cfg)
+    both = measure(recipe, adapter, args.base)
     if args.output:
         keep(both[0], args.output)
         if args.base:
@@ -210,11 +232,13 @@ def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -
 
 
 def _print_rows(args: argparse.Namespace, both: Sequence["Measured"], paired: Json | None) -> None:
-    for measured, title in zip(both, ("", "without the adapter: "), strict=False):
+    for measured, title in zip(both, _TITLES, strict=False):
         scores = dict(measured.scores)
         text = f"loss {scores.pop('loss'):.4f}, perplexity {scores.pop('perplexity'):.3f}"
         text += f" ({scores.pop('rows'):,} rows, {scores.pop('tokens'):,} tokens)"
-        print(title + text + "".join(f", {name} {value:.4f}" for name, value in scores.items()))
+        for name, value in scores.items():
+            text += f", {name} {value:.4f}"
+        print(title + text)
     if paired:
         low, high = paired["interval"]
         change = f"the adapter changes the NLL per token by {paired['difference']:+.4f}"
@@ -224,19 +248,19 @@ def _print_rows(args: argparse.Namespace, both: Sequence["Measured"], paired: Js
                 f"it makes the chosen answer more probable in {paired['gained']} pairs, and no longer so in "
                 f"{paired['lost']}; McNemar p = {paired['p']:.2g}"
             )
-    _print_worst(both[0], args.show)
+    _print_worst(both[0].rows, args.show)
     if args.output:
         print(f"all rows: {args.output / 'rows.jsonl'}")
 
 
-def _print_worst(measured: "Measured", most: int) -> None:
-    rows = measured.rows
+def _print_worst(rows: Sequence[Json], most: int) -> None:
     if not most or not rows:
         return
     if "loss" in rows[0]:
         worst = sorted(rows, key=lambda row: -row["loss"])[:most]
         print("highest losses: " + ", ".join(f"row {row['row']}: {row['loss']:.3f}" for row in worst))
         return
-    gaps = sorted((row["logprob_chosen"] - row["logprob_rejected"], row["row"]) for row in rows)[:most]
-    if swapped := [f"row {number}: by {-gap:.2f}" for gap, number in gaps if gap < 0]:
+    gaps = sorted((row["logprob_chosen"] - row["logprob_rejected"], row["row"]) for row in rows)
+    swapped = [f"row {number}: by {-gap:.2f}" for gap, number in gaps[:most] if gap < 0]
+    if swapped:
         print("rejected answers that are the more probable ones: " + ", ".join(swapped))

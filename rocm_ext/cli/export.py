@@ -8,6 +8,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.hub import is_hub_name
 from rocm_ext.base.log import setup_logging
@@ -49,37 +50,38 @@ def run(args: argparse.Namespace) -> None:
 
     setup_logging()
     source = replace(open_source(args.source, args.base_model, args.trust_config), base_name=args.base_name)
-    lacks = source.adapter is None and (args.card or args.push)
-    refuse_first((lacks, f"{args.source} has no adapter; --card and --push are for trained adapters"), code=1)
-    files: list[Path] = []
-    modelfile = None
+    if source.adapter is None and (args.card or args.push):
+        raise UserError(f"{args.source} has no adapter; --card and --push are for trained adapters")
+    merges = bool(args.merged or args.gguf)
+    uploads: list[Path] = []
+    here: list[Path] = []  # files that are not uploaded
     if args.merged:
         write_merged(source, args.merged, lambda: card(source, merged=True))
         print(args.merged)
     if args.gguf:
         gguf_model.write_model(source, args.gguf, args.type)
-        files += [args.gguf, write_modelfile(source, args.gguf)]
+        uploads += [args.gguf, write_modelfile(source, args.gguf)]
     if args.gguf_adapter:
         gguf_model.write_adapter(source, args.gguf_adapter)
-        modelfile = write_modelfile(source, args.gguf_adapter, adapter=True)
-        files += [args.gguf_adapter, modelfile]
+        uploads.append(args.gguf_adapter)
+        # The adapter's Modelfile names a folder of this machine.
+        here.append(write_modelfile(source, args.gguf_adapter, adapter=True))
     if args.card:
-        replace_text(args.card, card(source, bool(args.merged or args.gguf)))
-        files.append(args.card)
-    for path in files:
+        replace_text(args.card, card(source, merges))
+        here.append(args.card)
+    for path in (*uploads, *here):
         print(path)
     if args.push:
-        here = (args.card, modelfile)  # the adapter's Modelfile names a folder of this machine
-        uploaded = [path for path in files if path not in here]
-        folder = args.merged or (None if uploaded else source.adapter)
-        text = card(source, bool(args.merged or args.gguf))
-        print(push(source, args.push, text, folder, uploaded, args.private))
+        folder = args.merged or (None if uploads else source.adapter)
+        print(push(source, args.push, card(source, merges), folder, uploads, args.private))
 
 
 def _check_new(args: argparse.Namespace) -> None:
     """Refuse names of files that exist, or that two options share, before the weights are read."""
     models = [check_new_file(path, args.force) for path in (args.gguf, args.gguf_adapter) if path]
-    files = [*models, *(path.with_suffix(".Modelfile") for path in models), *([args.card] if args.card else [])]
-    for number, path in enumerate(files):
-        twice = check_new_file(path, args.force) in files[:number]
-        refuse_first((twice, f"{path} would be written twice; choose another name"))
+    paths = models + [path.with_suffix(".Modelfile") for path in models]
+    if args.card:
+        paths.append(args.card)
+    for number, path in enumerate(paths):
+        check_new_file(path, args.force)
+        refuse_first((path in paths[:number], f"{path} would be written twice; choose another name"))

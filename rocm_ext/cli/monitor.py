@@ -7,7 +7,6 @@ and NVIDIA's through nvidia-ml-py, and needs no root. A missing field is a count
 import argparse
 import contextlib
 import io
-import itertools
 import json
 import signal
 import sys
@@ -53,7 +52,8 @@ _VALUES = {  # format of a value in a run's progress
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    option, seconds = parser.add_argument, number(float, 0.1, 86400)
+    option = parser.add_argument
+    seconds = number(float, 0.1, 86400)
     option("--interval", type=seconds, default=2.0, metavar="S", help="seconds between readings (default: 2)")
     option("--count", type=count, metavar="N", help="stop after N readings (default: at Ctrl-C)")
     runs = "also show the progress of this run, or of several with --web; they need not have begun"
@@ -91,19 +91,15 @@ def run(args: argparse.Namespace) -> None:
             except OSError as error:
                 raise UserError(f"cannot write {args.log}: {error.strerror}; name another --log") from error
         show = stack.enter_context(_browser(args, counters.notes) if args.web else _terminal(args))
-        for reading in _readings(counters.read, args.interval, args.count):
+        due = time.monotonic() + 0.1  # the first processor load covers the time since the counters were opened
+        for _ in range(args.count or sys.maxsize):
+            time.sleep(max(0.0, due - time.monotonic()))
+            due = max(due + args.interval, time.monotonic())
+            reading = counters.read()
             if args.log:
                 with disk_errors(args.log):
                     log.write(reading)
             show(reading, progress(args.out[0]) if args.out and not args.web else None)
-
-
-def _readings(read: Callable[[], Reading], interval: float, most: int | None) -> Iterator[Reading]:
-    due = time.monotonic() + 0.1  # the first processor load covers the time since the counters were opened
-    for _ in itertools.islice(itertools.count(), most):
-        time.sleep(max(0.0, due - time.monotonic()))
-        due = max(due + interval, time.monotonic())
-        yield read()
 
 
 @contextlib.contextmanager
@@ -133,18 +129,22 @@ def _terminal(args: argparse.Namespace) -> Iterator[_Show]:
 
 
 def _ended_by_sigterm() -> contextlib.AbstractContextManager[None]:
-    """Context in which SIGTERM, by `timeout 60 rocm-ext monitor`, say, leaves the contexts within."""
+    """Context that ends with SIGTERM, by `timeout 60 rocm-ext monitor`, say, as it does with an exception."""
     return handled(lambda signum, frame: sys.exit(128 + signum), signal.SIGTERM)
 
 
 def _line(reading: Reading, run: _Run | None) -> str:
     """A reading as one line of text."""
     columns, rows, _ = hardware.table(reading)
-    parts = [time.strftime("%H:%M:%S", time.localtime(reading["time"])), *["no GPU"] * (not reading["gpus"])]
+    words = [time.strftime("%H:%M:%S", time.localtime(reading["time"]))]
+    if not reading["gpus"]:
+        words.append("no GPU")
     for name, *cells in rows:
-        known = (f"{column} {cell}" for column, cell in zip(columns, cells, strict=True) if cell)
-        parts.append(f"{name}: {', '.join(known)}")
-    return "  ".join([*parts, *([] if run is None else [f"run: {run_text(run)}"])])
+        known = [f"{column} {cell}" for column, cell in zip(columns, cells, strict=True) if cell]
+        words.append(f"{name}: {', '.join(known)}")
+    if run is not None:
+        words.append(f"run: {run_text(run)}")
+    return "  ".join(words)
 
 
 def _screen(reading: Reading, run: _Run | None, interval: float) -> Group:
@@ -156,9 +156,12 @@ def _screen(reading: Reading, run: _Run | None, interval: float) -> Group:
         counters.add_row(*row)
     if not reading["gpus"]:
         names.append("no GPU with readable counters: AMD's need Linux and the amdgpu driver")
-    parts: list[Any] = [Text(f"{now}, every {interval:g} s; Ctrl-C ends", style="dim"), counters]
-    parts += [Text(name, style="dim") for name in names]
-    return Group(*parts, *(() if run is None else ["", Text(f"run: {run_text(run)}")]))
+    screen: list[Any] = [Text(f"{now}, every {interval:g} s; Ctrl-C ends", style="dim"), counters]
+    for name in names:
+        screen.append(Text(name, style="dim"))
+    if run is not None:
+        screen += ["", Text(f"run: {run_text(run)}")]
+    return Group(*screen)
 
 
 def run_text(run: _Run) -> str:
@@ -166,13 +169,17 @@ def run_text(run: _Run) -> str:
     if "problem" in run:
         return run["problem"]
     unit = "cycle" if "cycle" in run else "step"
-    of = f" of {run[f'{unit}s']:.0f}" if f"{unit}s" in run else ""
-    words = _VALUES | {unit: _VALUES[unit] + of}
-    said = [text.format(run[key], unit=unit).replace("%", " %") for key, text in words.items() if key in run]
+    words = []
+    for key, form in _VALUES.items():
+        if key in run:
+            value = form.format(run[key], unit=unit).replace("%", " %")
+            if key == unit and f"{unit}s" in run:
+                value += f" of {run[f'{unit}s']:.0f}"
+            words.append(value)
     if "seconds_left" in run:
-        said.append(f"{duration(run['seconds_left'])} left")
-    if not said:
+        words.append(f"{duration(run['seconds_left'])} left")
+    if not words:
         return "nothing written yet"
     if "seconds_ago" in run:
-        said.append("finished" if run["finished"] else f"{run['seconds_ago']:.0f} s ago")
-    return ", ".join(said)
+        words.append("finished" if run["finished"] else f"{run['seconds_ago']:.0f} s ago")
+    return ", ".join(words)

@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -21,7 +20,7 @@ from rocm_ext.base.types import Row
 from rocm_ext.cli._common import add_force, add_trust, check_new_file, count, refuse_first, seed
 from rocm_ext.config.model_folder import seen_from_here
 from rocm_ext.runs.folder import RunFolder
-from rocm_ext.runs.pairs import Answer, choose_pairs, choose_single, read_answers
+from rocm_ext.runs.pairs import choose_pairs, choose_single, read_answers
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -46,34 +45,34 @@ def run(args: argparse.Namespace) -> None:
         UserError: the run makes no rows, its prompts cannot be read, or the file exists.
     """
     folder = RunFolder(args.run_dir)
-    output = check_new_file(args.output or args.run_dir / f"{'single' if args.single else 'pairs'}.jsonl", args.force)
+    name = "single.jsonl" if args.single else "pairs.jsonl"
+    output = check_new_file(args.output or args.run_dir / name, args.force)
     answers, left_out = read_answers(folder, args.last)
-    choice = {"per_prompt": args.per_prompt, "limit": args.limit, "seed": args.seed}
-    chosen: list[tuple[str, Row]]  # id of the prompt, and the other columns
-    if args.single:
-        single = choose_single(answers, **choice)
-        chosen = [(answer.prompt_id, {"completion": answer.text, "label": answer.right}) for answer in single]
-    else:
-        pairs = choose_pairs(answers, **choice)
-        chosen = [(right.prompt_id, {"chosen": right.text, "rejected": wrong.text}) for right, wrong in pairs]
-    for problem in folder.problems:
-        print(f"warning: {problem}", file=sys.stderr)
-    lacks = "right or wrong answer" if args.single else "prompt with a right and a wrong answer"
-    refuse_first((not chosen, f"{args.run_dir} has no {lacks}: {_counts(answers, left_out)}"), code=1)
-    rows = _rows(folder, chosen, args.trust_config)
-    replace_text(output, "".join(json.dumps(row) + "\n" for row in rows))
-    prompts, what = len({prompt for prompt, _ in chosen}), "answers" if args.single else "pairs"
-    print(f"{output}: {len(rows):,} {what} of {prompts:,} prompts, from {_counts(answers, left_out)}")
-
-
-def _counts(answers: Sequence[Answer], left_out: Any) -> str:
     right = sum(answer.right for answer in answers)
     counts = f"{right:,} right and {len(answers) - right:,} wrong answers"
-    return counts + "".join(f"; left out: {number:,} {what}" for what, number in sorted(left_out.items()))
+    for reason, number in sorted(left_out.items()):
+        counts += f"; left out: {number:,} {reason}"
+    choice = {"per_prompt": args.per_prompt, "limit": args.limit, "seed": args.seed}
+    chosen: list[tuple[str, Row]] = []  # id of the prompt, and the other columns
+    if args.single:
+        what, needed = "answers", "right or wrong answer"
+        for answer in choose_single(answers, **choice):
+            chosen.append((answer.prompt_id, {"completion": answer.text, "label": answer.right}))
+    else:
+        what, needed = "pairs", "prompt with a right and a wrong answer"
+        for better, worse in choose_pairs(answers, **choice):
+            chosen.append((better.prompt_id, {"chosen": better.text, "rejected": worse.text}))
+    for problem in folder.problems:
+        print(f"warning: {problem}", file=sys.stderr)
+    refuse_first((not chosen, f"{args.run_dir} has no {needed}: {counts}"), code=1)
+    rows = _rows(folder, chosen, args.trust_config)
+    replace_text(output, "".join(json.dumps(row) + "\n" for row in rows))
+    prompts = {prompt for prompt, _ in chosen}
+    print(f"{output}: {len(rows):,} {what} of {len(prompts):,} prompts, from {counts}")
 
 
 def _rows(folder: RunFolder, chosen: Sequence[tuple[str, Row]], trusted: bool) -> list[Row]:
-    """Return rows with the prompts that the run's config names; ``trusted``: it may name code.
+    """Return rows with the prompts that the run's config names, which may name code if it is ``trusted``.
 
     Raises:
         UserError: the prompts cannot be read, could run code, or have changed since the run.
@@ -83,15 +82,18 @@ def _rows(folder: RunFolder, chosen: Sequence[tuple[str, Row]], trusted: bool) -
         raise UserError(f"{folder.path}/config.yaml names no prompts, and the rows need their texts")
     if not trusted:
         config.check_from_folder({"prompts": component}, folder.path / "config.yaml")
-    known = {prompt.id: prompt for prompt in config.instantiate(OmegaConf.create(component), key="prompts")}
-    if missing := {prompt for prompt, _ in chosen} - known.keys():
+    prompts = {prompt.id: prompt for prompt in config.instantiate(OmegaConf.create(component), key="prompts")}
+    missing = {prompt_id for prompt_id, _ in chosen} - prompts.keys()
+    if missing:
         raise UserError(
             f"{len(missing)} prompts of the run, such as {min(missing)}, are not in its data any more; restore the "
             "data that `prompts` in its config.yaml names"
         )
     rows: list[Row] = []
     for prompt_id, columns in chosen:
-        prompt = known[prompt_id]
-        tools = {"tools": list(prompt.tools)} if prompt.tools else {}
-        rows.append({"prompt": list(prompt.messages), **columns, **tools})
+        prompt = prompts[prompt_id]
+        row = {"prompt": list(prompt.messages), **columns}
+        if prompt.tools:
+            row["tools"] = list(prompt.tools)
+        rows.append(row)
     return rows

@@ -6,7 +6,7 @@ and no data. Exits with 1 if the config does not fit.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import find_chip, load_profile
 
 if TYPE_CHECKING:
-    from rocm_ext.plan.planner import Choice
+    from rocm_ext.plan.planner import Choice, Step
     from rocm_ext.plan.run import RolloutPlan, RunPlan
 
 _NAMES = {  # names in the table that differ from _memory's
@@ -36,7 +36,8 @@ _NAMES = {  # names in the table that differ from _memory's
     "loss": "logits and loss",
     "kept_for_sampling": "kept for sampling",
 }
-Rows = list[tuple[str, list[str]]]
+Rows = list[tuple[str, list[str]]]  # a table's rows: a name, and a value for each column
+Ways = list[tuple[str, int]]  # changes that make a run fit, and the peak in bytes with each
 # Computes a figure from the shares of their computed speeds at which training and sampling run
 Figure = Callable[[float, float], float]
 
@@ -59,73 +60,81 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan the run and print the plan; returns 0 if the config fits, else 1."""
-    chip = None
+    args.chip = None
     if args.machine is not None:
-        profile, chip = find_chip(args.machine, by_key(args.overrides).get("hardware"))
-        args.overrides = [f"hardware={profile}", *args.overrides]
+        profile, args.chip = find_chip(args.machine, by_key(args.overrides).get("hardware"))
+        args.overrides.insert(0, f"hardware={profile}")
     recipe = config.recipe_of(args.config, args.overrides)
-    cfg = _load(args, recipe)
+    cfg = _load(args, recipe, args.overrides)
     if registry.extended(recipe) == registry.GRPO and not args.json:
         print(describe(filled(cfg)))
-    plan = _plan(args, recipe, chip, cfg)
-    best_fits = plan.highest(plan.best) <= plan.target.budget[0]
-    ways = [] if plan.fits or best_fits else _ways_to_fit(args, recipe, chip, cfg, plan)
+    plan = _plan(args, recipe, cfg, args.ranks)
+    ways: Ways = []
+    if not (plan.fits or plan.highest(plan.best) <= plan.target.budget[0]):
+        ways = _ways_to_fit(args, recipe, cfg, plan)
     if args.json:
-        print_json(_content(plan) | {"fits_with": [{"change": change, "peak": peak} for change, peak in ways]})
+        fits_with = [{"change": change, "peak": peak} for change, peak in ways]
+        print_json(_content(plan) | {"fits_with": fits_with})
     else:
         _print(args.config, plan, ways)
     return 0 if plan.fits else 1
 
 
-def _load(args: argparse.Namespace, recipe: registry.Recipe, *changes: str) -> Any:
-    """Load and check the config with ``changes``."""
-    family = registry.extended(recipe)
-    cfg = config.load(recipe, args.config, [*args.overrides, *changes])
+def _load(args: argparse.Namespace, recipe: registry.Recipe, overrides: Sequence[str]) -> Any:
+    """Load the config with ``overrides``, and check it."""
+    cfg = config.load(recipe, args.config, overrides)
     registry.check_system(recipe, load_profile(cfg.hardware).match.get("system", ""))
-    check_config(cfg, family)
+    check_config(cfg, registry.extended(recipe))
     _check_sizes(args, cfg)
     return cfg
 
 
-def _plan(args: argparse.Namespace, recipe: registry.Recipe, chip: str | None, cfg: Any, times: int = 1) -> "RunPlan":
-    """Plan the run of a config on ``times`` times the ranks of ``--ranks``."""
+def _plan(args: argparse.Namespace, recipe: registry.Recipe, cfg: Any, ranks: int) -> "RunPlan":
+    """Plan the run of a config on so many ranks."""
     from rocm_ext.plan.run import plan_run
     from rocm_ext.plan.workload import Known
 
-    if (family := registry.extended(recipe)) in registry.BY_STEP:
+    family = registry.extended(recipe)
+    if family in registry.BY_STEP:
         from rocm_ext.losses import distillation, policy_gradient
 
-        cfg.loss = (distillation if family == registry.DISTIL else policy_gradient).loss_config(cfg)
+        losses = distillation if family == registry.DISTIL else policy_gradient
+        cfg.loss = losses.loss_config(cfg)
     known = Known(args.rows, args.row_tokens, args.answer_tokens)
-    ranks = times * args.ranks
-    return plan_run(cfg, detect(), family=family, bench=args.bench, ranks=ranks, known=known, chip=chip)
+    return plan_run(cfg, detect(), family=family, bench=args.bench, ranks=ranks, known=known, chip=args.chip)
 
 
-def _ways_to_fit(
-    args: argparse.Namespace, recipe: registry.Recipe, chip: str | None, cfg: Any, plan: "RunPlan"
-) -> list[tuple[str, int]]:
-    """Return the first two changes of the config that make the run fit, with their peaks in bytes."""
+def _ways_to_fit(args: argparse.Namespace, recipe: registry.Recipe, cfg: Any, plan: "RunPlan") -> Ways:
+    """Return the first two changes that make the run fit: keys of the config, or more ranks."""
     log.info("does not fit; planning other settings ...")
-    half = {key: OmegaConf.select(cfg, key) for key in ("tokenizer.max_seq_len", "max_new_tokens")}
-    changes: list[tuple[str, int]] = [
-        *[(f"dtype={'bf16' if 'bf16' in plan.target.figures.flops else 'fp16'}", 1)]
-        * (plan.target.dtype_name == "fp32"),
-        *[("model.quantize_base=nf4", 1)] * ("quantize_base" not in cfg.model),
-        *[("teacher_quantize_base=nf4", 1)] * (cfg.get("teacher_quantize_base") is False and bool(plan.teacher)),
-        *[(f"{key}={value // 2}", 1) for key, value in half.items() if isinstance(value, int)],
-        *[("", ranks) for ranks in (2, 4, 8)],
-    ]
-    ways: list[tuple[str, int]] = []
-    for change, ranks in changes:
+    changes: list[tuple[str, int]] = []
+    if plan.target.dtype_name == "fp32":
+        dtype = "bf16" if "bf16" in plan.target.figures.flops else "fp16"
+        changes.append((f"dtype={dtype}", 1))
+    if "quantize_base" not in cfg.model:
+        changes.append(("model.quantize_base=nf4", 1))
+    if plan.teacher and cfg.get("teacher_quantize_base") is False:
+        changes.append(("teacher_quantize_base=nf4", 1))
+    for key in ("tokenizer.max_seq_len", "max_new_tokens"):
+        length = OmegaConf.select(cfg, key)
+        if isinstance(length, int):
+            changes.append((f"{key}={length // 2}", 1))
+    changes += [("", 2), ("", 4), ("", 8)]
+    ways: Ways = []
+    for change, times in changes:
+        ranks = times * args.ranks
+        overrides = [*args.overrides, change] if change else args.overrides
         try:
-            other = _plan(args, recipe, chip, _load(args, recipe, *([change] if change else [])), ranks)
+            other = _plan(args, recipe, _load(args, recipe, overrides), ranks)
         except UserError:  # this machine or this model does not allow it
             continue
-        choice = other.now if other.fits else other.best
-        if (peak := other.highest(choice)) <= other.target.budget[0]:
-            name = change or f"--ranks {ranks * args.ranks}"
-            keys = "" if other.fits else "".join(f" {key}={value}" for key, value in other.changes().items())
-            ways.append((name + keys, peak))
+        peak = other.highest(other.now if other.fits else other.best)
+        if peak > other.target.budget[0]:
+            continue
+        name = change or f"--ranks {ranks}"
+        if not other.fits:
+            name += "".join(f" {key}={value}" for key, value in other.changes().items())
+        ways.append((name, peak))
         if len(ways) == 2:
             break
     return ways
@@ -134,35 +143,38 @@ def _ways_to_fit(
 def _check_sizes(args: argparse.Namespace, cfg: Any) -> None:
     """Refuse sizes above the config's limits."""
     answers = cfg.max_new_tokens if "prompts" in cfg else None  # evaluations of SFT and DPO are not planned
-    window = cfg.tokenizer.get("max_seq_len")
     useless = f"--answer-tokens is for recipes that sample; {args.config} samples no answers"
     refuse_first((args.answer_tokens and not answers, useless))
     limits = (
         ("answer-tokens", args.answer_tokens, "max_new_tokens", answers),
-        ("row-tokens", args.row_tokens, "tokenizer.max_seq_len", window),
+        ("row-tokens", args.row_tokens, "tokenizer.max_seq_len", cfg.tokenizer.get("max_seq_len")),
     )
     for option, given, key, most in limits:
-        above = isinstance(most, int) and (given or 0) > most
+        above = given is not None and isinstance(most, int) and given > most
         refuse_first((above, f"--{option} {given} is above {key}={most}; also raise the latter"), code=1)
 
 
-def _print(name: str, plan: "RunPlan", ways: Sequence[tuple[str, int]]) -> None:
-    out, figures = console(), plan.target.figures
+def _print(name: str, plan: "RunPlan", ways: Ways) -> None:
+    out = console()
+    figures = plan.target.figures
     total, trainable = plan.parameters
     out.print(f"[bold]{escape(name)}[/] on {escape(plan.target.name)}")
     size = f"{total / 1e6:,.1f} million parameters, {trainable / 1e6:,.1f} million of them trained"
     out.print(f"{size}, {plan.target.dtype_name}")
     if plan.shape:
         out.print(escape(plan.shape))
-    rows = f"rows of {plan.rows.mean:,.0f} tokens, at most {plan.rows.longest:,} ({escape(plan.rows.source)})"
     if plan.teacher:
         out.print(f"a teacher of {plan.teacher.parameters / 1e6:,.1f} million parameters")
+    rows = f"rows of {plan.rows.mean:,.0f} tokens, at most {plan.rows.longest:,} ({escape(plan.rows.source)})"
     out.print(f"{plan.ranks} rank(s); {rows}\n")
-    choices = {"as configured": plan.now} | ({} if plan.best == plan.now else {"best fit": plan.best})
+    choices = {"as configured": plan.now}
+    if plan.best != plan.now:
+        choices["best fit"] = plan.best
     columns = list(choices)
-    _print_table(out, "Memory per rank while training", columns, _memory_rows(plan, list(choices.values())))
-    out.print(f"budget {readable(plan.target.budget[0])}: {escape(plan.target.budget[1])}\n")
-    _print_table(out, "An optimiser step per rank", columns, _step_rows(plan, list(choices.values())))
+    _print_table(out, "Memory per rank while training", columns, _memory_rows(plan, choices.values()))
+    budget, reason = plan.target.budget
+    out.print(f"budget {readable(budget)}: {escape(reason)}\n")
+    _print_table(out, "An optimiser step per rank", columns, _step_rows(plan, choices.values()))
     out.print(f"speeds: {escape(figures.source)}")
     if figures.published:
         reached = " and ".join(f"{low} to {high} in {what}" for what, (low, high) in figures.published.items())
@@ -190,7 +202,11 @@ def _memory(plan: "RunPlan", choice: "Choice") -> dict[str, int]:
     """Return a choice's memory in bytes, by part, with its peak."""
     memory = choice.memory
     return {
-        **{part: getattr(memory, part) for part in ("weights", "gathered", "adapter", "gradients", "optimizer")},
+        "weights": memory.weights,
+        "gathered": memory.gathered,
+        "adapter": memory.adapter,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
         "activations": memory.activations(choice.checkpointed),
         "activations_without_checkpointing": memory.activations(()),
         "activations_with_checkpointing": memory.activations(range(memory.layers)),
@@ -201,88 +217,100 @@ def _memory(plan: "RunPlan", choice: "Choice") -> dict[str, int]:
     }
 
 
-def _memory_rows(plan: "RunPlan", choices: Sequence["Choice"]) -> Rows:
+def _memory_rows(plan: "RunPlan", choices: Iterable["Choice"]) -> Rows:
     columns = [_memory(plan, choice) for choice in choices]
-    sizes = {name: [column[name] for column in columns] for name in columns[0]}
-    return [(_NAMES.get(name, name), [*map(readable, row)]) for name, row in sizes.items() if any(row)]
+    rows: Rows = []
+    for part in columns[0]:
+        sizes = [column[part] for column in columns]
+        if any(sizes):
+            rows.append((_NAMES.get(part, part), list(map(readable, sizes))))
+    return rows
 
 
-def _step_rows(plan: "RunPlan", choices: Sequence["Choice"]) -> Rows:
-    steps = [choice.step for choice in choices]
+def _step_rows(plan: "RunPlan", choices: Iterable["Choice"]) -> Rows:
+    rows: Rows = []
 
-    def times(factor: float = 1.0) -> list[str]:
-        return [_told(plan, _training_time(factor * step.seconds)) for step in steps]
+    def add(name: str, cell: Callable[["Choice"], str]) -> None:
+        rows.append((name, [cell(choice) for choice in choices]))
 
-    rows: Rows = [
-        ("tokens", [f"{step.tokens:,.0f}" for step in steps]),
-        ("micro-batches of at most", [f"{c.step.micro_batches} x {c.micro_batch:,}" for c in choices]),
-        ("layers checkpointed", [f"{len(c.checkpointed)} of {c.memory.layers}" for c in choices]),
-        ("work", [f"{step.flops / 1e12:,.1f} TFLOP" for step in steps]),
-        ("read and written", [f"{step.bytes / 1e9:,.0f} GB" for step in steps]),
-        ("time", times()),
-        ("tokens/s", [_speed(plan, step.tokens_per_second, 0) for step in steps]),
-    ]
-    if plan.steps is None:
-        per_rank = 1e4 * plan.rows.mean / plan.ranks
-        seconds = [_training_time(per_rank / step.tokens_per_second) for step in steps]
-        rows.append(("per 10,000 rows", [_told(plan, value) for value in seconds]))
+    def add_time(name: str, seconds: Callable[["Step"], float]) -> None:
+        add(name, lambda choice: _told(plan, _training_time(seconds(choice.step))))
+
+    add("tokens", lambda choice: f"{choice.step.tokens:,.0f}")
+    add("micro-batches of at most", lambda choice: f"{choice.step.micro_batches} x {choice.micro_batch:,}")
+    add("layers checkpointed", lambda choice: f"{len(choice.checkpointed)} of {choice.memory.layers}")
+    add("work", lambda choice: f"{choice.step.flops / 1e12:,.1f} TFLOP")
+    add("read and written", lambda choice: f"{choice.step.bytes / 1e9:,.0f} GB")
+    add_time("time", lambda step: step.seconds)
+    add("tokens/s", lambda choice: _speed(plan, choice.step.tokens_per_second, 0))
+    steps = plan.steps
+    if steps is None:
+        tokens = 1e4 * plan.rows.mean / plan.ranks
+        add_time("per 10,000 rows", lambda step: tokens / step.tokens_per_second)
     elif not plan.rollout:  # its own table says more
-        rows.append((f"all epochs, {plan.steps} steps", times(plan.steps)))
+        add_time(f"all epochs, {steps} steps", lambda step: steps * step.seconds)
     if plan.reference is not None:
-        before = [plan.reference * step.forward_seconds / plan.now.step.forward_seconds for step in steps]
-        rows.append(("before, the reference's log-probs", [_told(plan, _training_time(value)) for value in before]))
+        forward = plan.reference / plan.now.step.forward_seconds  # in seconds of a step's forward pass
+        add_time("before, the reference's log-probs", lambda step: forward * step.forward_seconds)
     return rows
 
 
 def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
+    rows: Rows = []
+
+    def add(name: str, value: str) -> None:
+        rows.append((name, [value]))
+
+    def add_time(name: str, key: str, unknown: str = "--rows") -> None:
+        if getattr(rollout, key) is None:
+            add(name, f"unknown: set {unknown}")
+        else:
+            add(name, _told(plan, lambda *shares: getattr(rollout.at(*shares), key)))
+
     asked, sampling = rollout.asked, rollout.sampling
     prompts = f"{asked.prompts} prompts" if asked.prompts else "prompts"
-    rows: Rows = [("answers", [f"of {asked.answer:,.0f} tokens to {prompts} of {asked.mean:,.0f}"])]
+    add("answers", f"of {asked.answer:,.0f} tokens to {prompts} of {asked.mean:,.0f}")
     if rollout.servers:
-        rows.append(("servers", [f"{rollout.servers}, each assumed to be one more GPU of this kind"]))
-    rows.append(("slots", [f"{sampling.slots}"]))
+        add("servers", f"{rollout.servers}, each assumed to be one more GPU of this kind")
+    add("slots", f"{sampling.slots}")
     if not rollout.servers:
-        rows.append(("weights that sampling copies", [readable(sampling.layout)]))
-        rows.append(("keys and values", [readable(sampling.cache)]))
-        rows.append(("peak while sampling", [readable(plan.beside + rollout.peak)]))
+        add("weights that sampling copies", readable(sampling.layout))
+        add("keys and values", readable(sampling.cache))
+        add("peak while sampling", readable(plan.beside + rollout.peak))
     if plan.programs:
-        rows.append(("programs of conversations, beside it", [f"at most {readable(plan.programs)}"]))
+        add("programs of conversations, beside it", f"at most {readable(plan.programs)}")
     if sampling.launches:
-        rows.append(("kernels of a decoding step, without graphs", [f"{sampling.launches:,}"]))
-    rows.append(("answer tokens/s", [_speed(plan, sampling.tokens_per_second, 1)]))
-
-    def add(name: str, key: str, unknown: str = "--rows") -> None:
-        known = getattr(rollout, key) is not None
-        words = _told(plan, lambda *shares: getattr(rollout.at(*shares), key)) if known else f"unknown: set {unknown}"
-        rows.append((name, [words]))
-
-    add("sampling", "sampling_seconds")
+        add("kernels of a decoding step, without graphs", f"{sampling.launches:,}")
+    add("answer tokens/s", _speed(plan, sampling.tokens_per_second, 1))
+    add_time("sampling", "sampling_seconds")
     if rollout.scoring_seconds:
-        add("log-probs before the updates", "scoring_seconds")
-    add("1 update" if plan.steps == 1 else f"{plan.steps or ''} updates".strip(), "updates_seconds")
+        add_time("log-probs before the updates", "scoring_seconds")
+    add_time("1 update" if plan.steps == 1 else f"{plan.steps or ''} updates".strip(), "updates_seconds")
     if plan.teacher:
-        rows.append(("the teacher's part of an update", [_told(plan, _training_time(plan.teacher.seconds))]))
+        add("the teacher's part of an update", _told(plan, _training_time(plan.teacher.seconds)))
     if rollout.waiting:
         side, ahead = rollout.waiting
-        rows.append((f"{side} wait", [_duration(ahead)]))
-    add(f"a {plan.step_name}", "step_seconds")
+        add(f"{side} wait", _duration(ahead))
+    add_time(f"a {plan.step_name}", "step_seconds")
     if rollout.evaluations:
-        add("an evaluation", "evaluation_seconds", "eval_prompts to a file")
+        add_time("an evaluation", "evaluation_seconds", "eval_prompts to a file")
     if rollout.run_seconds is not None:
-        add(f"{rollout.steps} {plan.step_name}s and {rollout.evaluations} evaluations", "run_seconds")
+        add_time(f"{rollout.steps} {plan.step_name}s and {rollout.evaluations} evaluations", "run_seconds")
     return rows
 
 
-def _print_verdict(out: Any, plan: "RunPlan", ways: Sequence[tuple[str, int]]) -> None:
-    budget, changes = plan.target.budget[0], plan.changes()
+def _print_verdict(out: Any, plan: "RunPlan", ways: Ways) -> None:
+    budget = plan.target.budget[0]
+    best_fits = plan.highest(plan.best) <= budget
     if not plan.fits:
-        how = " or ".join(f"{change} (plans {readable(peak)})" for change, peak in ways)
-        if how:
-            how = f": it fits with {how}"
-        elif plan.highest(plan.best) > budget:
+        how = ""
+        if ways:
+            how = ": it fits with " + " or ".join(f"{change} (plans {readable(peak)})" for change, peak in ways)
+        elif not best_fits:
             how = ": neither 16 nor 4 bits, half the length nor 8 times the ranks make it fit; use a smaller model"
         out.print(f"\n[red]does not fit[/] into {readable(budget)}{how}")
-    if changes and plan.highest(plan.best) <= budget:
+    changes = plan.changes()
+    if changes and best_fits:
         gain = plan.now.step.seconds / plan.best.step.seconds
         keys = ", ".join(f"{key}: {value}" for key, value in changes.items())
         out.print(f"\nbest fit ({gain:.2f} times as fast, {readable(plan.peak(plan.best))}): {keys}")
@@ -290,11 +318,13 @@ def _print_verdict(out: Any, plan: "RunPlan", ways: Sequence[tuple[str, int]]) -
         out.print("\nfits; no setting is expected to be faster")
 
 
-def _told(plan: "RunPlan", of: Figure, form: Callable[[float], str] | None = None) -> str:
+def _told(plan: "RunPlan", figure: Figure, text_of: Callable[[float], str] | None = None) -> str:
     """Format a figure; a computed one becomes the range at the shares that published runs reach."""
     published = plan.target.figures.published
     shares = zip(*published.values(), strict=True) if published else [(1.0, 1.0)]
-    return " to ".join(dict.fromkeys(map(form or _duration, sorted(of(*pair) for pair in shares))))
+    values = sorted(figure(training, sampling) for training, sampling in shares)
+    texts = map(text_of or _duration, values)
+    return " to ".join(dict.fromkeys(texts))  # equal texts once
 
 
 def _training_time(seconds: float) -> Figure:
@@ -312,20 +342,20 @@ def _duration(seconds: float) -> str:
 
 def _content(plan: "RunPlan") -> Json:
     """Return the plan for JSON; speeds and times are computed, ``published`` has the shares that runs reach."""
-    figures = plan.target.figures
+    target = plan.target
     return {
-        "machine": plan.target.name,
-        "here": plan.target.here,
-        "dtype": plan.target.dtype_name,
+        "machine": target.name,
+        "here": target.here,
+        "dtype": target.dtype_name,
         "ranks": plan.ranks,
         "parameters": plan.parameters[0],
         "trainable_parameters": plan.parameters[1],
         "shape": plan.shape,
-        "budget": plan.target.budget[0],
-        "budget_reason": plan.target.budget[1],
+        "budget": target.budget[0],
+        "budget_reason": target.budget[1],
         "fits": plan.fits,
-        "figures": vars(figures),
-        "published": figures.published,
+        "figures": vars(target.figures),
+        "published": target.figures.published,
         "rows": vars(plan.rows),
         "configured": _choice_content(plan, plan.now),
         "best": _choice_content(plan, plan.best),

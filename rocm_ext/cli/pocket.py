@@ -30,10 +30,10 @@ def run(args: argparse.Namespace) -> None:
     from rocm_ext.pocket import make
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    accuracy = args.accuracy if args.accuracy is not None else 0.95 if args.tools else 0.33
+    accuracy = args.accuracy
+    if accuracy is None:
+        accuracy = 0.95 if args.tools else 0.33
     card, is_new = make(args.dir, args.seed, accuracy, args.force, args.tools)
+    kept = "" if is_new else "already exists (--force remakes it), "
     score = Score(card["correct"], card["total"])
-    print(
-        f"{args.dir}: {'' if is_new else 'already exists (--force remakes it), '}held-out {score} "
-        f"after {card['steps']} steps, {card['parameters']:,} parameters"
-    )
+    print(f"{args.dir}: {kept}held-out {score} after {card['steps']} steps, {card['parameters']:,} parameters")

@@ -8,13 +8,14 @@ Needs the model's folder without its weights, and no GPU. Exits with 1 and one l
 
 import argparse
 import io
+import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rocm_ext import config
 from rocm_ext.base import registry
@@ -65,50 +66,47 @@ def run(args: argparse.Namespace) -> None:
     setup_logging()
     recipe = config.recipe_of(args.config, args.overrides)
     registry.check_system(recipe, platform.system())
-    family, cfg = registry.extended(recipe), config.load(recipe, args.config, args.overrides)
+    family = registry.extended(recipe)
+    cfg = config.load(recipe, args.config, args.overrides)
     check_config(cfg, family)
     use_downloaded(cfg, Ranks(torch.device("cpu")))
     tokenizer = open_tokenizer(cfg)
     check_tokenizer(tokenizer, cfg)
-    read = _prompts if family in registry.SAMPLED else _rows
-    overview, check = read(cfg, family, tokenizer, _sizes(cfg.model))
-    content = overview.as_json(_chosen(args, overview.lengths))
-    (print_json if args.json else _print_rows)({"recipe": recipe.name, **content})
+    vocabulary, positions = _sizes(cfg.model)
+    if family in registry.SAMPLED:
+        overview, check = _prompts(cfg, tokenizer, positions)
+    else:
+        overview, check = _rows(cfg, family, tokenizer, vocabulary, positions)
+    last = max(args.row or [-1])
+    kept = len(overview.lengths)
+    refuse_first((last >= kept, f"there is no row {last}; the kept rows are 0 to {kept - 1:,}"))
+    first_rows = range(min(args.show or 0, kept))
+    content = {"recipe": recipe.name, **overview.as_json([*(args.row or ()), *first_rows])}
+    if args.json:
+        print_json(content)
+    else:
+        _print_rows(content)
     check()
 
 
-class _Sizes(NamedTuple):
-    """A model's number of embeddings, and its maximum length of a sequence in tokens."""
-
-    vocabulary: int
-    positions: int
-
-
-def _sizes(model: Any) -> _Sizes:
-    """Return the sizes of the model that the config's ``model`` names."""
+def _sizes(model: Any) -> tuple[int, int]:
+    """Return the model's number of embeddings, and its maximum length of a sequence in tokens."""
     from rocm_ext.model.families import foreign_config, read_architecture
 
     if model[config.COMPONENT] == FROM_CHECKPOINT:
         folder = Path(model.checkpoint_dir)
         if foreign_config(folder, bool(model.get("trust_remote_code"))) is None:
             architecture = read_architecture(folder)
-            return _Sizes(architecture.vocabulary, architecture.positions)
+            return architecture.vocabulary, architecture.positions
     import torch
 
     from rocm_ext.model.build import build_model
 
     decoder = build_model(model, torch.bfloat16, 0, torch.device("meta"))
-    return _Sizes(decoder.tok_embeddings.num_embeddings, decoder.max_seq_len)
+    return decoder.tok_embeddings.num_embeddings, decoder.max_seq_len
 
 
-def _chosen(args: argparse.Namespace, lengths: list[int]) -> list[int]:
-    """Return the numbers of the rows that the user named; empty: none."""
-    last = max(args.row or [-1])
-    refuse_first((last >= len(lengths), f"there is no row {last}; the kept rows are 0 to {len(lengths) - 1:,}"))
-    return [*(args.row or ()), *range(min(args.show or 0, len(lengths)))]
-
-
-def _rows(cfg: Any, family: str, tokenizer: Any, sizes: _Sizes) -> Read:
+def _rows(cfg: Any, family: str, tokenizer: Any, vocabulary: int, positions: int) -> Read:
     """Read the rows of SFT or DPO as the recipe does."""
     from rocm_ext.data import overview
     from rocm_ext.data.mixture import Mixture
@@ -117,25 +115,28 @@ def _rows(cfg: Any, family: str, tokenizer: Any, sizes: _Sizes) -> Read:
     from rocm_ext.losses import check_fit, objective_of
     from rocm_ext.losses.objective import REFERENCE
 
-    rows, validation = training_rows(cfg, tokenizer, sizes.positions, cached=True, progress=os.isatty(2))
+    rows, validation = training_rows(cfg, tokenizer, positions, cached=True, progress=os.isatty(2))
     coming: tuple[str, ...] = ()
     if family == registry.DPO:
         refuse_single_answers(cfg.recipe, rows, validation)
         coming = (REFERENCE,)
-    components = filter(None, (cfg.dataset, cfg.dataset_val))
-    origins = [partial(origin_of, open_dataset(component, tokenizer, cfg.too_long)) for component in components]
+    origins = []
+    for component in (cfg.dataset, cfg.dataset_val):
+        if component:
+            origins.append(partial(origin_of, open_dataset(component, tokenizer, cfg.too_long)))
 
     def check() -> None:
         Mixture.of(cfg.dataset, rows).check()
         objective = objective_of(config.instantiate(cfg.loss, key="loss"))
-        for part in filter(None, (rows, validation)):
-            check_vocabulary(int(concatenated(part.tokens).max()), sizes.vocabulary)
-            check_fit(objective, {*part.columns, *coming}, part.pairs)
+        for part in (rows, validation):
+            if part:
+                check_vocabulary(int(concatenated(part.tokens).max()), vocabulary)
+                check_fit(objective, {*part.columns, *coming}, part.pairs)
 
     return overview.of_rows(cfg, tokenizer, rows, validation, origins), check
 
 
-def _prompts(cfg: Any, family: str, tokenizer: Any, sizes: _Sizes) -> Read:
+def _prompts(cfg: Any, tokenizer: Any, positions: int) -> Read:
     """Read the prompts of a recipe that samples answers as the recipe does."""
     from rocm_ext.rl.prompts import PromptSet
 
@@ -143,7 +144,7 @@ def _prompts(cfg: Any, family: str, tokenizer: Any, sizes: _Sizes) -> Read:
     if cfg.environment is not None:
         prompts.check_verifier()  # it learns the environment's tools, which every prompt shows
     prompts.render(tokenizer)
-    return prompts.overview(tokenizer, sizes.positions), lambda: prompts.check_length(sizes.positions)
+    return prompts.overview(tokenizer, positions), lambda: prompts.check_length(positions)
 
 
 def _print_rows(content: Json) -> None:
@@ -157,10 +158,12 @@ def _print_rows(content: Json) -> None:
     for row in content["shown"]:
         print(printable(words.title(row)))
         for sequence in row["sequences"]:
+            parts = [_marked(text, trained, colour) for text, trained in words.shown_parts(sequence)]
             print(f"--- {words.heading(sequence)}")
-            print(_text(words.shown_parts(sequence), colour))
+            print("".join(parts).removesuffix("\n"))
         print()
     _print_numbers("dataset", content["dataset"])
+    _print_histogram(content["dataset"])
     for line in lines(content.get("data_sets", ())):
         print(printable(line))
     print(words.ends(content))
@@ -169,46 +172,40 @@ def _print_rows(content: Json) -> None:
         _print_numbers("validation", content["validation"])
 
 
-def _text(parts: Sequence[tuple[str, bool]], colour: bool) -> str:
-    """Join the parts of a sequence and mark the trained ones."""
-    marked = (_marked(_shortened(text), colour) if trained else _shortened(text) for text, trained in parts)
-    return "".join(marked).removesuffix("\n")
-
-
-def _marked(text: str, colour: bool) -> str:
-    # line by line: some terminals fill the rest of a line with its background
-    return "\n".join(f"\033[30;42m{line}\033[0m" for line in text.split("\n")) if colour else f"⟦{text}⟧"
-
-
-def _shortened(text: str) -> str:
-    """Cut the middle of a long text, and escape control characters."""
+def _marked(text: str, trained: bool, colour: bool) -> str:
+    """Cut the middle of a long part of a sequence, escape control characters, and mark a trained part."""
     if len(text) > _LONG:
-        return f"{_escaped(text[:_ENDS])} … {len(text) - 2 * _ENDS:,} characters … {_escaped(text[-_ENDS:])}"
-    return _escaped(text)
+        text = f"{text[:_ENDS]} … {len(text) - 2 * _ENDS:,} characters … {text[-_ENDS:]}"
+    text = "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if not trained:
+        return text
+    if not colour:
+        return f"⟦{text}⟧"
+    # Line by line, because some terminals fill the rest of a line with its background.
+    return "\n".join(f"\033[30;42m{line}\033[0m" for line in text.split("\n"))
 
 
-def _escaped(text: str) -> str:
-    known = (c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return "".join(known)
-
-
-def _print_numbers(key: str, of: Json) -> None:
+def _print_numbers(key: str, numbers: Json) -> None:
+    """Print the facts of a data set, and a table of lengths in tokens."""
     from rocm_ext.report import rows as words
 
-    first, *others = words.facts_of(key, of)
+    first, *others = words.facts_of(key, numbers)
     print(first)
     for line in others:
         print(f"  {printable(line)}")
     columns = list(words.COLUMNS.values())
-    made = table("", "tokens of a", *columns, right=tuple(columns))
-    made.title = None
-    for row in words.length_table(of):
-        made.add_row(*row)
-    console().print(made)
-    if key != "dataset":
-        return
-    lengths = next(iter(of["tokens"].values()))
-    most = max(rows for *_, rows in lengths["histogram"])
+    lengths = table("", "tokens of a", *columns, right=tuple(columns))
+    lengths.title = None
+    for row in words.length_table(numbers):
+        lengths.add_row(*row)
+    console().print(lengths)
+
+
+def _print_histogram(numbers: Json) -> None:
+    """Print a bar of rows for each range of lengths."""
+    lengths = next(iter(numbers["tokens"].values()))
+    most = max(rows for _, _, rows in lengths["histogram"])
     width = len(f"{lengths['max']:,}")
     for low, high, rows in lengths["histogram"]:
-        print(f"  {low:>{width},} – {high:>{width},}  {'█' * -(-_BAR * rows // most)} {rows:,}")
+        bar = "█" * math.ceil(_BAR * rows / most)
+        print(f"  {low:>{width},} – {high:>{width},}  {bar} {rows:,}")

@@ -11,7 +11,6 @@ output_dir), SUPERVISE_WHY, SUPERVISE_STEP and SUPERVISE_LOG (the last lines tha
 """
 
 import argparse
-import json
 import math
 import os
 import re
@@ -35,7 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.base.files import disk_errors, read_lines
+from rocm_ext.base.files import append_line, disk_errors, read_lines
 from rocm_ext.base.log import duration
 from rocm_ext.base.process import adopt_orphans, handled, signal_at_parents_end, stop_signals, survive_terminal
 from rocm_ext.base.supervised import APART, NOTES, RETRY
@@ -54,14 +53,14 @@ _LONGEST_PAUSE = 1800.0
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    option, seconds = parser.add_argument, number(float, 0, 10**7)
+    option = parser.add_argument
     silence = (
         f"end a run that is silent for longer (default: {_PATIENCE:g} s, or {_SLOWER} of its slowest recent steps)"
     )
     option("--hung-after", type=number(float, 1, 10**7), metavar="S", help=silence)
     option("--deaths", type=count, default=3, metavar="N", help="give up after so many without progress (default: 3)")
     pause = "seconds before a restart; the next pause is 4 times as long (default: 30)"
-    option("--pause", type=seconds, default=30.0, metavar="S", help=pause)
+    option("--pause", type=number(float, 0, 10**7), default=30.0, metavar="S", help=pause)
     option("--evaluate-apart", action="store_true", help="evaluate in separate processes, between training processes")
     option("--notify", metavar="COMMAND", help="shell command to run at the end and on trouble, to send a message, say")
     option("command", nargs=argparse.REMAINDER, metavar="-- tune run ...", help="the run, as you would start it")
@@ -77,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     command, out = _command(args.command)
     stop = _Stop()
     with _alone(out), handled(stop.note, signal.SIGINT, *stop_signals()):
-        deaths, furthest = 0, position(out)
+        deaths = 0
+        furthest = position(out)
         while True:
             attempt = _Attempt(out, args)
             try:
@@ -98,11 +98,13 @@ def run(args: argparse.Namespace) -> int:
             if why is None:
                 _say(f"supervise: the run stopped {segment}; another process goes on")
                 continue
-            wrong_command = attempt.code == 2  # as argparse of tune and torchrun ends
-            died: Json = {"error": why, "code": 2 if wrong_command else RETRY}
-            error = next((line for line in notes if "error" in line), died)
             reached = position(out)
-            deaths, furthest = (1 if reached > furthest else deaths + 1), max(reached, furthest)
+            deaths = 1 if reached > furthest else deaths + 1
+            furthest = max(reached, furthest)
+            error = next((line for line in notes if "error" in line), None)
+            if error is None:
+                wrong_command = attempt.code == 2  # as argparse of tune and torchrun ends
+                error = {"error": why, "code": 2 if wrong_command else RETRY}
             why = f"at step {reached[1]:g}: {error['error']}"
             failed = ""
             if error["code"] != RETRY:
@@ -112,41 +114,46 @@ def run(args: argparse.Namespace) -> int:
             if failed:
                 attempt.tell("failed", failed)
                 raise UserError(failed, 1 if error["code"] == RETRY else error["code"])
-            pause = min(args.pause * 4.0 ** min(deaths - 1, 20), _LONGEST_PAUSE)
+            growth = 4.0 ** min(deaths - 1, 20)
+            pause = min(args.pause * growth, _LONGEST_PAUSE)
             attempt.tell("restarting", f"it died {why}; the next start is in {duration(pause)}")
             if stop.within(pause):
                 return 128 + stop.signum
 
 
-def _command(words: Sequence[str]) -> tuple[list[str], Path]:
+def _command(words: list[str]) -> tuple[list[str], Path]:
     """Return the command that continues the run, and its output folder.
 
     Raises:
         UserError: the system is not Linux, the words start no recipe, or the config cannot be read.
     """
     refuse_first((sys.platform != "linux", "supervise needs Linux; on Windows use WSL2"))
-    words = list(words)[1:] if words[:1] == ["--"] else list(words)
+    if words[:1] == ["--"]:
+        words = words[1:]
     table = registry.recipes()
-    at = next((i for i, word in enumerate(words) if word in table or registry.is_recipe_file(word)), None)
-    if at is None:
+    named = [word for word in words if word in table or registry.is_recipe_file(word)]
+    if not named:
         raise UserError("name the run after --, such as -- tune run lora_finetune_rocm --config my_run.yaml", code=2)
-    nodes = re.findall(r"--nnodes[ =](\d+)(?::(\d+))?", " ".join(words[:at]))
-    several = any(int(count) > 1 for counts in nodes[:1] for count in counts if count)
-    recipe = table.get(words[at]) or registry.read_recipe(Path(words[at]))
+    recipe = table.get(named[0]) or registry.read_recipe(Path(named[0]))
+    at = words.index(named[0])
     name, overrides = config.command_line(words[at + 1 :])
+    machines = re.search(r"--nnodes[ =](\d+)(?::(\d+))?", " ".join(words[:at]))
+    several = machines is not None and max(int(number or 0) for number in machines.groups()) > 1
     anew = any(item.replace(" ", "").lower() == "overwrite_output_dir=true" for item in overrides)
     refuse_first(
         (several, "supervise watches a run on one machine; drop --nnodes"),
         (anew, "supervise continues the run in output_dir; drop overwrite_output_dir=True"),
     )
-    layers = config.defaults(recipe), config.layers.read(config.find(name))
+    defaults, content = config.defaults(recipe), config.layers.read(config.find(name))
     try:
         given = OmegaConf.from_dotlist([item for item in overrides if "=" in item])
-        out = str(OmegaConf.merge(*layers, given).output_dir)
+        out = str(OmegaConf.merge(defaults, content, given).output_dir)
     except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:  # OmegaConf raises them, too
         raise UserError(f"config {name}: {one_line(error)}") from error
-    beside = Path(sys.executable).with_name(words[0])  # this environment's program; another environment may be active
-    program = str(beside) if words[0] == "tune" and beside.exists() else words[0]
+    program = words[0]
+    if program == "tune":
+        beside = Path(sys.executable).with_name("tune")  # this environment's; another one may be active
+        program = str(beside) if beside.exists() else program
     return [program, *words[1:], "resume_from_checkpoint=True"], Path(os.path.expanduser(out))
 
 
@@ -163,13 +170,14 @@ def _alone(out: Path) -> Iterator[None]:
     try:
         for line in read_lines(out / _NOTES, ["pid", "began"], problems=[]):
             with suppress(psutil.Error):
-                left = psutil.Process(line["pid"])
-                if abs(left.create_time() - line["began"]) < 2:  # the clock may have been set
-                    _say(f"supervise: waiting until process {left.pid} of an earlier supervisor has saved")
-                    # the kernel sent it SIGTERM when the earlier supervisor ended
-                    for slow in psutil.wait_procs([left], timeout=_TO_SAVE)[1]:
-                        slow.kill()
-                        slow.wait(_TO_SAVE)
+                earlier = psutil.Process(line["pid"])
+                if abs(earlier.create_time() - line["began"]) < 2:  # the clock may have been set
+                    _say(f"supervise: waiting until process {earlier.pid} of an earlier supervisor has saved")
+                    # The kernel sent it SIGTERM when the earlier supervisor ended.
+                    _, alive = psutil.wait_procs([earlier], timeout=_TO_SAVE)
+                    for process in alive:
+                        process.kill()
+                        process.wait(_TO_SAVE)
         adopt_orphans()
         yield
     finally:
@@ -184,18 +192,24 @@ class _Stop:
         again: whether a second Ctrl-C came.
     """
 
-    signum, again = 0, False
+    signum = 0
+    again = False
 
     def note(self, signum: int, frame: Any) -> None:
         """Handle a signal."""
-        self.again = self.again or (self.signum != 0 and signum == signal.SIGINT)
-        self.signum = self.signum or signum
+        if not self.signum:
+            self.signum = signum
+        elif signum == signal.SIGINT:
+            self.again = True
         survive_terminal()
 
     def within(self, seconds: float) -> bool:
         """Wait; return whether a signal came."""
         end = time.monotonic() + seconds
-        while not self.signum and (left := end - time.monotonic()) > 0:
+        while not self.signum:
+            left = end - time.monotonic()
+            if left <= 0:
+                break
             _tell_systemd("WATCHDOG=1")
             time.sleep(min(left, _POLL))
         return bool(self.signum)
@@ -209,9 +223,13 @@ class _Attempt:
     """
 
     def __init__(self, out: Path, args: argparse.Namespace) -> None:
-        self._out, self._args, self._notes = out, args, out / _NOTES
-        self._oom_kills, self._tail = _oom_kills(), b""
-        self._began, self._computed = position(out), 0.0
+        self._out = out
+        self._args = args
+        self._notes = out / _NOTES
+        self._tail = b""  # of the output
+        self._oom_kills = _oom_kills()
+        self._began = position(out)
+        self._computed = 0.0  # seconds of CPU time, see _sets_up
 
     def start(self, command: Sequence[str]) -> None:
         """Start the run.
@@ -219,44 +237,59 @@ class _Attempt:
         Raises:
             UserError: it cannot be started, or the disk is full.
         """
-        out, args = self._out, self._args
-        with disk_errors(out):
+        with disk_errors(self._out):
             self._notes.write_text("")
-            self._log = (out / LOG).open("ab")
-            self._printed = (out / LOG).open("rb")
+            self._log = (self._out / LOG).open("ab")
+            self._printed = (self._out / LOG).open("rb")
             self._printed.seek(0, os.SEEK_END)
-        environ = os.environ | {NOTES: str(self._notes.absolute())} | ({APART: "1"} if args.evaluate_apart else {})
+        environ = os.environ | {NOTES: str(self._notes.absolute())}
+        if self._args.evaluate_apart:
+            environ[APART] = "1"
         environ.pop("NOTIFY_SOCKET", None)  # systemd's, of this process
-        output: Any = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": self._log}
-        end = partial(signal_at_parents_end, signal.SIGTERM)  # the run saves if this process is killed
         try:
-            self._process = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end, **output)
+            self._process = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,
+                # The run saves if this process is killed.
+                preexec_fn=partial(signal_at_parents_end, signal.SIGTERM),
+            )
         except OSError as error:
             raise UserError(f"cannot start {command[0]}: {error.strerror}", code=2) from error
-        with disk_errors(out), self._notes.open("a") as file:
-            began = psutil.Process(self._process.pid).create_time()
-            file.write(json.dumps({"pid": self._process.pid, "began": began}) + "\n")
+        began = psutil.Process(self._process.pid).create_time()
+        append_line(self._notes, {"pid": self._process.pid, "began": began})
 
     def wait(self, stop: _Stop) -> str | None:
-        """Wait for the end, and return why the run died; None: it is complete.
+        """Wait for the end, and return why the run died, or None if it is complete.
 
         After a signal, or if the run hangs, ask it to save, and kill it if it does not.
 
         Raises:
             UserError: the killed process does not end.
         """
-        hung, asked, kill_at, seen, alive, shown = "", False, math.inf, None, 0.0, 0.0
+        hung = ""
+        asked = False
+        kill_at = math.inf
+        last_sign: tuple[int, int] | None = None  # of life: when the run beat, and how much it has printed
+        alive = shown = 0.0  # when the run lived for all that is known, and when it gave the last sign
         while self._process.poll() is None and not stop.again:
             self._follow()
             now = time.monotonic()
-            if (life := (self._notes.stat().st_mtime_ns, self._printed.tell())) != seen:
-                seen, alive, shown = life, now, now
+            sign = (self._notes.stat().st_mtime_ns, self._printed.tell())
+            if sign != last_sign:
+                last_sign = sign
+                alive = shown = now
             silent = now - alive
-            if not hung and silent > (limit := self._limit(silent)):
+            limit = self._limit(silent)
+            if not hung and silent > limit:
                 if now - shown < _PATIENCE and self._sets_up(silent):
                     alive = now
                 else:
-                    hung, kill_at = f"it hung for {duration(silent)}", now + min(_TO_SAVE, limit)
+                    hung = f"it hung for {duration(silent)}"
+                    kill_at = now + min(_TO_SAVE, limit)
                     _say(f"supervise: {hung}")
             if (hung or stop.signum) and not asked:
                 self._ask_to_save()
@@ -269,38 +302,44 @@ class _Attempt:
         self._follow()
         self._log.close()
         self._printed.close()
-        return None if self.code == 0 and not hung else hung or self.reason()
+        if hung:
+            return hung
+        return None if self.code == 0 else self.reason()
 
     def _sets_up(self, silent: float) -> bool:
         """Return whether the run has made no step yet, and has computed since this was last asked.
 
         Imports and compilers give no sign of life, however long a busy machine takes for them.
         """
-        before, self._computed = self._computed, 0.0
+        computed = 0.0
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
-                self._computed += sum(process.cpu_times()[:4])  # with those of children that have ended
-        return position(self._out) == self._began and self._computed - before > _BUSY * silent
+                computed += sum(process.cpu_times()[:4])  # with those of children that have ended
+        busy = computed - self._computed > _BUSY * silent
+        self._computed = computed
+        return busy and position(self._out) == self._began
 
     def _kill(self) -> int:
         """Kill the processes of the run, and return the exit code of the first one.
 
         Ranks and workers are in other process groups; orphans have become children of this process.
         """
+        here, pid = psutil.Process(), self._process.pid
         end = time.monotonic() + _TO_SAVE
         self._process.kill()
-        while (code := self._process.poll()) is None or psutil.Process().children():
-            others = [child for child in psutil.Process().children(recursive=True) if child.pid != self._process.pid]
-            for process in psutil.wait_procs(others, timeout=0.5)[1]:
+        while self._process.poll() is None or here.children():
+            others = [child for child in here.children(recursive=True) if child.pid != pid]
+            _, alive = psutil.wait_procs(others, timeout=0.5)
+            for process in alive:
                 with suppress(psutil.Error):
                     process.kill()
             if time.monotonic() > end:
                 raise UserError(
-                    f"process {self._process.pid}, or a child of it, does not end when it is killed: its driver hangs. "
+                    f"process {pid}, or a child of it, does not end when it is killed: its driver hangs. "
                     "Restart the machine; the same command then goes on"
                 )
             time.sleep(0.02)
-        return code
+        return self._process.returncode
 
     def tell(self, event: str, why: str) -> None:
         """Report an event on the terminal, to systemd and by the user's command."""
@@ -308,9 +347,13 @@ class _Attempt:
         _tell_systemd(f"STATUS={event}: {why}")
         if self._args.notify is None:
             return
-        step = f"{position(self._out)[1]:g}"
-        values = {"EVENT": event, "RUN": str(self._out), "WHY": why, "STEP": step, "LOG": "\n".join(self._lines())}
-        environ = os.environ | {f"SUPERVISE_{name}": value for name, value in values.items()}
+        environ = os.environ | {
+            "SUPERVISE_EVENT": event,
+            "SUPERVISE_RUN": str(self._out),
+            "SUPERVISE_WHY": why,
+            "SUPERVISE_STEP": f"{position(self._out)[1]:g}",
+            "SUPERVISE_LOG": "\n".join(self._lines()),
+        }
         with suppress(subprocess.TimeoutExpired, OSError, ValueError):  # ValueError: the run printed a NUL
             if subprocess.run(self._args.notify, shell=True, env=environ, timeout=60).returncode == 0:
                 return
@@ -332,7 +375,9 @@ class _Attempt:
         """Return the seconds of silence that end the run; it has been ``silent`` for so many."""
         if self._args.hung_after is not None:
             return self._args.hung_after
-        return _PATIENCE if silent <= _PATIENCE else max(_PATIENCE, _SLOWER * slowest_step(self._out))
+        if silent <= _PATIENCE:
+            return _PATIENCE
+        return max(_PATIENCE, _SLOWER * slowest_step(self._out))
 
     def _ask_to_save(self) -> None:
         """Send SIGTERM to the run, or to torchrun's ranks: torchrun would kill them 30 s after it got the signal."""
@@ -352,7 +397,8 @@ class _Attempt:
             how += ", but it is not complete"
         if _oom_kills() > self._oom_kills:
             how += ", and the kernel killed a process because memory ran out"
-        return f"{how}; its last line: {lines[-1].strip()}" if (lines := self._lines()) else how
+        lines = self._lines()
+        return f"{how}; its last line: {lines[-1].strip()}" if lines else how
 
 
 def _complete(notes: Sequence[Json]) -> bool:
@@ -387,6 +433,10 @@ def _oom_kills() -> int:
 
 def _tell_systemd(text: str) -> None:
     """Tell systemd of this service's state, see sd_notify(3); elsewhere do nothing."""
-    if address := os.environ.get("NOTIFY_SOCKET"):
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel:
-            channel.sendto(text.encode(), "\0" + address[1:] if address.startswith("@") else address)
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    if address.startswith("@"):  # of Linux's abstract namespace
+        address = "\0" + address[1:]
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel:
+        channel.sendto(text.encode(), address)

@@ -30,21 +30,22 @@ def run(args: argparse.Namespace) -> None:
     from rocm_ext.machine.profile import check_locked, load_profile
 
     recipe = config.recipe_of(args.config, args.overrides)
+    given = ["--config", args.config, *args.overrides]
     if args.keys:
         cfg = config.load(recipe, args.config, args.overrides)
         check_config(cfg, registry.family(recipe))
         check_locked(load_profile(cfg.hardware), dict(cfg), list(cfg.hardware_overrides))
-        again = shlex.join(["rocm-ext", "validate", "--config", args.config, *args.overrides])
+        again = shlex.join(["rocm-ext", "validate", *given])
         print(f"Config is well-formed! `{again}` also checks machine, model and data")
         return
-    options = ["--config", args.config, *args.overrides, "validate_only=True"]
-    if args.ranks > 1 or recipe.name not in registry.recipes():
-        ranks = ["--nproc_per_node", str(args.ranks)] if args.ranks > 1 else []
-        start = [*ranks, config.startable(recipe), *options]
-        command = [sys.executable, "-m", "torchtune._cli.tune", "run", *start]
-    else:  # seconds sooner than with `tune run`
-        command = [sys.executable, str(recipe.file), *options]
+    if args.ranks == 1 and recipe.name in registry.recipes():  # seconds sooner than with `tune run`
+        command = [str(recipe.file)]
         hardware = config.requested_hardware(args.config, args.overrides, recipe)
         if hardware != "auto":
             preset(load_profile(hardware))  # or the recipe would import torch twice
-    replace_process(command)
+    else:
+        command = ["-m", "torchtune._cli.tune", "run"]
+        if args.ranks > 1:
+            command += ["--nproc_per_node", str(args.ranks)]
+        command.append(config.startable(recipe))
+    replace_process([sys.executable, *command, *given, "validate_only=True"])

@@ -53,15 +53,17 @@ def run(args: argparse.Namespace) -> None:
     workers = args.workers or psutil.cpu_count(logical=False) or 1
     summary = self_check(verifier, rows, args.gold, workers, args.limit)
     verdicts = {verdict.value: count for verdict, count in sorted(summary.verdicts.items())}
-    failures = [{"origin": origin, "verdict": r.verdict.value, "detail": r.detail} for origin, r in summary.failures]
     if args.json:
+        failures = []
+        for origin, result in summary.failures:
+            failures.append({"origin": origin, "verdict": result.verdict.value, "detail": result.detail})
         content = {"rows": summary.rows, "verdicts": verdicts, "mean_reward": summary.mean_reward}
         print_json({**content, "failures": failures})
     else:
         counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
         mean = "none" if summary.mean_reward is None else f"{summary.mean_reward:.4f}"
         print(f"{summary.rows} right answers: {counts}; mean reward {mean}")
-        for failure in failures:
-            print("{origin}: {verdict} {detail}".format(**failure))
+        for origin, result in summary.failures:
+            print(f"{origin}: {result.verdict.value} {result.detail}")
     wrong = summary.rows - summary.verdicts[Verdict.CORRECT]
     refuse_first((wrong, f"{wrong} of {summary.rows} right answers failed verification"), code=1)
