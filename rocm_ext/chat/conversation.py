@@ -164,9 +164,8 @@ class Chat:
     def _called(self, content: str, calls: list[Call]) -> list[Message]:
         """Run the tools that the last answer calls; return its turn and theirs."""
         assert self.tools is not None
-        turns: list[Message] = [
-            {"role": "assistant", "content": content, "tool_calls": [c.message(i) for i, c in enumerate(calls)]}
-        ]
+        messages = [call.message(number) for number, call in enumerate(calls)]
+        turns: list[Message] = [{"role": "assistant", "content": content, "tool_calls": messages}]
         for number, call in enumerate(calls):
             result = defused(self._tokenizer)(self.tools(call))
             given = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
@@ -177,29 +176,34 @@ class Chat:
     def _stream(self) -> Iterator[tuple[str, bool]]:
         """Yield an answer to the last question in pieces."""
         self.answer = answer = Reply()
-        tokens = self._prompt(self._last)
-        new = min(self.sampling.max_new_tokens, self._limit - len(tokens))
-        request = Request("chat", 0, sample_seed(self.seed, "chat", str(self._asked), 0), tuple(tokens))
+        prompt = self._prompt(self._last)
+        seed = sample_seed(self.seed, "chat", str(self._asked), 0)
+        new = min(self.sampling.max_new_tokens, self._limit - len(prompt))
         sampling = replace(self.sampling, max_new_tokens=new)
         decoder = TextStream(self._tokenizer)
-        reasoning = Reasoning(to_text(self._tokenizer, tokens[-16:]))
+        reasoning = Reasoning(to_text(self._tokenizer, prompt[-16:]))
         began = time.perf_counter()
-        for step in self.session.stream(request, sampling):
+        for step in self.session.stream(Request("chat", 0, seed, tuple(prompt)), sampling):
             now = time.perf_counter()
             answer.first = answer.first or now - began
             answer.seconds = now - began - answer.first
+            tokens = step.tokens if isinstance(step, Completion) else step
+            answer.tokens = len(tokens)
             if isinstance(step, Completion):
-                ended = step.finish_reason == "stop"
-                sampled, answer.tokens, answer.finish_reason = step.tokens, len(step.tokens), step.finish_reason
+                answer.finish_reason = step.finish_reason
                 if self.tools is not None:
-                    answer.marked = marked_text(self._tokenizer, sampled)
-                pieces = reasoning.add(decoder.add(sampled[-1]) * (not ended) + decoder.end()) + reasoning.end()
+                    answer.marked = marked_text(self._tokenizer, tokens)
+                # the text of a token that ends the answer is no part of it
+                text = decoder.add(tokens[-1])
+                if step.finish_reason == "stop":
+                    text = ""
+                pieces = reasoning.add(text + decoder.end()) + reasoning.end()
             else:
-                answer.tokens = len(step)
-                pieces = reasoning.add(decoder.add(step[-1]))
+                pieces = reasoning.add(decoder.add(tokens[-1]))
             for text, hidden in pieces:
                 answer.text += text
-                answer.visible += "" if hidden else text
+                if not hidden:
+                    answer.visible += text
                 yield text, hidden
 
     @property
@@ -208,8 +212,9 @@ class Chat:
         return int(self.recipe.engines.max_seq_len)
 
     def _prompt(self, messages: list[Message]) -> list[int]:
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return render_prompt(self._tokenizer, [*system, *messages], self.tools.schemas if self.tools else None)
+        if self.system:
+            messages = [{"role": "system", "content": self.system}, *messages]
+        return render_prompt(self._tokenizer, messages, self.tools.schemas if self.tools else None)
 
     def _fitting(self, messages: list[Message]) -> list[Message]:
         """Return the messages that leave room for an answer: with long results of tools cut, then without old turns.
@@ -218,17 +223,21 @@ class Chat:
             UserError: the last question alone is too long.
         """
         most = self._limit - min(self.sampling.max_new_tokens, _LEAST_ROOM, self._limit // 4)
-        first, length = 0, len(self._prompt(messages))
+        length = len(self._prompt(messages))
         results = [message for message in messages if message["role"] == "tool"]
         while length > most and results:
             longest = max(results, key=lambda message: len(message["content"]))
-            if len(longest["content"]) <= _LEAST_RESULT:
+            size = len(longest["content"])
+            if size <= _LEAST_RESULT:
                 break
-            longest["content"] = shortened(longest["content"], len(longest["content"]) * 2 // 3)
+            longest["content"] = shortened(longest["content"], size * 2 // 3)
             length = len(self._prompt(messages))
-        questions = [i for i, message in enumerate(messages) if message["role"] == "user"][1:]
-        while length > most and questions:
-            first = questions.pop(0)
+        first = 0  # the message with which the prompt begins: the first one or a later question
+        questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        for question in questions[1:]:
+            if length <= most:
+                break
+            first = question
             length = len(self._prompt(messages[first:]))
         if length > most:
             raise UserError(
@@ -242,11 +251,16 @@ class Chat:
 def model_sampling(folder: Path) -> dict[str, float]:
     """Return how a model's ``generation_config.json`` says to sample: ``temperature``, ``top_p``, ``top_k``."""
     path = folder / "generation_config.json"
-    settings = (json_object(path.read_bytes()) if path.is_file() else None) or {}
+    settings = json_object(path.read_bytes()) if path.is_file() else None
+    sampling = {"temperature": _TEMPERATURE}
+    if settings is None:
+        return sampling
     if settings.get("do_sample") is False:
         return {"temperature": 0}
-    named = {key: settings[key] for key in ("temperature", "top_p", "top_k", "min_p") if settings.get(key)}
-    return {"temperature": _TEMPERATURE, **named}
+    for key in ("temperature", "top_p", "top_k", "min_p"):
+        if settings.get(key):
+            sampling[key] = settings[key]
+    return sampling
 
 
 @contextmanager
@@ -257,14 +271,15 @@ def open_chat(
 
     Args:
         cfg: config of any recipe, from :meth:`rocm_ext.config.chosen_model.ChosenModel.load`.
-        seed, system, tools: see :class:`Chat`; seed None: a random one.
+        seed, system, tools: see :class:`Chat`; without ``seed``, it is a random one.
         sampling: values of :class:`~rocm_ext.sampling.Sampling`; the model's defaults replace None and missing
             values.
 
     Raises:
         UserError: the config, the weights or the machine do not allow it.
     """
-    cfg = cfg if "prompts" in cfg else sampling_config(cfg)
+    if "prompts" not in cfg:
+        cfg = sampling_config(cfg)
     sample_here(cfg)
     cfg.prompts = cfg.eval_prompts = cfg.metric_logger = None
     cfg.seed = seed  # a run's config names the seed of its training
@@ -274,9 +289,9 @@ def open_chat(
         recipe = RLRecipe(cfg)
         recipe.open_model()
         try:
-            defaults = model_sampling(Path(cfg.checkpointer.checkpoint_dir))
+            settings = model_sampling(Path(cfg.checkpointer.checkpoint_dir)) | given
             with recipe.engines.sample.session(None) as session:
-                chat = Chat(recipe, session, Sampling(**{**defaults, **given}), cfg.seed, system, tools=tools)
+                chat = Chat(recipe, session, Sampling(**settings), cfg.seed, system, tools=tools)
                 if tools is not None:
                     chat.check_tools()
                 yield chat

@@ -61,27 +61,36 @@ class Reasoning:
 
     def __init__(self, prompt: str) -> None:
         self.open = prompt.rstrip().endswith(_OPEN)
-        self._held = ""
+        self._waiting = ""  # the end of the text, which may begin a tag
 
     def add(self, piece: str) -> list[tuple[str, bool]]:
         """Return the new parts of the text, and whether they are reasoning; tags count as reasoning.
 
         The end of ``piece`` waits for the next one if it may be the beginning of a tag.
         """
-        text, parts = self._held + piece, []
-        while (at := text.find(tag := _CLOSE if self.open else _OPEN)) >= 0:
-            cut = at + len(tag) if self.open else at
-            parts += [(text[:cut], self.open), (text[cut : at + len(tag)], True)]
-            self.open, text = not self.open, text[at + len(tag) :]
-        held = max((n for n in range(1, len(tag)) if text.endswith(tag[:n])), default=0)
-        cut = len(text) - held
-        self._held = text[cut:]
-        return [part for part in [*parts, (text[:cut], self.open)] if part[0]]
+        text = self._waiting + piece
+        parts = []
+        tag = _CLOSE if self.open else _OPEN
+        while tag in text:
+            before, _, text = text.partition(tag)
+            if self.open:
+                parts.append((before + tag, True))
+            else:
+                parts += [(before, False), (tag, True)]
+            self.open = not self.open
+            tag = _CLOSE if self.open else _OPEN
+        # The longest end that begins the tag. The tag itself is not in the text any more.
+        cut = max(0, len(text) - len(tag) + 1)
+        while not tag.startswith(text[cut:]):
+            cut += 1
+        self._waiting = text[cut:]
+        parts.append((text[:cut], self.open))
+        return [part for part in parts if part[0]]
 
     def end(self) -> list[tuple[str, bool]]:
         """Return the text that waits."""
-        held, self._held = self._held, ""
-        return [(held, self.open)] if held else []
+        waiting, self._waiting = self._waiting, ""
+        return [(waiting, self.open)] if waiting else []
 
 
 def harmless(text: str) -> str:
@@ -96,9 +105,12 @@ class Writer:
     """
 
     def __init__(self, out: TextIO) -> None:
-        self._out, self._terminal = out, out.isatty()
+        self._out = out
+        self._terminal = out.isatty()
         self._dims = self._terminal and not os.environ.get("NO_COLOR")
-        self._dim, self._behind, self._line_ended = False, False, False
+        self._dim = False  # what the terminal writes now
+        self._behind = False  # whether a pipe's reader waits for the text behind reasoning
+        self._line_ended = False
 
     def write(self, text: str, reasoning: bool) -> None:
         """Write a piece."""
@@ -121,5 +133,8 @@ class Writer:
 
     def end(self) -> None:
         """End the last line."""
-        self._out.write(_PLAIN * self._dim + "\n" * (not self._line_ended))
+        if self._dim:
+            self._out.write(_PLAIN)
+        if not self._line_ended:
+            self._out.write("\n")
         self._out.flush()
