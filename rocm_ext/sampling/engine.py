@@ -55,7 +55,7 @@ class Sampling:
 
     def until_stop(self, text: str) -> tuple[str, bool]:
         """Return ``text`` up to the first stop string, and whether it has one."""
-        ends = [end for stop in self.stop_strings if (end := text.find(stop)) >= 0]
+        ends = [text.index(stop) for stop in self.stop_strings if stop in text]
         return text[: min(ends, default=len(text))], bool(ends)
 
 
@@ -115,18 +115,29 @@ class RequestQueue:
     def __init__(
         self, requests: Iterable[Request], ranks: Ranks | None = None, owners: Mapping[str, int] | None = None
     ) -> None:
-        self.requests, owners = tuple(requests), owners or {}
-        prompts = [list(same) for _, same in itertools.groupby(self.requests, key=lambda request: request.prompt_id)]
+        self.requests = tuple(requests)
         rank, world = (ranks.rank, ranks.world) if ranks else (0, 1)
-        self._own = [prompt for prompt in prompts if owners.get(prompt[0].prompt_id) == rank]
-        self._common = [prompt for prompt in prompts if prompt[0].prompt_id not in owners]
+        self._own: list[list[Request]] = []
+        self._common: list[list[Request]] = []
+        shares = [0] * world
+        by_prompt = itertools.groupby(self.requests, key=lambda request: request.prompt_id)
+        for place, (prompt_id, same) in enumerate(by_prompt):
+            prompt = list(same)
+            shares[place % world] += len(prompt)
+            if not owners or prompt_id not in owners:
+                self._common.append(prompt)
+            elif owners[prompt_id] == rank:
+                self._own.append(prompt)
+        self.share = max(shares)
         self._taken = ranks.counter() if ranks else itertools.count(1).__next__
-        self.share = max((sum(map(len, prompts[first::world])) for first in range(world)), default=0)
 
     def prompts(self) -> Iterator[list[Request]]:
         """Take requests, one prompt at a time; an empty list means: wait, a later one may come."""
         yield from self._own
-        while (number := self._taken()) <= len(self._common):
+        while True:
+            number = self._taken()
+            if number > len(self._common):
+                return
             yield self._common[number - 1]
 
     def continues(self, key: tuple[str, int]) -> bool:

@@ -77,7 +77,8 @@ class LocalEngine:
     ) -> None:
         why = " (a CPU rounds smaller products differently, and samples would depend on their batch)"
         check({"slots": slots}, {"slots": integer(MIN_ROWS, _MOST_SLOTS, why) | NULL}, "engine.")
-        if graphs and (obstacle := decoder.graph_obstacle):
+        obstacle = decoder.graph_obstacle if graphs else None
+        if obstacle:
             raise UserError(f"engine.graphs is True, but no graph can replay a step: {obstacle}; set graphs: null")
         self._slots, self._graphs, self._merge = slots, graphs, merge
         self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
@@ -113,9 +114,11 @@ class LocalEngine:
                 "smaller model"
             )
         with sampler_of(self._decoder, self._merge) as decoder:
-            if self._graphs is None and decoder.device.type == "cuda" and (obstacle := self._decoder.graph_obstacle):
-                log.info("decoding without graphs: %s", obstacle)
-                self._graphs = False
+            if self._graphs is None and decoder.device.type == "cuda":
+                obstacle = self._decoder.graph_obstacle
+                if obstacle:
+                    log.info("decoding without graphs: %s", obstacle)
+                    self._graphs = False
             session = LocalSession(
                 decoder, self._tokenizer, self._free_memory, self._slots, self._graphs, self._trace, self._routes
             )
@@ -135,9 +138,8 @@ _NONE_YET = 0.002  # seconds between looks for new requests
 
 @dataclass
 class _Prompt:
-    """A prompt with waiting requests; ``cache`` is None until the prompt is prefilled."""
+    """A prompt's waiting requests, and its cache, which is None until the prompt is prefilled."""
 
-    tokens: tuple[int, ...]
     waiting: deque[Request]
     cache: Any = None
 
@@ -217,32 +219,38 @@ class LocalSession:
                 f"takes at most {self._decoder.max_seq_len}. Lower max_new_tokens or drop long prompts"
             )
         coming = queue.prompts()
-        if (first := next(coming, None)) is None:  # other ranks have taken all
+        first = next(coming, None)
+        if first is None:  # other ranks have taken all
             return
-        prompts = deque([_Prompt(first[0].tokens, deque(first))] if first else [])
+        prompts = deque([_Prompt(deque(first))] if first else [])
         batch = self._take_batch(queue, span_for(self._decoder.device, longest), sampling, least)
         kept: dict[tuple[str, int], Kept] = {}  # caches of waiting conversations
         keeps = bool(queue.added) and self._keeps(batch, queue, sampling)
         while True:
             began = time.perf_counter()
             beat()
-            more = self._admit(batch, prompts, coming, queue.share, kept)
-            if not batch.running:
-                if not more:
+            all_came = self._admit(batch, prompts, coming, queue.share, kept)
+            rows = len(batch.running)
+            if not rows:
+                if all_came:
                     break
                 time.sleep(_NONE_YET)
                 continue
             with self._trace.part(DECODING):
                 read, new = batch.step()
-            rows = len(batch.running)
-            ended = [(slot, c) for slot in range(rows) if (c := self._completion(batch.running[slot], sampling))]
+            ended: dict[int, Completion] = {}  # by slot
+            for slot, running in enumerate(batch.running):
+                completion = self._completion(running, sampling)
+                if completion is not None:
+                    ended[slot] = completion
             if keeps and ended:
                 kept = {key: cache for key, cache in kept.items() if queue.continues(key)}
-                left = batch.slots - len(kept)
-                kept |= {c.request.key: batch.keep(slot) for slot, c in ended[: max(0, left)]}
-            batch.release([slot for slot, _ in ended])
+                for slot, completion in ended.items():
+                    if len(kept) < batch.slots:
+                        kept[completion.request.key] = batch.keep(slot)
+            batch.release(list(ended))
             self._count(new, rows, batch.slots, read, time.perf_counter() - began)
-            yield batch.running, [completion for _, completion in ended]
+            yield batch.running, list(ended.values())
         self._batch = batch  # not after an error or an early end, which leave samples in its slots
 
     def _count(self, tokens: int, rows: int, slots: int, read: int, seconds: float) -> None:
@@ -250,7 +258,7 @@ class LocalSession:
 
     def _admit(
         self,
-        batch: "SlotBatch",
+        batch: SlotBatch,
         prompts: deque[_Prompt],
         coming: Iterator[list[Request]],
         share: int,
@@ -258,19 +266,22 @@ class LocalSession:
     ) -> bool:
         """Fill free slots with samples of ``prompts``, then of ``coming`` ones while fewer than ``share`` run.
 
-        Conversations continue with their ``kept`` cache. Returns whether more requests are coming.
+        Conversations continue with their ``kept`` cache. Returns whether all requests have come.
         """
-        waiting, more = sum(len(prompt.waiting) for prompt in prompts), True
+        waiting = sum(len(prompt.waiting) for prompt in prompts)
+        all_came = False
         while waiting < min(batch.free, share - len(batch.running)):
-            if not (same := next(coming, None)):
-                more = same is not None
+            requests = next(coming, None)
+            if not requests:  # an empty list: none yet
+                all_came = requests is None
                 break
-            before = kept.pop(same[0].key, None)
-            if before is not None and same[0].tokens[: len(before.tokens)] == before.tokens:
-                batch.go_on(same[0], before)
+            request = requests[0]
+            before = kept.pop(request.key, None)
+            if before is not None and request.tokens[: len(before.tokens)] == before.tokens:
+                batch.go_on(request, before)
                 continue
-            prompts.append(_Prompt(same[0].tokens, deque(same)))
-            waiting += len(same)
+            prompts.append(_Prompt(deque(requests)))
+            waiting += len(requests)
         while prompts and batch.free:
             if prompts[0].cache is None:
                 self._prefill(batch.free, prompts)
@@ -279,23 +290,25 @@ class LocalSession:
             batch.admit([prompt.waiting.popleft() for _ in range(count)], prompt.cache)
             if not prompt.waiting:
                 prompts.popleft()
-        return more
+        return all_came
 
     def _prefill(self, free: int, prompts: deque[_Prompt]) -> None:
         """Prefill the first prompts together, as many as fill ``free`` slots or :data:`PREFILL_TOKENS`."""
-        taken: list[_Prompt] = []
-        tokens = 0
+        taken: list[tuple[int, ...]] = []
+        tokens = samples = 0
         for prompt in prompts:
-            if taken and tokens + len(prompt.tokens) > PREFILL_TOKENS:
+            ids = prompt.waiting[0].tokens
+            tokens += len(ids)
+            if taken and tokens > PREFILL_TOKENS:
                 break
-            taken.append(prompt)
-            tokens += len(prompt.tokens)
-            if sum(len(p.waiting) for p in taken) >= free:
+            # The first step decodes the prompt's last token, which gives the first new token's logits.
+            taken.append(ids[:-1])
+            samples += len(prompt.waiting)
+            if samples >= free:
                 break
-        # The first step decodes the prompt's last token, which gives the first new token's logits.
         with self._trace.part(PREFILL):
-            caches = self._decoder.prefill([p.tokens[:-1] for p in taken])
-        for prompt, cache in zip(taken, caches, strict=True):
+            caches = self._decoder.prefill(taken)
+        for prompt, cache in zip(prompts, caches, strict=False):
             prompt.cache = cache
 
     def _completion(self, running: RunningSample, sampling: Sampling) -> Completion | None:
@@ -305,13 +318,14 @@ class LocalSession:
             return None
         ended = tokens[-1] in self._stop_tokens
         stopped = ended or self._holds_stop_string(tokens, sampling)
-        most = running.request.most
-        if not stopped and len(tokens) != (sampling.max_new_tokens if most is None else most):
+        most = sampling.max_new_tokens if running.request.most is None else running.request.most
+        if not stopped and len(tokens) != most:
             return None
         text = to_text(self._tokenizer, tokens[:-1] if ended else tokens)
         text, _ = sampling.until_stop(text)
+        reason = "stop" if stopped else "length"
         routes = np.stack(running.routes) if running.routes else None
-        return Completion(running.request, tokens, running.logprobs, text, "stop" if stopped else "length", routes)
+        return Completion(running.request, tokens, running.logprobs, text, reason, routes)
 
     def _holds_stop_string(self, tokens: list[int], sampling: Sampling) -> bool:
         if not sampling.stop_strings:
@@ -370,7 +384,9 @@ class LocalSession:
         lengths = [length if queue.added else len(tokens) for tokens in prompts]
         memory = slot_memory(self._decoder, lengths, length, sampling, self._graphs.used)
         free = int(SHARE * (self._free_memory() + held))
-        slots = slots_beside(memory, most, free, self.reserve()) if self._slots is None else most
+        slots = most
+        if self._slots is None:
+            slots = slots_beside(memory, most, free, self.reserve())
         return slots, free, memory
 
     def stats(self) -> dict[str, float]:

@@ -50,11 +50,11 @@ class SlotMemory:
 def slot_memory(decoder: Sampler, prompts: Sequence[int], length: int, sampling: Sampling, graphs: bool) -> SlotMemory:
     """Estimate the memory of a session; ``prompts`` are numbers of tokens, ``length`` is the positions per slot."""
     vocabulary, itemsize = decoder.vocabulary, decoder.dtype.itemsize
-    return SlotMemory(
-        cache=int(decoder.cache_bytes(length)) + graphs * vocabulary * itemsize,
-        step=decoder.step_bytes(length) + vocabulary * draw_bytes(sampling, itemsize, vocabulary),
-        prefill=decoder.prefill_bytes(prompts, PREFILL_TOKENS),
-    )
+    cache = int(decoder.cache_bytes(length))
+    if graphs:
+        cache += vocabulary * itemsize
+    step = decoder.step_bytes(length) + vocabulary * draw_bytes(sampling, itemsize, vocabulary)
+    return SlotMemory(cache, step, decoder.prefill_bytes(prompts, PREFILL_TOKENS))
 
 
 def slots_beside(memory: SlotMemory, most: int, free: int, reserve: int) -> int:
@@ -66,7 +66,7 @@ def slots_beside(memory: SlotMemory, most: int, free: int, reserve: int) -> int:
     Args:
         memory, most: the slots' memory and their maximum number.
         free: bytes for sampling.
-        reserve: bytes that training will allocate; 0: no training follows.
+        reserve: bytes that training will allocate; 0 if no training follows.
     """
     fit = min(most, memory.fit(free))
     beside = (free - reserve) // memory.cache
@@ -79,7 +79,9 @@ def most_slots(samples: int, device: torch.device, splits_rows: bool = True) -> 
     Without ``splits_rows``, a CPU takes no more rows than one matrix product may have.
     """
     most = _MOST_SLOTS.get(device.type, 128)
-    return max(MIN_ROWS, min(samples, most if splits_rows or device.type != "cpu" else MAX_ROWS))
+    if device.type == "cpu" and not splits_rows:
+        most = MAX_ROWS
+    return max(MIN_ROWS, min(samples, most))
 
 
 # ---- samples in slots
@@ -136,17 +138,21 @@ class SlotBatch:
     def __init__(
         self, decoder: Sampler, slots: int, length: int, sampling: Sampling, graphs: Graphs, routes: bool = False
     ) -> None:
-        self._decoder, self._sampling, self.slots, self.length = decoder, sampling, slots, length
+        self.slots = slots
+        self.length = length
+        self.running: list[RunningSample] = []
+        self._decoder = decoder
+        self._sampling = sampling
         self._cache = decoder.new_cache(slots, length)
         self._routes = decoder.keep_routes(slots) if routes else None
-        device = decoder.device
-        self._tokens, self._positions, self._seeds, self._drawn = (
-            torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(4)
-        )
-        self.running: list[RunningSample] = []
-        self._use, self._graphs = graphs, dict[tuple[int, int], Any]()
-        shape = (slots if graphs.used else 0, decoder.vocabulary)
-        self._logits = torch.empty(shape, dtype=decoder.dtype, device=device)  # shared: one graph runs at a time
+        # for each slot: the newest token and its position, the sample's seed, and how many tokens were drawn
+        state = torch.zeros(4, slots, dtype=torch.int64, device=decoder.device)
+        self._tokens, self._positions, self._seeds, self._drawn = self._state = state
+        self._use_graphs = graphs
+        self._graphs: dict[tuple[int, int], Any] = {}
+        rows = slots if graphs.used else 0
+        # shared by all graphs: one runs at a time
+        self._logits = torch.empty(rows, decoder.vocabulary, dtype=decoder.dtype, device=decoder.device)
 
     def begin(self, sampling: Sampling) -> None:
         """Prepare for other samples, as if the slots were new.
@@ -155,8 +161,7 @@ class SlotBatch:
         products include all rows.
         """
         self._sampling = sampling
-        for tensor in (self._tokens, self._positions, self._seeds, self._drawn):
-            tensor.zero_()
+        self._state.zero_()
 
     @property
     def free(self) -> int:
@@ -191,10 +196,13 @@ class SlotBatch:
     @torch.no_grad()
     def go_on(self, request: Request, kept: Kept) -> None:
         """Put a request that begins with the tokens of ``kept`` into a free slot; steps compute its other tokens."""
-        slot, known = len(self.running), len(kept.tokens) - 1
+        slot = len(self.running)
+        known = len(kept.tokens) - 1
         self._cache.restore(slot, kept.cache, known)
-        self._tokens[slot], self._positions[slot] = kept.tokens[-1], known
-        self._drawn[slot], self._seeds[slot] = 0, request.seed
+        self._tokens[slot] = kept.tokens[-1]
+        self._positions[slot] = known
+        self._drawn[slot] = 0
+        self._seeds[slot] = request.seed
         self.running.append(RunningSample(request, deque(request.tokens[known + 1 :])))
 
     @torch.no_grad()
@@ -205,7 +213,8 @@ class SlotBatch:
         """
         n = len(self.running)
         # Run a few spare slots: at least MIN_ROWS, and multiples of it where every shape needs a graph.
-        rows = min(self.slots, n + -n % MIN_ROWS if self._use.used else max(n, MIN_ROWS))
+        rows = n + -n % MIN_ROWS if self._use_graphs.used else max(n, MIN_ROWS)
+        rows = min(rows, self.slots)
         span = span_for(self._decoder.device, max(running.position for running in self.running) + 1)
         logits = self._decode(rows, span)
         uniform = uniforms(self._seeds[:rows], self._drawn[:rows])
@@ -217,8 +226,10 @@ class SlotBatch:
         if given:
             ids = [self.running[slot].given.popleft() for slot in given]
             slots, ids = torch.tensor([given, ids], device=tokens.device)
-            self._tokens[slots], self._drawn[slots] = ids, 0
+            self._tokens[slots] = ids
+            self._drawn[slots] = 0
         drawn = torch.stack([tokens[:n].double(), logprobs[:n].double()])  # both are exact in fp64, and come at once
+        chosen = None if self._routes is None else self._routes[:n].cpu().numpy().copy()
         for slot, (running, token, logprob) in enumerate(zip(self.running, *drawn.tolist(), strict=True)):
             if slot in given:
                 continue
@@ -229,20 +240,20 @@ class SlotBatch:
                 )
             running.tokens.append(int(token))
             running.logprobs.append(logprob)
-        if self._routes is not None:
-            chosen = self._routes[:n].cpu().numpy().copy()
-            for slot in set(range(n)) - set(given):
-                self.running[slot].routes.append(chosen[slot])
-        return self._decoder.weight_bytes + int(rows * self._decoder.cache_bytes(span)), n - len(given)
+            if chosen is not None:
+                running.routes.append(chosen[slot])
+        read = self._decoder.weight_bytes + int(rows * self._decoder.cache_bytes(span))
+        return read, n - len(given)
 
     def _decode(self, rows: int, span: int) -> Tensor:
         """Return logits [rows, v] of the next tokens."""
-        if graph := self._graphs.get((rows, span)):
+        graph = self._graphs.get((rows, span))
+        if graph is not None:
             graph.replay()
             return self._logits[:rows]
         # Also before a capture: libraries allocate their workspace in the first call, and a capture computes nothing.
         logits = self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
-        if self._use.used:
+        if self._use_graphs.used:
             self._capture(rows, span)
         return logits
 
@@ -256,10 +267,10 @@ class SlotBatch:
                 self._logits[:rows].copy_(logits)
         except RuntimeError as error:
             failure = f"cannot capture the decoding step as a graph ({one_line(error)})"
-            if self._use.asked:
+            if self._use_graphs.asked:
                 raise UserError(f"{failure}; engine.graphs=False decodes without graphs") from error
             log.warning("%s; decoding launches each kernel instead", failure)
-            self._use.used = self._decoder.fixed_shapes = False
+            self._use_graphs.used = self._decoder.fixed_shapes = False
             self._graphs.clear()
         else:
             self._graphs[rows, span] = graph
@@ -267,18 +278,21 @@ class SlotBatch:
     @torch.no_grad()
     def release(self, ended: list[int]) -> None:
         """Free these slots and move running samples from the end into them."""
-        sources = list(range(len(self.running)))
+        moved: dict[int, int] = {}  # from which slot each moved sample comes
         for slot in sorted(ended, reverse=True):
-            running, source = self.running.pop(), sources.pop()
-            if slot < len(sources):
-                self.running[slot], sources[slot] = running, source
-        if moved := [slot for slot, source in enumerate(sources) if slot != source]:
-            pairs = [moved, [sources[slot] for slot in moved]]
-            to, origin = torch.tensor(pairs, device=self._positions.device)
-            for tensor in (self._tokens, self._positions, self._seeds, self._drawn):
-                tensor[to] = tensor[origin]
-            self._cache.move(to, origin, max(self.running[slot].position for slot in moved))
-        self._positions[len(sources) : len(sources) + len(ended)] = 0
+            last = len(self.running) - 1
+            running = self.running.pop()
+            origin = moved.pop(last, last)
+            if slot < last:
+                self.running[slot] = running
+                moved[slot] = origin
+        if moved:
+            pairs = [list(moved.keys()), list(moved.values())]
+            slots, origins = torch.tensor(pairs, device=self._state.device)
+            self._state[:, slots] = self._state[:, origins]
+            self._cache.move(slots, origins, max(self.running[slot].position for slot in moved))
+        free = len(self.running)
+        self._positions[free : free + len(ended)] = 0
 
 
 # ---- drawing
@@ -316,7 +330,8 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
     Returns:
         tokens [n], int64, and their log-probs [n], fp32, at ``sampling.logprobs_temperature`` without truncation.
     """
-    logits, temperature = logits.float(), sampling.logprobs_temperature
+    logits = logits.float()
+    temperature = sampling.logprobs_temperature
     peak = logits.amax(-1, keepdim=True)
     weights = _weights(logits, peak, temperature)
     total = weights.sum(-1)
@@ -327,26 +342,31 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
             weights = _weights(logits, peak, sampling.temperature)
         weights = _truncate(weights, sampling)  # frees the other weights before the search copies these
         tokens = _search(weights, uniform)
-    return tokens, (logits.gather(-1, tokens[:, None]) - peak).squeeze(-1) / temperature - total.log()
+    distance = (logits.gather(-1, tokens[:, None]) - peak).squeeze(-1)
+    return tokens, distance / temperature - total.log()
 
 
 def _weights(logits: Tensor, peak: Tensor, temperature: float) -> Tensor:
     """Return unnormalised probabilities at a temperature; a row's largest is 1."""
     distance = logits - peak
-    return (distance if temperature == 1 else distance.div_(temperature)).exp_()
+    if temperature != 1:
+        distance.div_(temperature)
+    return distance.exp_()
 
 
 def draw_bytes(sampling: Sampling, itemsize: int, vocabulary: int) -> int:
     """Bytes that :func:`draw` holds at most per logit, including the logit of ``itemsize`` bytes."""
     logits = itemsize if itemsize == 4 else itemsize + 4
-    more = [4 if vocabulary % _BLOCK else 0]  # in addition to one fp32 copy, the weights
+    weights = 4
+    further = 4 if vocabulary % _BLOCK else 0
     if sampling.temperature not in (0, sampling.logprobs_temperature):
-        more.append(4)
-    if truncations := (sampling.top_k is not None) + (sampling.min_p is not None):
-        more.append(1 + 4 * truncations)
+        further = 4
+    truncations = (sampling.top_k is not None) + (sampling.min_p is not None)
+    if truncations:
+        further = 1 + 4 * truncations
     if sampling.top_p is not None and sampling.top_p < 1:
-        more.append(28)  # a full sort, which is rare
-    return logits + 4 + max(more)
+        further = 28  # a full sort, which is rare
+    return logits + weights + further
 
 
 def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
@@ -356,14 +376,15 @@ def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
         least = weights.topk(sampling.top_k).values[:, -1:]
         weights = weights.masked_fill(weights < least, 0.0)
     if sampling.top_p is not None and sampling.top_p < 1:
-        wanted = weights.sum(-1, dtype=torch.float64) * sampling.top_p
-        most = weights.topk(min(_NUCLEUS, vocabulary)).values
-        held = most.cumsum(-1, dtype=torch.float64)
-        if bool((held[:, -1] < wanted).any()):
-            most = weights.sort(descending=True).values
-            held = most.cumsum(-1, dtype=torch.float64)
-        last = (held < wanted[:, None]).sum(-1, keepdim=True).clamp_(max=most.shape[-1] - 1)
-        weights = weights.masked_fill(weights < most.gather(-1, last), 0.0)
+        wanted = (weights.sum(-1, dtype=torch.float64) * sampling.top_p)[:, None]
+        largest = weights.topk(min(_NUCLEUS, vocabulary)).values
+        sums = largest.cumsum(-1, dtype=torch.float64)
+        if bool((sums[:, -1:] < wanted).any()):
+            largest = weights.sort(descending=True).values
+            sums = largest.cumsum(-1, dtype=torch.float64)
+        before = (sums < wanted).sum(-1, keepdim=True)  # the tokens that hold less than top_p
+        last = before.clamp_(max=largest.shape[-1] - 1)
+        weights = weights.masked_fill(weights < largest.gather(-1, last), 0.0)
     if sampling.min_p is not None:
         weights = weights.masked_fill(weights < sampling.min_p, 0.0)
     return weights
@@ -381,12 +402,16 @@ def _search(weights: Tensor, uniform: Tensor) -> Tensor:
     blocks = weights.reshape(n, -1, _BLOCK)
     sums = blocks.sum(-1).double()
     bounds = sums.cumsum(-1)
-    target = (uniform * bounds[:, -1])[:, None]
-    block = torch.searchsorted(bounds, target, right=True).clamp_(max=sums.shape[-1] - 1)
-    inside = blocks[torch.arange(n, device=weights.device), block.squeeze(-1)].double().cumsum(-1)
+    target = uniform[:, None] * bounds[:, -1:]
+    block = torch.searchsorted(bounds, target, right=True)
+    block.clamp_(max=sums.shape[-1] - 1)
     # The target's share of its block. It is scaled to the block's fp64 sum below, because the fp32 sum is rounded.
     share = (target - (bounds - sums).gather(-1, block)) / sums.gather(-1, block)
+    rows = torch.arange(n, device=weights.device)
+    inside = blocks[rows, block.squeeze(-1)].double().cumsum(-1)
     # Keep the target below the block's sum, so that a last token of weight 0 is never drawn.
     wanted = share.clamp_(0.0, 1.0 - 2.0**-40) * inside[:, -1:]
-    token = torch.searchsorted(inside, wanted, right=True).clamp_(max=_BLOCK - 1)
-    return (block * _BLOCK + token).squeeze(-1).clamp_(max=vocabulary - 1)  # NaN gives an index past the end
+    token = torch.searchsorted(inside, wanted, right=True)
+    token.clamp_(max=_BLOCK - 1)
+    index = (block * _BLOCK + token).squeeze(-1)
+    return index.clamp_(max=vocabulary - 1)  # NaN gives an index past the end

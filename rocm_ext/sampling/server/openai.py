@@ -106,8 +106,9 @@ class OpenAIEngine:
     ) -> None:
         require_known("endpoint", endpoint, ENDPOINTS)
         check({"concurrency": concurrency, "timeout": timeout, "lora_name": lora_name}, _KINDS, "engine.")
-        known = {} if decoder is None else {"vocabulary": decoder.tok_embeddings.num_embeddings}
-        self.tokenizer, self.model, self.wire = tokenizer, model, EndpointFormat(tokenizer, endpoint, **known)
+        self.wire = EndpointFormat(tokenizer, endpoint)
+        if decoder is not None:
+            self.wire.vocabulary = decoder.tok_embeddings.num_embeddings
         self.terms = Terms(
             self.wire,
             http.authorization(api_key_env),
@@ -116,6 +117,7 @@ class OpenAIEngine:
             http.seconds_of(patience, "patience"),
             stopped or (lambda: False),
         )
+        self.tokenizer, self.model = tokenizer, model
         self.lora_name, self.dynamic_lora = lora_name, dynamic_lora
         self._servers = [Server(url) for url in http.checked_urls(urls)]
         self._ranks = ranks or Ranks(torch.device("cpu"))
@@ -181,25 +183,30 @@ class OpenAIEngine:
             loaded, servers = self._ranks.on_main(lambda: self._load(self._read(adapter)))
         try:
             yield OpenAISession(self.terms, servers, loaded)
-        except BaseException as error:
-            if isinstance(error, Exception | GeneratorExit):
-                self._leave(loaded, servers, "" if isinstance(error, GeneratorExit) else one_line(error))
-            else:  # a second Ctrl-C waits for no rank
-                self._unload(loaded, servers)
+        except GeneratorExit:
+            self._leave(loaded, servers)
             raise
-        self._leave(loaded, servers, "")
+        except Exception as error:
+            self._leave(loaded, servers, one_line(error))
+            raise
+        except BaseException:  # a second Ctrl-C waits for no rank
+            self._unload(loaded, servers)
+            raise
+        self._leave(loaded, servers)
 
     # ---- ranks
 
-    def _leave(self, adapter: Adapter | None, servers: Sequence[Server], failed: str) -> None:
+    def _leave(self, adapter: Adapter | None, servers: Sequence[Server], failure: str = "") -> None:
         """Wait for the other ranks, then unload the adapter."""
-        if failed and self._ranks.world > 1:
-            log.warning("rank %d: %s; waiting for the other ranks' answers", self._ranks.rank, failed)
-        failures = self._ranks.gather(failed)
+        if failure and self._ranks.world > 1:
+            log.warning("rank %d: %s; waiting for the other ranks' answers", self._ranks.rank, failure)
+        failures = self._ranks.gather(failure)
         self._unload(adapter, servers)
-        if not failed and any(failures):
-            rank = next(rank for rank, why in enumerate(failures) if why)
-            raise UserError(f"rank {rank}: {failures[rank]}")
+        if failure:
+            return
+        for rank, other in enumerate(failures):
+            if other:
+                raise UserError(f"rank {rank}: {other}")
 
     # ---- what a server offers
 
@@ -207,7 +214,8 @@ class OpenAIEngine:
         """Return the servers with their models and dialects, and whether they send token ids and log-probs."""
         self.wire.exact_tokens = self.wire.has_logprobs = True
         servers = [self._probe(server) for server in self._servers]
-        if len(names := {server.model for server in servers}) > 1:
+        names = {server.model for server in servers}
+        if len(names) > 1:
             raise UserError(f"the urls serve different models: {', '.join(sorted(names))}; set model to one of them")
         return servers, self.wire.exact_tokens, self.wire.has_logprobs
 
@@ -243,9 +251,8 @@ class OpenAIEngine:
         try:
             answer = http.json_object(server.url, self._exchange("GET", server.url + "/v1/models", http.CHECK_TIMEOUT))
         except http.RequestError as error:
-            raise UserError(
-                f"{server.url} cannot be reached: {http.in_words(error)}; is the server running?", RETRY
-            ) from error
+            problem = http.in_words(error)
+            raise UserError(f"{server.url} cannot be reached: {problem}; is the server running?", RETRY) from error
         except (UserError, http.Transient) as error:
             if getattr(error, "status", 0) in (401, 403):
                 raise
@@ -316,7 +323,7 @@ class OpenAIEngine:
 
     def _try_adapter(self, adapter: Adapter) -> None:
         """Load ``adapter`` on every server, ask for one token, and unload it."""
-        answers = self._on_each(self._servers, lambda client, server: load_anew(client, server, adapter))
+        answers = self._load_everywhere(adapter)
         self._sessions[adapter.name] += 1
         try:
             for server, error in answers:
@@ -329,31 +336,34 @@ class OpenAIEngine:
         finally:
             self._unload(adapter, [server for server, error in answers if error is None])
 
+    def _load_everywhere(self, adapter: Adapter) -> list[tuple[Server, BaseException | None]]:
+        return self._on_each(self._servers, lambda client, server: load_anew(client, server, adapter))
+
     def _load(self, adapter: Adapter) -> tuple[Adapter, list[Server]]:
         """Load ``adapter`` on all servers; return it and the servers that do not refuse it.
 
         A failing server gets the adapter once it works again.
         """
-        if self._sessions[adapter.name]:
-            self._sessions[adapter.name] += 1
-            return adapter, self._usable[adapter.name]
-        answers = self._on_each(self._servers, lambda client, server: load_anew(client, server, adapter))
-        usable = []
-        for server, error in answers:
-            if isinstance(error, http.RequestError | http.Transient):
-                self._tell_unreachable(server, error)
-            elif isinstance(error, UserError):
-                log.warning("%s; continuing without it", error)
-                continue
-            elif error is not None:
-                raise error
-            else:
-                self._unreachable.discard(server.url)
-            usable.append(server)
-        if not usable:
-            raise UserError("; ".join(str(error) for _, error in answers))
-        self._sessions[adapter.name], self._usable[adapter.name] = 1, usable
-        return adapter, usable
+        name = adapter.name
+        if not self._sessions[name]:
+            answers = self._load_everywhere(adapter)
+            usable = []
+            for server, error in answers:
+                if isinstance(error, http.RequestError | http.Transient):
+                    self._tell_unreachable(server, error)
+                elif isinstance(error, UserError):
+                    log.warning("%s; continuing without it", error)
+                    continue
+                elif error is not None:
+                    raise error
+                else:
+                    self._unreachable.discard(server.url)
+                usable.append(server)
+            if not usable:
+                raise UserError("; ".join(str(error) for _, error in answers))
+            self._usable[name] = usable
+        self._sessions[name] += 1
+        return adapter, self._usable[name]
 
     def _unload(self, adapter: Adapter | None, servers: Sequence[Server]) -> None:
         if adapter is None or not self._ranks.is_main:
@@ -371,8 +381,7 @@ class OpenAIEngine:
         """Log that a server fails to load or unload an adapter, once until it works again: a run has many sessions."""
         if server.url not in self._unreachable:
             self._unreachable.add(server.url)
+            problem = http.in_words(error)
             log.warning(
-                "%s fails to load or unload an adapter: %s; it gets it once it works again",
-                server.url,
-                http.in_words(error),
+                "%s fails to load or unload an adapter: %s; it gets it once it works again", server.url, problem
             )

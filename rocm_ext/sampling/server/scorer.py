@@ -11,7 +11,7 @@ from rocm_ext.base import openai_http as http
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.supervised import RETRY, beat
 from rocm_ext.base.types import Json
-from rocm_ext.sampling.server.wire import base_models
+from rocm_ext.sampling.server.wire import base_models, dicts
 
 _AT_ONCE = 16  # requests; a server computes all tokens of a prompt at once
 _SECONDS, _TRIES = 600.0, 8  # of a request; the pauses between tries add up to a minute
@@ -75,19 +75,21 @@ class Scorer:
                     beat()
                     return self._read(http.json_object(self.url, answer), len(prompt))
                 except (http.RequestError, http.Transient) as error:
-                    if failures + 1 == _TRIES:
-                        raise UserError(f"{self.url}: {http.in_words(error)}, {_TRIES} times", RETRY) from error
-                    await asyncio.sleep(http.pause_after(error, failures))
                     failures += 1
+                    if failures == _TRIES:
+                        raise UserError(f"{self.url}: {http.in_words(error)}, {_TRIES} times", RETRY) from error
+                    await asyncio.sleep(http.pause_after(error, failures - 1))
 
     def _read(self, answer: Json, tokens: int) -> np.ndarray:
-        choices = answer.get("choices")
-        choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-        values = (choice.get("logprobs") or {}).get("token_logprobs")
-        values = values[1:tokens] if isinstance(values, list) else []
-        if len(values) < tokens - 1 or not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
-            raise UserError(
-                f"{self.url} does not return the log-probs of a prompt of {tokens} tokens (echo and logprobs in "
-                "/v1/completions); vLLM and SGLang do"
-            )
-        return np.array(values, dtype=np.float32)
+        values: Any = None
+        choices = dicts(answer.get("choices"))
+        if choices:
+            values = (choices[0].get("logprobs") or {}).get("token_logprobs")
+        if isinstance(values, list):
+            numbers = [value for value in values[1:tokens] if isinstance(value, int | float) and math.isfinite(value)]
+            if len(numbers) == tokens - 1:
+                return np.array(numbers, dtype=np.float32)
+        raise UserError(
+            f"{self.url} does not return the log-probs of a prompt of {tokens} tokens (echo and logprobs in "
+            "/v1/completions); vLLM and SGLang do"
+        )

@@ -21,6 +21,7 @@ from rocm_ext.base import openai_http as http
 from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.base.log import duration, log
 from rocm_ext.base.supervised import RETRY, beat
+from rocm_ext.base.types import Json
 from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rocm_ext.sampling.engine import Completion, Request, Sampling
 from rocm_ext.sampling.server.wire import EndpointFormat, Server
@@ -67,31 +68,34 @@ async def load_adapter(client: Any, server: Server, adapter: Adapter) -> None:
         Transient: the server fails; another attempt may succeed.
         httpx.RequestError: the server cannot be reached.
     """
-    response = await _call(client, server, "load", {"lora_name": adapter.name, "lora_path": str(adapter.folder)})
+    body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
+    url = f"{server.url}/v1/load_lora_adapter"
+    response = await http.exchange(client, "POST", url, _LOAD_TIMEOUT, body)
     status = response.status_code
     if status == 200 or (status == 400 and adapter.name in await _served(client, server)):
         return  # 400: another rank may have loaded it
-    said = f"HTTP {status}: {http.message_of(response)}"
+    problem = f"does not load the adapter {adapter.folder} (HTTP {status}: {http.message_of(response)})"
     if status in (408, 429) or status >= 500:
-        raise http.Transient(f"it does not load the adapter {adapter.folder} ({said})")
-    raise UserError(f"{server.url} does not load the adapter {adapter.folder} ({said}). {LORA_HINT}")
+        raise http.Transient(f"it {problem}")
+    raise UserError(f"{server.url} {problem}. {LORA_HINT}")
 
 
 async def load_anew(client: Any, server: Server, adapter: Adapter) -> None:
     """Load ``adapter`` after unloading the same name, which a killed run may have loaded from another path."""
-    await _call(client, server, "unload", {"lora_name": adapter.name})
+    await _unload(client, server, adapter, _LOAD_TIMEOUT)
     await load_adapter(client, server, adapter)
 
 
 async def unload_adapter(client: Any, server: Server, adapter: Adapter) -> None:
     """Unload ``adapter``; log a warning if the server refuses."""
-    response = await _call(client, server, "unload", {"lora_name": adapter.name}, http.CHECK_TIMEOUT)
+    response = await _unload(client, server, adapter, http.CHECK_TIMEOUT)
     if response.status_code not in (200, 404):  # 404: the server was restarted
         log.warning("%s does not unload %s: %s", server.url, adapter.name, http.message_of(response))
 
 
-async def _call(client: Any, server: Server, verb: str, body: dict[str, str], seconds: float = _LOAD_TIMEOUT) -> Any:
-    return await http.exchange(client, "POST", f"{server.url}/v1/{verb}_lora_adapter", seconds, body)
+async def _unload(client: Any, server: Server, adapter: Adapter, seconds: float) -> Any:
+    url = f"{server.url}/v1/unload_lora_adapter"
+    return await http.exchange(client, "POST", url, seconds, {"lora_name": adapter.name})
 
 
 async def _served(client: Any, server: Server) -> set[str]:
@@ -101,7 +105,9 @@ async def _served(client: Any, server: Server) -> set[str]:
         cards = http.json_object(server.url, response).get("data")
     except (UserError, http.Transient):
         return set()
-    return {str(card.get("id")) for card in cards if isinstance(card, dict)} if isinstance(cards, list) else set()
+    if not isinstance(cards, list):
+        return set()
+    return {str(card.get("id")) for card in cards if isinstance(card, dict)}
 
 
 # ---- requests
@@ -156,7 +162,9 @@ class OpenAISession:
     def __init__(self, terms: Terms, servers: Sequence[Server], adapter: Adapter | None) -> None:
         self.terms, self.servers, self.adapter = terms, servers, adapter
         self.given_up = False
-        self._tokens, self._seconds, self.retried = 0, 0.0, 0
+        self.retried = 0
+        self._tokens = 0
+        self._seconds = 0.0
 
     def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
         """Yield completions as they arrive. Closing the iterator cancels open requests.
@@ -174,9 +182,9 @@ class OpenAISession:
         task = loop.create_task(batch.run(requests))
 
         def work() -> None:
+            end = None
             try:
                 loop.run_until_complete(task)
-                end = None
             except BaseException as error:  # for the caller's thread to raise
                 end = error
             loop.run_until_complete(loop.shutdown_default_executor())
@@ -190,21 +198,22 @@ class OpenAISession:
         try:
             while not self.terms.stopped():
                 try:
-                    item = results.get(timeout=_POLL)
+                    result = results.get(timeout=_POLL)
                 except queue.Empty:
                     if batch.asking:
                         beat()  # requests have a time limit
                     continue
                 finally:
                     self.given_up = batch.given_up
-                if item is None:
+                if result is None:
                     return
-                if isinstance(item, BaseException):
-                    raise item
+                if isinstance(result, BaseException):
+                    raise result
                 now = time.monotonic()
-                self._tokens += len(item.tokens)
-                self._seconds, mark = self._seconds + now - mark, now
-                yield item
+                self._tokens += len(result.tokens)
+                self._seconds += now - mark
+                mark = now
+                yield result
         finally:
             with suppress(RuntimeError):  # the loop is closed: no request is open
                 loop.call_soon_threadsafe(task.cancel)
@@ -218,17 +227,19 @@ class OpenAISession:
         Returns:
             The answering servers' completions by url, in the order of ``requests``; fewer if the user asks to stop.
         """
-        by_url, terms = {}, self.terms
+        terms = self.terms
         if len(self.servers) > 1:
             terms = replace(terms, patience=min(terms.patience, _CHECK_PATIENCE))
+        by_url = {}
         for server in self.servers:
-            alone = OpenAISession(terms, [server], self.adapter)
+            session = OpenAISession(terms, [server], self.adapter)
             try:
-                answers = {id(c.request): c for c in alone.generate(requests, sampling)}
+                completions = list(session.generate(requests, sampling))
             except NoServer as error:
                 log.warning("nothing checks the adapter in this phase of %s", error.reasons)
                 continue
-            by_url[server.url] = [answers[id(request)] for request in requests if id(request) in answers]
+            order = {id(request): place for place, request in enumerate(requests)}
+            by_url[server.url] = sorted(completions, key=lambda completion: order[id(completion.request)])
         return by_url
 
     def stats(self) -> dict[str, float]:
@@ -245,8 +256,8 @@ class _State:
         answered: number of answers so far.
         restored: number of reloads by adapter.
         restoring: lock for loading an adapter again.
-        last_line: time of the last log line about the server's failure; None: it does not fail.
-        gone: why the server was given up; empty: it was not.
+        last_line: time of the last log line about the server's failure; None while it does not fail.
+        gone: why the server was given up; empty before.
     """
 
     answered: int = 0
@@ -279,30 +290,34 @@ class _Batch:
     async def run(self, requests: Iterable[Request | None]) -> None:
         """Answer ``requests``; the first error of a worker cancels the rest."""
         terms, servers = self.session.terms, self.session.servers
-        share = length_hint(requests, terms.concurrency * len(servers)) or 1
-        self.room = asyncio.Semaphore(min(terms.concurrency * len(servers), share))
+        at_once = terms.concurrency * len(servers)
+        share = length_hint(requests, at_once) or 1
+        self.room = asyncio.Semaphore(min(at_once, share))
         async with http.new_client(terms.headers) as client:
             done = asyncio.ensure_future(self._take(iter(requests)))
-            workers = [
-                asyncio.ensure_future(_RequestLoop(self, client, server).run())
-                for _ in range(min(terms.concurrency, share))
-                for server in servers
-            ]
-            pending = {done, *workers}
+            tasks = [done]
+            for _ in range(min(terms.concurrency, share)):
+                for server in servers:
+                    tasks.append(asyncio.ensure_future(_RequestLoop(self, client, server).run()))
+            pending = set(tasks)
             try:
                 while not done.done():
                     finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                     for task in finished:
                         task.result()
             finally:
-                for task in (done, *workers):
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(done, *workers, return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take(self, requests: Iterator[Request | None]) -> None:
         """Take requests while workers have room, and wait until all are answered."""
         end = object()
-        while await self.room.acquire() and (request := next(requests, end)) is not end:
+        while True:
+            await self.room.acquire()
+            request = next(requests, end)
+            if request is end:
+                break
             if isinstance(request, Request):
                 self.queue.put_nowait(request)
             else:
@@ -326,7 +341,9 @@ class _RequestLoop:
 
     def __init__(self, batch: _Batch, client: Any, server: Server) -> None:
         self._batch, self._client, self._server = batch, client, server
-        self._terms, self._state = batch.session.terms, batch.states[server.url]
+        self._terms = batch.session.terms
+        self._state = batch.states[server.url]
+        # since the server last answered: its failures, the seconds waited, and its answers before
         self._failures, self._waited, self._answered = 0, 0.0, 0
 
     async def run(self) -> None:
@@ -336,7 +353,8 @@ class _RequestLoop:
             request = await waiting.get()
             self._batch.asking += 1
             try:
-                if not self._state.gone and (completion := await self._try(request)):
+                completion = None if self._state.gone else await self._try(request)
+                if completion is not None:
                     self._batch.put(completion)
                     self._batch.room.release()
                 else:
@@ -348,7 +366,7 @@ class _RequestLoop:
                 await asyncio.sleep(self._pause)
 
     async def _try(self, request: Request) -> Completion | None:
-        """Ask once; None: the server failed."""
+        """Ask once; return None if the server failed."""
         began, state = time.monotonic(), self._state
         try:
             completion = await self._ask(request)
@@ -368,30 +386,34 @@ class _RequestLoop:
         return completion
 
     async def _ask(self, request: Request) -> Completion:
-        terms, server, sampling = self._terms, self._server, self._batch.sampling
+        wire, server, sampling = self._terms.wire, self._server, self._batch.sampling
         adapter = request.adapter or self._batch.session.adapter
         restored = self._state.restored[adapter]
-        body = terms.wire.body(server, adapter.name if adapter else server.model, request, sampling)
-        response = await http.exchange(self._client, "POST", server.url + terms.wire.path, terms.timeout, body)
+        body = wire.body(server, adapter.name if adapter else server.model, request, sampling)
+        response = await self._post(body)
         if response.status_code == 404:  # the server was restarted
             await self._restore(adapter, restored, http.message_of(response))
-            response = await http.exchange(self._client, "POST", server.url + terms.wire.path, terms.timeout, body)
+            response = await self._post(body)
             if response.status_code == 404:
                 raise http.Transient(f"HTTP 404: {http.message_of(response)}")
-        return terms.wire.completion(server.url, http.json_object(server.url, response), request, sampling)
+        return wire.completion(server.url, http.json_object(server.url, response), request, sampling)
 
-    async def _restore(self, adapter: Adapter | None, restored: int, said: str) -> None:
+    async def _post(self, body: Json) -> Any:
+        url = self._server.url + self._terms.wire.path
+        return await http.exchange(self._client, "POST", url, self._terms.timeout, body)
+
+    async def _restore(self, adapter: Adapter | None, restored: int, problem: str) -> None:
         """Load the adapter again, unless another worker has done so since ``restored``."""
         state = self._state
         if adapter is None:
-            raise http.Transient(f"HTTP 404: {said}")
+            raise http.Transient(f"HTTP 404: {problem}")
         async with state.restoring:
             if state.restored[adapter] != restored:
                 return
             try:
                 await load_adapter(self._client, self._server, adapter)
             except UserError as error:
-                raise http.Transient(f"HTTP 404: {said}; {error}") from error
+                raise http.Transient(f"HTTP 404: {problem}; {error}") from error
             state.restored[adapter] += 1
             log.warning("%s had lost the adapter %s and has loaded it again", self._server.url, adapter.folder)
 
@@ -399,18 +421,21 @@ class _RequestLoop:
         """Set the pause before the next attempt, or give the server up."""
         self._batch.session.retried += 1
         state, patience = self._state, self._terms.patience
+        problem = http.in_words(error)
         if state.answered != self._answered:  # the server has answered another worker meanwhile
             self._failures, self._waited, self._answered = 0, 0.0, state.answered
-        self._waited += seconds if self._failures else 0.0
+        if self._failures:
+            self._waited += seconds
         if self._waited >= patience:
             # The message names the request, which may be the cause: with the same seed it would fail again.
             where = f"prompt {request.prompt_id}, sample {request.sample}"
-            self._batch.give_up(self._server, f"{http.in_words(error)}, for {duration(self._waited)} ({where})")
+            self._batch.give_up(self._server, f"{problem}, for {duration(self._waited)} ({where})")
             return
         self._pause = min(http.pause_after(error, self._failures), patience - self._waited)
-        if state.last_line is None or time.monotonic() - state.last_line >= _TELL:
-            state.last_line = time.monotonic()
+        now = time.monotonic()
+        if state.last_line is None or now - state.last_line >= _TELL:
+            state.last_line = now
             since = f"{duration(self._waited)} of {duration(patience)}"
-            log.info("waiting for %s, %s so far: %s", self._server.url, since, http.in_words(error))
+            log.info("waiting for %s, %s so far: %s", self._server.url, since, problem)
         self._failures += 1
         self._waited += self._pause

@@ -17,7 +17,8 @@ from rocm_ext.sampling.engine import Completion, Request, Sampling
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 DIALECTS = ("extended", "transformers", "plain")  # see _sampling_fields
-_LEAST, _HIGHEST = -9999.0, 0.1  # log-probs; rounding may put a sure token a little above 0
+_LEAST = -9999.0  # a recorded log-prob; of probability 0, too
+_HIGHEST = 0.1  # rounding may put a sure token's log-prob a little above 0
 _LETTERS = 1000  # characters of a token, more than in any vocabulary
 _SPLIT = 4  # ids per sampled id if the text is encoded again: bytes that are not text become several
 PROBES = Sampling(1), Sampling(1, temperature=0.5), Sampling(1, top_p=0.01)
@@ -46,15 +47,17 @@ class EndpointFormat:
     Args:
         tokenizer: the run's torchtune model tokenizer.
         endpoint: ``completions`` or ``chat``.
-        vocabulary: number of the model's token ids.
 
     Attributes:
+        vocabulary: number of the model's token ids, which a caller may know.
         path: the endpoint's path on a server.
         exact_tokens, has_logprobs: see :class:`rocm_ext.sampling.server.openai.OpenAIEngine`.
     """
 
-    def __init__(self, tokenizer: Any, endpoint: str, vocabulary: int = 2**31) -> None:
-        self.tokenizer, self.endpoint, self._vocabulary = tokenizer, endpoint, vocabulary
+    vocabulary = 2**31
+
+    def __init__(self, tokenizer: Any, endpoint: str) -> None:
+        self.tokenizer, self.endpoint = tokenizer, endpoint
         self.path = ENDPOINTS[endpoint]
         self.exact_tokens = self.has_logprobs = False
         self._end_of_turn = _end_of_turn(tokenizer)
@@ -62,19 +65,19 @@ class EndpointFormat:
 
     def body(self, server: Server, model: str, request: Request, sampling: Sampling) -> Json:
         """Return the JSON that asks ``server`` for one answer; refuse missing messages and unsupported settings."""
-        stops, sampling = list(self.tokenizer.stop_tokens), request.limited(sampling)
-        body = {"model": model, "seed": request.seed & (1 << SEED_BITS) - 1}
+        body: Json = {"model": model, "seed": request.seed & (1 << SEED_BITS) - 1}
         if self.endpoint == "chat":
             if not request.messages:
                 raise UserError(f"prompt {request.prompt_id} has no messages; endpoint: chat needs them")
-            body |= {"messages": list(map(_sent, request.messages)), "logprobs": True, "top_logprobs": 1}
+            body |= {"messages": [_sent(message) for message in request.messages], "logprobs": True, "top_logprobs": 1}
             if request.tools:  # "none": the answer is the model's text, with unparsed calls
                 body |= {"tools": [dict(tool) for tool in request.tools], "tool_choice": "none"}
             args = getattr(self.tokenizer, "template_args", {})
-            body |= {"chat_template_kwargs": dict(args)} if args and server.dialect == "extended" else {}
+            if args and server.dialect == "extended":
+                body["chat_template_kwargs"] = dict(args)
         else:
             body |= {"prompt": list(request.tokens), "logprobs": 1}
-        return body | _sampling_fields(server, sampling, stops)
+        return body | _sampling_fields(server, request.limited(sampling), list(self.tokenizer.stop_tokens))
 
     def completion(self, url: str, answer: Json, request: Request, sampling: Sampling) -> Completion:
         """Parse ``answer`` into a :class:`Completion`.
@@ -99,25 +102,29 @@ class EndpointFormat:
         if isinstance(prompt, list) and prompt != list(request.tokens):
             self._tell_once(f"{url} renders prompts differently from the run: its chat template differs")
         text, cut = sampling.until_stop(text)  # transformers keeps the stop string
-        reason = "stop" if cut else reason
         by_token = reason == "stop" and not cut and not isinstance(choice.get("stop_reason"), str)
-        tokens, logprobs = _token_ids(choice, answer.get("usage")), _logprobs(choice)
-        wrong = [token for token in tokens or () if type(token) is not int or not 0 <= token < self._vocabulary]
-        check(not wrong, f"the token id {_first(wrong)}, not an id from 0 to {self._vocabulary - 1}")
-        wrong = [value for value in logprobs or () if _number(value) is None]
-        check(not wrong, f"the log-prob {_first(wrong)}, not a number up to 0")
+        tokens = _token_ids(choice, answer.get("usage"))
+        for token in tokens or ():
+            is_id = type(token) is int and 0 <= token < self.vocabulary
+            check(is_id, f"the token id {_start(token)}, not an id from 0 to {self.vocabulary - 1}")
+        logprobs: list[float] = []
+        for value in _logprobs(choice):
+            check(_is_logprob(value), f"the log-prob {_start(value)}, not a number up to 0")
+            logprobs.append(float(max(value, _LEAST)))
         if tokens is None:
-            self.exact_tokens, most = False, _SPLIT * most
+            self.exact_tokens = False
             self._tell_once(f"{url} sends no token ids; re-encoding the text, which may give other ids")
-            tokens = self.tokenizer.encode(text, add_bos=False, add_eos=False) + [self._end_of_turn] * by_token
-            logprobs = None
+            most = _SPLIT * most
+            tokens = self.tokenizer.encode(text, add_bos=False, add_eos=False)
+            if by_token:
+                tokens.append(self._end_of_turn)
+            logprobs = []
         check(len(tokens) <= most, f"{len(tokens)} tokens {asked}")
-        if logprobs is None or len(logprobs) != len(tokens):
+        if not logprobs or len(logprobs) != len(tokens):
             self.has_logprobs = False
             self._tell_once(f"{url} sends no log-probabilities of the sampled tokens")
             logprobs = []
-        numbers = [number for value in logprobs if (number := _number(value)) is not None]
-        return Completion(request, list(tokens), numbers, text, reason)
+        return Completion(request, list(tokens), logprobs, text, "stop" if cut else reason)
 
     def _tell_once(self, text: str) -> None:
         if text not in self._told:
@@ -151,24 +158,27 @@ def _sampling_fields(server: Server, sampling: Sampling, stops: list[int]) -> Js
     fields["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
     if sampling.stop_strings:
         fields["stop"] = list(sampling.stop_strings)
-    min_p = 0.0 if sampling.min_p is None else sampling.min_p
+    further = {"min_p": 0.0 if sampling.min_p is None else sampling.min_p, "repetition_penalty": 1.0}
     if server.dialect == "extended":
-        fields |= {"top_k": sampling.top_k or -1, "min_p": min_p, "repetition_penalty": 1.0}
+        fields |= {"top_k": sampling.top_k or -1, **further}
         return fields | {"stop_token_ids": stops, "return_token_ids": True}
     if server.dialect == "transformers":
-        config = {"do_sample": sampling.temperature > 0, "top_k": sampling.top_k or 0, "min_p": min_p}
-        return fields | {"generation_config": json.dumps({**config, "repetition_penalty": 1.0, "eos_token_id": stops})}
-    if asked := [name for name in ("top_k", "min_p") if getattr(sampling, name) is not None]:
+        config = {"do_sample": sampling.temperature > 0, "top_k": sampling.top_k or 0, **further, "eos_token_id": stops}
+        return fields | {"generation_config": json.dumps(config)}
+    asked = [name for name in ("top_k", "min_p") if getattr(sampling, name) is not None]
+    if asked:
         raise UserError(f"{server.url} does not support {' or '.join(asked)}; set them to null")
     return fields
 
 
 def _end_of_turn(tokenizer: Any) -> int:
     """Return the token that ends the assistant's turn in training."""
-    tokens, _ = render_conversation(
-        tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
-    )
-    return next((token for token in reversed(tokens) if token in tokenizer.stop_tokens), tokenizer.stop_tokens[0])
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+    tokens, _ = render_conversation(tokenizer, turns)
+    for token in reversed(tokens):
+        if token in tokenizer.stop_tokens:
+            return token
+    return tokenizer.stop_tokens[0]
 
 
 # ---- answers
@@ -176,17 +186,16 @@ def _end_of_turn(tokenizer: Any) -> int:
 
 def base_models(answer: Json) -> list[str]:
     """Return the models in a server's list, without adapters: vLLM lists them, with their parent."""
-    cards = [card for card in _list(answer.get("data")) if isinstance(card, dict)]
-    return [str(card["id"]) for card in cards if "id" in card and not card.get("parent")]
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+    cards = answer.get("data")
+    if not isinstance(cards, list):
+        return []
+    return [str(card["id"]) for card in cards if isinstance(card, dict) and "id" in card and not card.get("parent")]
 
 
 def _choice(url: str, answer: Json, endpoint: str, check: Callable[[bool, str], None]) -> tuple[Json, str, str]:
     """Return the only choice of an answer, its text and its finish reason."""
-    choice: Any = next(iter(_list(answer.get("choices"))), None)
+    choices = answer.get("choices")
+    choice: Any = choices[0] if isinstance(choices, list) and choices else None
     check(isinstance(choice, dict), "no choices")
     source: Any = choice.get("message") if endpoint == "chat" else choice
     check(isinstance(source, dict), "no message")
@@ -204,61 +213,61 @@ def _choice(url: str, answer: Json, endpoint: str, check: Callable[[bool, str], 
 
 
 def _token_ids(choice: Json, usage: Any) -> Sequence[Any] | None:
-    """Return the sampled ids from ``token_ids`` (vLLM, SGLang) or llama.cpp's log-probs; None: there are none."""
+    """Return the sampled ids from ``token_ids`` (vLLM, SGLang) or llama.cpp's log-probs, or None without either."""
     ids = choice.get("token_ids")
     if ids is None:
         ids = [entry.get("id") for entry in _entries(choice)]
         # llama.cpp omits tokens that end within a character, and a stop string's tokens.
         if not isinstance(usage, dict) or usage.get("completion_tokens") != len(ids) or None in ids:
             return None
-    return ids or None if isinstance(ids, list) else [[ids]]  # no id
+    if not isinstance(ids, list):
+        return [[ids]]  # no id
+    return ids or None
 
 
-def _logprobs(choice: Json) -> Sequence[Any] | None:
-    """Return one log-prob per token. llama.cpp uses the chat's form for both endpoints."""
+def _logprobs(choice: Json) -> Sequence[Any]:
+    """Return one log-prob per token, or none. llama.cpp uses the chat's form for both endpoints."""
     logprobs = choice.get("logprobs")
     values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
     if values is None:
         values = [entry.get("logprob") for entry in _entries(choice)]
-    values = values if isinstance(values, list) else [[values]]  # no log-prob
-    return None if not values or None in values else values
+    if not isinstance(values, list):
+        return [[values]]  # no log-prob
+    return [] if None in values else values
 
 
-def _number(value: Any) -> float | None:
-    """Return a log-prob as a float; None: ``value`` is not a log-prob.
-
-    For probability 0 vLLM sends -9999, llama.cpp the least number of 32 bits, others -Infinity: all become -9999.
-    """
-    if type(value) not in (int, float) or not value <= _HIGHEST:  # also NaN
-        return None
-    return float(max(value, _LEAST))
+def _is_logprob(value: Any) -> bool:
+    """For probability 0 vLLM sends -9999, llama.cpp the least number of 32 bits, others -Infinity."""
+    return type(value) in (int, float) and value <= _HIGHEST  # NaN is not
 
 
 def top_logprob(answer: Json) -> float | None:
-    """Return the log-prob of the most probable first token of an answer; None: the answer has none."""
+    """Return the log-prob of the most probable first token of an answer, or None if it has none."""
     choice = answer["choices"][0]
     logprobs = choice.get("logprobs")
     tops = logprobs.get("top_logprobs") if isinstance(logprobs, dict) else None
+    values: list[Any] = []
     if isinstance(tops, list) and tops and isinstance(tops[0], dict):
-        values = list(tops[0].values())
+        values += tops[0].values()
     else:
-        tops = [top for entry in _entries(choice)[:1] for top in _dicts(entry.get("top_logprobs"))]
-        values = [top.get("logprob") for top in tops]
-    return max((number for value in values if (number := _number(value)) is not None), default=None)
+        for entry in _entries(choice)[:1]:
+            values += [top.get("logprob") for top in dicts(entry.get("top_logprobs"))]
+    numbers = [float(max(value, _LEAST)) for value in values if _is_logprob(value)]
+    return max(numbers, default=None)
 
 
 def _entries(choice: Json) -> list[Json]:
     logprobs = choice.get("logprobs")
-    return _dicts(logprobs.get("content")) if isinstance(logprobs, dict) else []
+    return dicts(logprobs.get("content")) if isinstance(logprobs, dict) else []
 
 
-def _dicts(value: Any) -> list[Json]:
+def dicts(value: Any) -> list[Json]:
     """Return ``value`` if it is a list of objects, else []."""
     return value if isinstance(value, list) and all(isinstance(entry, dict) for entry in value) else []
 
 
-def _first(values: list[Any]) -> str:
-    return start_of(json.dumps(values[0]), 30) if values else ""
+def _start(value: Any) -> str:
+    return start_of(json.dumps(value), 30)
 
 
 # ---- the distribution of a server's log-probs
