@@ -25,9 +25,10 @@ def calculator(expression: str) -> str:
     Args:
         expression: the expression, in Python's notation.
     """
-    size, source = len(expression), expression.strip()
+    size = len(expression)
     if size > _LONGEST:
         raise ValueError(f"the expression has {size} characters, more than {_LONGEST}")
+    source = expression.strip()
     try:
         return _text(_value(ast.parse(source, mode="eval").body, source))
     except (ZeroDivisionError, OverflowError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
@@ -36,24 +37,34 @@ def calculator(expression: str) -> str:
 
 def _value(node: ast.expr, source: str) -> Number:
     """Compute a node of ``source``."""
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _small(node.value if isinstance(node.value, int) else _decimal(ast.get_source_segment(source, node)))
-    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        return _small(_BINARY[type(node.op)](_value(node.left, source), _value(node.right, source)))
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _UNARY[type(node.op)](_value(node.operand, source))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
-        if not node.args or node.keywords:
-            raise ValueError(f"{node.func.id} takes numbers in parentheses")
-        return _small(_FUNCTIONS[node.func.id](*[_value(part, source) for part in node.args]))
-    hint = "; write ** for powers" if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitXor) else ""
+    hint = ""
+    match node:
+        case ast.Constant(value=value) if type(value) is int:
+            return _small(value)
+        case ast.Constant(value=value) if type(value) is float:
+            return _small(_decimal(ast.get_source_segment(source, node)))
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
+            return _UNARY[type(op)](_value(operand, source))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            compute = _BINARY[type(op)]
+            return _small(compute(_value(left, source), _value(right, source)))
+        case ast.BinOp(op=ast.BitXor()):
+            hint = "; write ** for powers"
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=keywords) if name in _FUNCTIONS:
+            if not arguments or keywords:
+                raise ValueError(f"{name} takes numbers in parentheses")
+            values = [_value(argument, source) for argument in arguments]
+            return _small(_FUNCTIONS[name](*values))
     raise ValueError(f"{ast.get_source_segment(source, node)!r} is not known here{hint}")
 
 
 def _decimal(text: Any) -> Number:
-    number = Decimal(text) if len(text.lower().partition("e")[2]) < 8 else Decimal("inf")
-    if not number.is_finite() or abs(number.adjusted()) > _BITS:
+    exponent = text.lower().partition("e")[2]
+    if len(exponent) >= 8:
         return math.inf  # which is too large
+    number = Decimal(text)
+    if not number.is_finite() or abs(number.adjusted()) > _BITS:
+        return math.inf
     return Fraction(number)  # exact, where a float would round
 
 
@@ -63,9 +74,11 @@ def _small(value: complex | Number) -> Number:
         raise ValueError(_NOT_REAL)
     if not isinstance(value, float):
         value = Fraction(value)
-    if not (math.isfinite(value) if isinstance(value, float) else _bits(value) <= _BITS):
-        raise ValueError(_TOO_LARGE)
-    return value
+        if _bits(value) <= _BITS:
+            return value
+    elif math.isfinite(value):
+        return value
+    raise ValueError(_TOO_LARGE)
 
 
 def _bits(value: Fraction) -> int:
@@ -84,10 +97,11 @@ def _power(base: Number, exponent: Number) -> Number:
 def _root(value: Number) -> Number:
     if value < 0:
         raise ValueError(_NOT_REAL)
-    if isinstance(value, float):
-        return math.sqrt(value)
-    exact = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))
-    return exact if exact**2 == value else math.sqrt(value)
+    if isinstance(value, Fraction):
+        exact = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))
+        if exact**2 == value:
+            return exact
+    return math.sqrt(value)
 
 
 def _round(value: Any, places: Any = 0) -> Number:
@@ -100,12 +114,16 @@ def _text(value: Number) -> str:
     """Write a number: exactly if it has few decimals, else as a fraction with its rounded value."""
     if isinstance(value, float):
         return f"about {value:.15g}"
-    places = next((n for n in range(_PLACES + 1) if 10**n % value.denominator == 0), None)
-    if places is None:
+    for places in range(_PLACES + 1):
+        if 10**places % value.denominator == 0:
+            break
+    else:
         return f"{value}, about {Decimal(value.numerator) / Decimal(value.denominator):.15g}"
+    sign = "-" if value < 0 else ""
     digits = f"{abs(value.numerator) * 10**places // value.denominator:0{places + 1}}"
-    point = len(digits) - places
-    return "-" * (value < 0) + digits[:point] + "." * (places > 0) + digits[point:]
+    if places == 0:
+        return sign + digits
+    return f"{sign}{digits[:-places]}.{digits[-places:]}"
 
 
 _BINARY: dict[type, Callable] = {

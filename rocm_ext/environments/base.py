@@ -23,7 +23,7 @@ class Ask:
     Attributes:
         messages: the conversation before the next message, in OpenAI's form.
         tools: JSON schemas of the functions that the message may call.
-        most: the most tokens of the message; None: only the run's limits hold.
+        most: the most tokens of the message, or None if only the run's limits hold.
     """
 
     messages: list[Message]

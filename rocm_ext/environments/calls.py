@@ -61,23 +61,31 @@ def calls_in(text: str, schemas: Schemas = ()) -> tuple[str, list[Call]]:
         The text without calls, and the calls in order. An unreadable call has a problem; so has one that stands for all
         beyond 32. The text of gpt-oss is its reasoning without marks, as its template takes it.
     """
-    behind = end.end() if (end := _REASONING.match(text)) else 0
-    head, said = text[:behind], text[behind:]
+    reasoning = _REASONING.match(text)
+    begin = reasoning.end() if reasoning else 0
+    head, answer = text[:begin], text[begin:]
     for mark, read in _NOTATIONS:
-        if matches := list(mark.finditer(said)):
-            calls: list[Call] = []
-            for match in matches:
-                try:
-                    calls += read(match.group(1), schemas)
-                except _UNREADABLE as error:
-                    calls.append(Call("", problem=one_line(error)))
-            if (more := len(calls) - _MOST) > 0:
-                calls[_MOST:] = [Call("", problem=f"a message has at most {_MOST} calls; the last {more} did nothing")]
-            content = head + mark.sub("", said)
-            return (_MESSAGE.sub("\n", content) if read is _channel else content).strip(), calls
-    if schemas and (call := _bare(said)):  # Llama's, which have no mark
-        return head, [call]
-    return text, []
+        bodies = mark.findall(answer)
+        if not bodies:
+            continue
+        calls: list[Call] = []
+        for body in bodies:
+            try:
+                calls += read(body, schemas)
+            except _UNREADABLE as error:
+                calls.append(Call("", problem=one_line(error)))
+        beyond = len(calls) - _MOST
+        if beyond > 0:
+            problem = f"a message has at most {_MOST} calls; the last {beyond} did nothing"
+            calls[_MOST:] = [Call("", problem=problem)]
+        content = head + mark.sub("", answer)
+        if read is _channel:
+            content = _MESSAGE.sub("\n", content)
+        return content.strip(), calls
+    call = _bare(answer) if schemas else None
+    if call is None:
+        return text, []
+    return head, [call]
 
 
 Reader = Callable[[str, Schemas], Iterator[Call]]
@@ -95,10 +103,13 @@ def _of_json(value: Any) -> Call:
 
 
 def _tagged(body: str, schemas: Schemas) -> Iterator[Call]:
+    """Read JSON, functions and parameters as tags, or keys and values as tags."""
     tags = body.strip()
-    if function := re.match(r"<function=([^>\s]+)>", tags):
+    function = re.match(r"<function=([^>\s]+)>", tags)
+    keys = re.fullmatch(r"([\w.-]+)\s*(<arg_key>.*)?", tags, re.S)
+    if function:
         yield _typed(function[1], _pairs(_PARAMETER, "</parameter>", tags[function.end() :]), schemas)
-    elif keys := re.fullmatch(r"([\w.-]+)\s*(<arg_key>.*)?", tags, re.S):
+    elif keys:
         yield _typed(keys[1], _pairs(_ARGUMENT, "</arg_value>", keys[2] or ""), schemas)
     else:
         value = json.loads(body)
@@ -113,15 +124,19 @@ def _pairs(pattern: re.Pattern, close: str, text: str) -> list[tuple[str, str]]:
 
 def _typed(name: str, pairs: Sequence[tuple[str, str]], schemas: Schemas) -> Call:
     """Read arguments that are texts: as JSON if the tool takes its type, else as the text."""
-    functions = (schema.get("function", schema) for schema in schemas)
-    wanted: Json = next((f.get("parameters", {}) for f in functions if f.get("name") == name), {})
+    parameters: Json = {}
+    for schema in schemas:
+        function = schema.get("function", schema)
+        if function.get("name") == name:
+            parameters = function.get("parameters", {})
+            break
     arguments: Json = {}
     for key, text in pairs:
         arguments[key] = text
         with suppress(Exception):  # a program sends the schema, which may be anything
             value = json.loads(text)
-            schema = wanted.get("properties", {}).get(key, {})
-            if not isinstance(value, str) and _takes(schema, value, wanted, {}):
+            schema = parameters.get("properties", {}).get(key, {})
+            if not isinstance(value, str) and _takes(schema, value, parameters, {}):
                 arguments[key] = value
     return Call(name, arguments)
 
@@ -134,7 +149,8 @@ def _takes(schema: Any, value: Any, root: Any, known: dict[str, bool]) -> bool:
     """
     if not isinstance(schema, Mapping):
         return schema is True
-    if (ref := schema.get("$ref")) is not None:
+    ref = schema.get("$ref")
+    if ref is not None:
         if ref not in known:
             known[ref] = False  # it may refer to itself
             target = root
@@ -143,19 +159,25 @@ def _takes(schema: Any, value: Any, root: Any, known: dict[str, bool]) -> bool:
             known[ref] = _takes(target, value, root, known)
         if not known[ref]:
             return False
-    if (kinds := schema.get("type")) is not None:
-        types = {*_KINDS[type(value)], *(["integer"] if isinstance(value, float) and value.is_integer() else [])}
+    kinds = schema.get("type")
+    if kinds is not None:
+        types = set(_KINDS[type(value)])
+        if isinstance(value, float) and value.is_integer():
+            types.add("integer")
         if types.isdisjoint([kinds] if isinstance(kinds, str) else kinds):
             return False
     if value not in schema.get("enum", [value]) or value != schema.get("const", value):
         return False
-    parts = ((enough, schema[key]) for key, enough in _PARTS.items() if key in schema)
-    return all(enough(_takes(part, value, root, known) for part in several) for enough, several in parts)
+    for key, enough in _PARTS.items():
+        if key in schema and not enough(_takes(part, value, root, known) for part in schema[key]):
+            return False
+    return True
 
 
 def _listed(body: str, _: Schemas) -> Iterator[Call]:
     """Read Mistral's calls: a list, or ``name[ARGS]{...}``."""
-    if named := re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(\{.*)", body, re.S):
+    named = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(\{.*)", body, re.S)
+    if named:
         yield _of_json({"name": named[1], "arguments": json.loads(named[2])})
     else:
         yield from map(_of_json, json.loads(body))
@@ -171,22 +193,24 @@ def _python(body: str, _: Schemas) -> Iterator[Call]:
     for call in calls.elts if isinstance(calls, ast.List) else [calls]:
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError("a call is name(parameter=value)")
-        arguments = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
         yield Call(ast.unparse(call.func), json.loads(json.dumps(arguments)))  # sets and bytes are not JSON
 
 
 def _json_behind(body: str, _: Schemas) -> Iterator[Call]:
-    yield from (_of_json(json.loads(part)) for part in re.split(r";\s*(?=\{)", body))
+    for part in re.split(r";\s*(?=\{)", body):
+        yield _of_json(json.loads(part))
 
 
 def _bare(text: str) -> Call | None:
-    """Read a message that is nothing but a call, as Llama 3 writes it; None: it is something else."""
+    """Read a message that is nothing but a call, as Llama 3 writes it; return None for anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    named = isinstance(value, dict) and isinstance(value.get("name"), str) and ("parameters" in value)
-    return _of_json(value) if named and isinstance(value["parameters"], dict) else None
+    if isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("parameters"), dict):
+        return _of_json(value)
+    return None
 
 
 # Arguments as tags; bounded repetitions keep the search linear

@@ -42,36 +42,49 @@ class Exchange:
     """A request, and the response that waits for the model's message; raises ValueError if it is not supported."""
 
     def __init__(self, body: bytes, client: socket.socket | None = None) -> None:
-        asked, self._client = json.loads(body), client
-        if not (isinstance(asked, dict) and isinstance(asked.get("messages"), list) and asked["messages"]):
+        self._client = client
+        asked = json.loads(body)
+        messages = asked.get("messages") if isinstance(asked, dict) else None
+        if not isinstance(messages, list) or not messages:
             raise ValueError("expected an object with a list of messages")
-        tools, stop = [] if asked.get("tools") is None else asked["tools"], asked.get("stop") or []
-        limits = (asked.get(key) for key in ("max_completion_tokens", "max_tokens"))
-        most = next((limit for limit in limits if limit is not None), None)
-        positive = type(most) is int and most >= 1
+        tools = asked.get("tools")
+        if tools is None:
+            tools = []
+        most = asked.get("max_completion_tokens")
+        if most is None:
+            most = asked.get("max_tokens")
+        stop = asked.get("stop") or []
         self._stop = [stop] if isinstance(stop, str) else stop
-        problems = {
-            f"more than {_DEEPEST} levels of objects and lists": _depth(asked) > _DEEPEST,
-            "messages must be objects": not _are(dict, asked["messages"]),
-            **{f"{key} is not supported": asked.get(key) not in values for key, values in _REFUSED.items()},
-            "tools must be a list of objects": not _are(dict, tools),
-            f"max_tokens must be a positive integer, found {most!r}": most is not None and not positive,
-            f"stop must be a text or a list of texts, found {stop!r}": not (_are(str, self._stop) and all(self._stop)),
-        }
-        for problem, holds in problems.items():
-            if holds:
+
+        def check(fits: bool, problem: str) -> None:
+            if not fits:
                 raise ValueError(problem)
-        self.ask = Ask(asked["messages"], [] if asked.get("tool_choice") == "none" else tools, most)
-        self.streams, options = bool(asked.get("stream")), asked.get("stream_options")
+
+        check(_depth(asked) <= _DEEPEST, f"more than {_DEEPEST} levels of objects and lists")
+        check(_are(dict, messages), "messages must be objects")
+        for key, values in _REFUSED.items():
+            check(asked.get(key) in values, f"{key} is not supported")
+        check(_are(dict, tools), "tools must be a list of objects")
+        positive = type(most) is int and most >= 1
+        check(most is None or positive, f"max_tokens must be a positive integer, found {most!r}")
+        texts = _are(str, self._stop) and all(self._stop)
+        check(texts, f"stop must be a text or a list of texts, found {stop!r}")
+        self.ask = Ask(messages, [] if asked.get("tool_choice") == "none" else tools, most)
+        self.streams = bool(asked.get("stream"))
+        options = asked.get("stream_options")
         self.sizes = isinstance(options, dict) and bool(options.get("include_usage"))
         self._response: SimpleQueue[Message | Exception] = SimpleQueue()
 
     def gone(self) -> bool:
         """Whether the client has hung up."""
+        if self._client is None:
+            return False
         try:
-            return self._client is not None and not self._client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except OSError as problem:
-            return not isinstance(problem, BlockingIOError)
+            return not self._client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def answer(self, message: Message | Exception) -> None:
         """Respond with the model's message; a ValueError refuses the request."""
@@ -79,21 +92,24 @@ class Exchange:
 
     def completion(self) -> Json:
         """Wait for the response, and return it in OpenAI's form; an error that came instead is raised."""
-        said = self._response.get()
-        if isinstance(said, Exception):
-            raise said
-        text, ends = said["content"], said["finish_reason"]
+        response = self._response.get()
+        if isinstance(response, Exception):
+            raise response
+        text, ends = response["content"], response["finish_reason"]
         for stop in self._stop:
             text, cut, _ = text.partition(stop)
-            ends = "stop" if cut else ends
+            if cut:
+                ends = "stop"
         message: Message = {"role": "assistant", "content": text}
-        if calls := said.get("tool_calls"):
+        calls = response.get("tool_calls")
+        if calls:
+            ends = "tool_calls"
             message |= {"content": text or None, "tool_calls": []}
             for call in calls:
-                function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+                arguments = json.dumps(call["function"]["arguments"])
+                function = {**call["function"], "arguments": arguments}
                 message["tool_calls"].append({"id": call["id"], "type": "function", "function": function})
-            ends = "tool_calls"
-        sizes = said["usage"]
+        sizes = response["usage"]
         return {
             "id": f"chatcmpl-{time.time_ns()}",
             "object": "chat.completion",
@@ -109,23 +125,29 @@ def _are(kind: type, values: Any) -> bool:
 
 
 def _depth(value: Any) -> int:
-    inner = value.values() if isinstance(value, dict) else value
-    return 1 + max(map(_depth, inner), default=0) if isinstance(value, (dict, list)) else 0
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return 0
+    return 1 + max(map(_depth, value), default=0)
 
 
 def _events(completion: Json, sizes: bool) -> bytes:
     """Return a completion as a stream of events: its message, its end and, if ``sizes``, its size."""
     (choice,) = completion["choices"]
-    delta = dict(choice["message"])
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
-    head = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    chunks = [
-        head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-        head | {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
-        *([head | {"choices": [], "usage": completion["usage"]}] if sizes else []),
+    message = dict(choice["message"])
+    if "tool_calls" in message:
+        message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+    contents: list[Json] = [
+        {"choices": [{"index": 0, "delta": message, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
     ]
-    return b"".join(b"data: %s\n\n" % text.encode() for text in [*map(json.dumps, chunks), "[DONE]"])
+    if sizes:
+        contents.append({"choices": [], "usage": completion["usage"]})
+    head = {key: completion[key] for key in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk"
+    chunks = [json.dumps(head | content) for content in contents]
+    return "".join(f"data: {text}\n\n" for text in (*chunks, "[DONE]")).encode()
 
 
 def _problem(why: str, code: str | None = None) -> bytes:
@@ -150,11 +172,11 @@ class Endpoint(ThreadingHTTPServer):
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Refuse a connection beyond the limit."""
-        full = threading.active_count() > _THREADS
-        if full:
-            why = _problem("too many connections are open; close some, and ask again")
-            request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\n\r\n" + why)
-        return not full
+        if threading.active_count() <= _THREADS:
+            return True
+        why = _problem("too many connections are open; close some, and ask again")
+        request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\n\r\n" + why)
+        return False
 
     def handle_error(self, *request: Any) -> None:
         """Keep quiet about clients that hang up."""
@@ -205,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
         """List the model."""
         models = [{"id": _MODEL, "object": "model", "created": 0, "owned_by": "torchtune-rocm"}]
         if self._welcome("/models"):
-            self._send({"object": "list", "data": models})
+            self._send(json.dumps({"object": "list", "data": models}).encode())
 
     def do_POST(self) -> None:
         """Queue a request, and send its completion."""
@@ -217,13 +239,14 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.asked.put(exchange)
                 completion = exchange.completion()
         except (ValueError, RecursionError) as problem:
+            code = "context_length_exceeded" if isinstance(problem, AtLimit) else None
             self.server.refused = one_line(problem)
-            self._fail(400, self.server.refused, "context_length_exceeded" if isinstance(problem, AtLimit) else None)
+            self._fail(400, self.server.refused, code)
             return
         if exchange.streams:
             self._send(_events(completion, exchange.sizes), "text/event-stream")
         else:
-            self._send(completion)
+            self._send(json.dumps(completion).encode())
 
     def _welcome(self, path: str) -> bool:
         """Whether a request has a whole head, the key and the path; the response says what it lacks."""
@@ -251,8 +274,7 @@ class _Handler(BaseHTTPRequestHandler):
         while self.rfile.read1():  # else a client that still sends its body hears no response
             pass
 
-    def _send(self, content: Any, kind: str = "application/json", status: int = 200) -> None:
-        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    def _send(self, data: bytes, kind: str = "application/json", status: int = 200) -> None:
         self.connection.settimeout(_PATIENCE)
         self.send_response(status)
         self.send_header("Content-Type", kind)

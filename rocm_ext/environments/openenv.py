@@ -73,10 +73,12 @@ class OpenEnv(Environment):
     def reply(self, message: Message) -> Any:
         text = message["content"]
         try:
-            if callable(self._action):
+            if self._action is None:
+                action = json.loads(text)
+            elif callable(self._action):
                 action = self._action(text)
             else:
-                action = json.loads(text) if self._action is None else {self._action: text}
+                action = {self._action: text}
         except ValueError as problem:  # pydantic's, too
             return f"error: the action cannot be read: {one_line(problem)}"
         if self._action is None and not isinstance(action, dict):
@@ -97,14 +99,20 @@ class OpenEnv(Environment):
             self._rewards.append(float(step.reward))
         if step.done:
             return self._result()
+        observation = step.observation
         if callable(self._observation):
-            return self._observation(step.observation)
-        seen = step.observation if isinstance(step.observation, dict) else step.observation.model_dump()
-        text = seen if self._observation is None else seen[self._observation]
-        return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str)
+            return self._observation(observation)
+        if not isinstance(observation, dict):
+            observation = observation.model_dump()
+        if self._observation is not None:
+            observation = observation[self._observation]
+        if isinstance(observation, str):
+            return observation
+        return json.dumps(observation, ensure_ascii=False, default=str)
 
     def _result(self) -> Result:
-        value = sum(self._rewards) if self.total == "sum" else (self._rewards or [0.0])[-1]
+        rewards = self._rewards or [0.0]
+        value = sum(rewards) if self.total == "sum" else rewards[-1]
         return scaled(value, self.scale, self.threshold, "the environment")
 
 

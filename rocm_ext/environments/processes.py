@@ -56,37 +56,45 @@ class Environments:
     """
 
     def __init__(self, environment: Component, timeout: float) -> None:
-        self._environment, self._timeout = dict(environment), timeout
+        self.tools: list[Json] = []
+        self._environment = dict(environment)
+        self._timeout = timeout
         self._open: dict[Key, _Talk] = {}
         self._ending: deque[tuple[_Talk, str]] = deque()
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = os.pipe()
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._closed, self._folder = False, folder_of_runs()
-        self.tools: list[Json] = []
+        self._closed = False
+        self._folder = folder_of_runs()
 
     def __enter__(self) -> "Environments":
-        boot = "import json,sys;sys.path[:]=json.loads(sys.argv[2]);"
-        boot += "from rocm_ext.environments.processes import main;main(int(sys.argv[1]))"
+        boot = (
+            "import json,sys;sys.path[:]=json.loads(sys.argv[2]);"
+            "from rocm_ext.environments.processes import main;main(int(sys.argv[1]))"
+        )
         self._link, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-c", boot, str(theirs.fileno()), json.dumps(sys.path)]
-            self._host = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-                                          stdout=2, start_new_session=True,
-                                          env=os.environ | {FOLDER: self._folder})  # fmt: skip
+            self._host = subprocess.Popen(
+                [sys.executable, "-c", boot, str(theirs.fileno()), json.dumps(sys.path)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                start_new_session=True,
+                env=os.environ | {FOLDER: self._folder},
+            )
         self._thread = threading.Thread(target=self._listen, name="environments", daemon=True)
         self._thread.start()
         try:
             self._link.sendall(_line({"environment": self._environment, "parent": os.getpid()}))
             self._link.settimeout(_START)
-            said = _read_line(self._link)
+            answer = _read_line(self._link)
         except OSError:
-            said = {"error": f"its module did not import within {_START:g} s"}
-        if "tools" not in said:
+            answer = {"error": f"its module did not import within {_START:g} s"}
+        if "tools" not in answer:
             self.close()
-            raise UserError(f"the environment cannot be used: {said.get('error') or 'its process ended'}")
-        self.tools, self.at_once = said["tools"], said["at_once"]
+            raise UserError(f"the environment cannot be used: {answer.get('error') or 'its process ended'}")
+        self.tools, self.at_once = answer["tools"], answer["at_once"]
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -149,9 +157,11 @@ class Environments:
             return done(error(f"the row cannot be sent to the environment: {problem}"))
         future: Future[Reply] = Future()
         with self._lock:  # whatever ends the conversation from now on resolves this future
-            if (talk := self._open.get(key)) is None:
+            talk = self._open.get(key)
+            if talk is None:
                 return done(error("the conversation has ended"))
-            talk.deadline, talk.future = time.monotonic() + self._timeout, future  # _listen reads them in reverse
+            talk.deadline = time.monotonic() + self._timeout  # before the future: _listen reads them in reverse
+            talk.future = future
             if not talk.registered:
                 self._selector.register(talk.socket, selectors.EVENT_READ, key)
                 talk.registered = True
@@ -164,14 +174,16 @@ class Environments:
         looked = time.monotonic()
         while not self._closed:
             for event, _ in self._selector.select(_LOOK):
+                talk = self._open.get(event.data)
                 if event.fd == self._woken:
                     os.read(self._woken, _CHUNK)
-                elif (talk := self._open.get(event.data)) is not None and not talk.read():
+                elif talk is not None and not talk.read():
                     self.end(event.data, "the environment's process died")
-            if (instant := time.monotonic()) >= looked + _LOOK:
-                looked = instant
+            now = time.monotonic()
+            if now >= looked + _LOOK:
+                looked = now
                 for key, talk in list(self._open.items()):
-                    if talk.future is not None and not talk.future.done() and instant > talk.deadline:
+                    if talk.waits() and now > talk.deadline:
                         self.end(key, f"the environment hung for {self._timeout:g} s")
             self._end_talks()
 
@@ -186,11 +198,20 @@ class _Talk:
     """The connection to a conversation's process."""
 
     socket: socket.socket
-    future: Future = None  # type: ignore[assignment]
+    future: "Future[Reply] | None" = None
     deadline: float = 0.0
     pid: int = 0
     buffer: bytes = b""
     registered: bool = False
+
+    def waits(self) -> bool:
+        """Whether an answer is missing."""
+        return self.future is not None and not self.future.done()
+
+    def resolve(self, reply: Reply) -> None:
+        """Give a waiting future its answer."""
+        if self.future is not None and not self.future.done():
+            self.future.set_result(reply)
 
     def read(self) -> bool:
         """Read without waiting; False at the end."""
@@ -198,15 +219,13 @@ class _Talk:
             data = self.socket.recv(_CHUNK)
         except OSError:
             return False
-        self.buffer += data
-        while b"\n" in self.buffer:
-            line, _, self.buffer = self.buffer.partition(b"\n")
-            said = json.loads(line)
-            if "pid" in said:
-                self.pid = said["pid"]
-            elif not self.future.done():
-                kind, value = next(iter(said.items()))
-                self.future.set_result(_REPLIES[kind](value))
+        *lines, self.buffer = (self.buffer + data).split(b"\n")
+        for line in lines:
+            ((kind, value),) = json.loads(line).items()
+            if kind == "pid":
+                self.pid = value
+            else:
+                self.resolve(_REPLIES[kind](value))
         return bool(data)
 
     def end(self, why: str, selector: selectors.BaseSelector) -> None:
@@ -219,8 +238,7 @@ class _Talk:
                 os.killpg(self.pid, signal.SIGKILL)
             kill(below)
         self.socket.close()
-        if self.future is not None and not self.future.done():
-            self.future.set_result(error(why))
+        self.resolve(error(why))
 
 
 _REPLIES: dict[str, Callable[[Any], Reply]] = {
@@ -236,12 +254,13 @@ def _line(content: Json) -> bytes:
 
 def _read_line(link: socket.socket) -> Json:
     """Read a line from a socket; {} at its end."""
-    said = b""
-    while not said.endswith(b"\n"):
-        if not (data := link.recv(_CHUNK)):
+    line = b""
+    while not line.endswith(b"\n"):
+        data = link.recv(_CHUNK)
+        if not data:
             return {}
-        said += data
-    return json.loads(said)
+        line += data
+    return json.loads(line)
 
 
 # ---- the process that forks, and its children
@@ -253,14 +272,14 @@ def main(fd: int) -> None:
     link = socket.socket(fileno=fd)
     start = _read_line(link)
     helper.serve(start["parent"])
-    arguments = {name: value for name, value in start["environment"].items() if name != COMPONENT}
+    arguments = start["environment"]
     try:
-        made = import_component(start["environment"][COMPONENT])
-        if not (inspect.isclass(made) and issubclass(made, Environment)):
-            name = getattr(made, "__name__", made)
+        component = import_component(arguments.pop(COMPONENT))
+        if not (inspect.isclass(component) and issubclass(component, Environment)):
+            name = getattr(component, "__name__", component)
             raise UserError(f"environment {name} is not derived from rocm_ext.environments.Environment")
         helper.RUNNING = True  # in the children, too
-        example = made({}, **arguments)
+        example = component({}, **arguments)
         example.check()  # children inherit its imports
         tools = tools_of(example).schemas
         if tools:
@@ -278,31 +297,36 @@ def main(fd: int) -> None:
         if os.fork() == 0:
             try:
                 link.close()
-                _converse(socket.socket(fileno=fds[0]), made, arguments)
+                _converse(socket.socket(fileno=fds[0]), component, arguments)
             finally:
                 os._exit(0)
         os.close(fds[0])
 
 
-def _converse(ours: socket.socket, made: Any, arguments: Mapping[str, Any]) -> None:
+def _converse(ours: socket.socket, component: Any, arguments: Mapping[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     helper.die_with(os.getppid())
     ours.sendall(_line({"pid": os.getpid()}))
     environment: Any = None
-    while said := _read_line(ours):
+    while True:
+        request = _read_line(ours)
+        if not request:
+            return
+        ((method, content),) = request.items()
         try:
-            if environment is None:
-                environment = made(said["row"], **arguments)
+            if method == "row":
+                environment = component(content, **arguments)
                 value = environment.begin()
             else:
-                ((method, content),) = said.items()
                 value = getattr(environment, method)(content)
             reply = checked_reply(environment, now(value))
             if isinstance(reply, Result):
                 answer = _line({"result": reply.values()})
+            elif isinstance(reply, Ask):
+                answer = _line({"ask": vars(reply)})
             else:
-                answer = _line({"ask": vars(reply)} if isinstance(reply, Ask) else {"messages": reply})
+                answer = _line({"messages": reply})
         except BaseException as problem:  # SystemExit, too
             answer = _line({"result": error(helper.blame(problem)).values()})
         ours.sendall(answer)

@@ -97,21 +97,26 @@ class Program(Environment):
         self._folder = None if folder is None else str(Path(folder).resolve())
         if self._folder is not None and not os.path.isdir(self._folder):
             raise UserError(f"folder: {folder} is not a folder")
-        self._files: dict[str, bytes] = {}
-        if _PYTHON.fullmatch(command[0]):
-            program, more = self._shown.path, []
-        else:
+        folders = list(self._shown.folders)
+        program = self._shown.path
+        if not _PYTHON.fullmatch(command[0]):
             path = shutil.which(command[0])
             if path is None:
                 raise UserError(f"command: {command[0]} is neither a program of the PATH nor an executable file")
             file = Path(path).resolve()
-            program, more = str(file), [] if file.is_relative_to("/usr") else [str(file.parent)]
+            program = str(file)
+            if not file.is_relative_to("/usr"):
+                folders.append(str(file.parent))
+        if self._folder is not None:
+            folders.append(self._folder)
+        self._files: dict[str, bytes] = {}
         self._command = [program, *map(self._argument, command[1:])]
-        self._sandbox = Sandbox(sandbox, [*self._shown.folders, *more, *filter(None, [self._folder])])
+        self._sandbox = Sandbox(sandbox, folders)
         self._asked: SimpleQueue[Exchange | None] = SimpleQueue()
-        self._exchange: Exchange | None = None
-        self._said: Message = {}
-        self._cut = self._heard = False
+        self._exchange: Exchange | None = None  # the request that waits for a message
+        self._last: Message = {}  # the model's last message
+        self._cut = False  # whether a limit ended the conversation
+        self._heard = False  # whether the program has requested anything
 
     def _argument(self, word: str) -> str:
         """Return an argument, or the path in the sandbox if it names a file."""
@@ -132,9 +137,11 @@ class Program(Environment):
         self._sandbox.check()
         if self._folder is not None:
             look = [self._shown.path, "-I", "-S", "-c", "import os, sys; os.listdir(sys.argv[1])", self._folder]
-            unread = f"folder: the sandbox runs as another user, who cannot read {self._folder}; allow it: "
             if self._sandbox.run(look).returncode:
-                raise UserError(f"{unread}chmod -R o+rX {self._folder}")
+                raise UserError(
+                    f"folder: the sandbox runs as another user, who cannot read {self._folder}; "
+                    f"allow it: chmod -R o+rX {self._folder}"
+                )
         super().check()
 
     def begin(self) -> Ask | Result:
@@ -143,45 +150,51 @@ class Program(Environment):
         return self._next()
 
     def reply(self, message: Message) -> Ask | Result:
-        assert self._exchange is not None
-        self._said = message
-        self._exchange.answer(message)
-        return self._next()
+        self._last = message
+        return self._respond(message)
 
     def cut(self, message: Message) -> Result:
         """Answer with the model's last message, refuse all further requests, and wait for the result."""
-        assert self._exchange is not None
         self._cut = True
-        self._exchange.answer(_AT_LIMIT if message == self._said else message)
-        while isinstance(reply := self._next(), Ask):
-            self._exchange.answer(_AT_LIMIT)
+        reply = self._respond(_AT_LIMIT if message == self._last else message)
+        while isinstance(reply, Ask):
+            reply = self._respond(_AT_LIMIT)
         return reply
 
     def refused(self, why: str) -> Ask | Result:
         """Answer the request with status 400; the program may send another one."""
+        return self._respond(ValueError(why))
+
+    def _respond(self, message: Message | Exception) -> Ask | Result:
+        """Answer the program's request, and wait for the next one or the result."""
         assert self._exchange is not None
-        self._exchange.answer(ValueError(why))
+        self._exchange.answer(message)
         return self._next()
 
     def _start(self) -> RunningProgram:
         """Start the program and its endpoint."""
-        ours, theirs = socket.socketpair()
+        python = self._shown.path
         key = secrets.token_hex(16)
-        packages = [*filter(None, [self._folder]), *self._shown.packages]
+        packages = list(self._shown.packages)
+        if self._folder is not None:
+            packages.insert(0, self._folder)
         variables = {"OPENAI_API_KEY": key, "PYTHONPATH": ":".join(packages), "PYTHONUNBUFFERED": "1"}
         task = json.dumps([self._command, variables])
         hidden = {*self.needs} - {"prompt"}
-        row = json.dumps({name: value for name, value in self.row.items() if name not in hidden}, default=str)
+        shown = {name: value for name, value in self.row.items() if name not in hidden}
+        row = json.dumps(shown, default=str).encode() + b"\n"
+        ours, theirs = socket.socketpair()
         with ours:
             with theirs:
-                argv = [self._shown.path, "-I", "-S", "-c", _LAUNCH, str(theirs.fileno()), task]
-                running = self._sandbox.start(
-                    argv, self._files, row.encode() + b"\n", self._limits, pass_fds=[theirs.fileno()]
-                )
-            _, fds, *_ = socket.recv_fds(ours, 1, 1) if readable(ours.fileno(), _START) else (b"", [])
-        if not fds:
+                link = theirs.fileno()
+                launch = [python, "-I", "-S", "-c", _LAUNCH, str(link), task]
+                running = self._sandbox.start(launch, self._files, row, self._limits, pass_fds=[link])
+            listening: list[int] = []
+            if readable(ours.fileno(), _START):
+                _, listening, *_ = socket.recv_fds(ours, 1, 1)
+        if not listening:
             raise RuntimeError(f"the sandbox did not start: {short(running.last_words())}")
-        self._endpoint = Endpoint(socket.socket(fileno=fds[0]), key, self._asked)
+        self._endpoint = Endpoint(socket.socket(fileno=listening[0]), key, self._asked)
         return running
 
     def _watch(self) -> None:
@@ -190,35 +203,38 @@ class Program(Environment):
         self._asked.put(None)
 
     def _next(self) -> Ask | Result:
-        self._exchange = self._asked.get()
-        while self._exchange and (self._exchange.gone() or self._running.child.returncode is not None):
-            self._exchange.answer(BrokenPipeError())  # only the endpoint's thread waits
-            self._exchange = self._asked.get()
-        if self._exchange is None:
-            return self._result()
-        self._heard = True
-        return self._exchange.ask
+        while True:
+            self._exchange = exchange = self._asked.get()
+            if exchange is None:
+                return self._result()
+            if self._running.child.returncode is None and not exchange.gone():
+                self._heard = True
+                return exchange.ask
+            exchange.answer(BrokenPipeError())  # only the endpoint's thread waits
 
     def _result(self) -> Result:
         child = self._running.child
-        said = bytes(child.stderr).decode("utf-8", "replace").strip().rpartition("\n")[2]
         if child.killed or child.returncode:
             refused = self._endpoint.refused
-            why = f"the program {child.killed or f'ended with status {child.returncode}'}: {said}"
-            why += f" (its last refused request: {refused})" if refused else ""
-            may_be_its = self._cut or (refused and self._said)  # many programs fail at a refusal
-            return Result(Verdict.WRONG, 0.0, why) if may_be_its else error(why)
+            why = f"the program {child.killed or f'ended with status {child.returncode}'}: {_last_line(child.stderr)}"
+            if refused:
+                why += f" (its last refused request: {refused})"
+            models_fault = self._cut or (refused and self._last)  # many programs fail at a refusal
+            return Result(Verdict.WRONG, 0.0, why) if models_fault else error(why)
         if not self._heard:
-            return error(f"the program ended without a request to OPENAI_BASE_URL: {said}")
-        line = bytes(child.stdout).decode("utf-8", "replace").strip().rpartition("\n")[2]
+            return error(f"the program ended without a request to OPENAI_BASE_URL: {_last_line(child.stderr)}")
+        line = _last_line(child.stdout)
         printed = f"the program's last line: {short(line, 200)}"
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
         if self._judged_by is not None:
-            text = value if isinstance(value, str) else line
-            answer = value.get("answer") if isinstance(value, dict) else text
+            answer: Any = line
+            if isinstance(value, str):
+                answer = value
+            elif isinstance(value, dict):
+                answer = value.get("answer")
             if not isinstance(answer, (str, int, float)):
                 return error(f"the program's last line is {short(line, 100)!r}; expected an answer")
             result = self.judge(str(answer))
@@ -229,3 +245,7 @@ class Program(Environment):
             return error(f"the program's last line is {short(line, 100)!r}; expected a reward as JSON")
         verdict = Verdict.CORRECT if reward == 1 else Verdict.WRONG
         return Result(verdict, float(reward), str(fields.get("detail", printed)), fields.get("parts", {}))
+
+
+def _last_line(output: bytearray) -> str:
+    return output.decode("utf-8", "replace").strip().rpartition("\n")[2]

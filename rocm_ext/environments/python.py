@@ -45,8 +45,7 @@ class Python:
         check_limits("Python", timeout, memory_mb)
         # the wall time limits a call; a limit on CPU time would add up over the calls
         self._limits = Limits(seconds=timeout, cpu_seconds=0, memory_mb=memory_mb)
-        self._where = sandbox, python or sys.executable
-        _sandbox(*self._where)
+        self._where = _sandbox(sandbox, python or sys.executable)
         self._running: _Interpreter | None = None
 
     def python(self, code: str) -> str:
@@ -61,9 +60,9 @@ class Python:
         if len(data) > _CODE:
             raise ValueError(f"the code has {len(data)} bytes, more than {_CODE}")
         if self._running is None:
-            self._running = _Interpreter(*_sandbox(*self._where), self._limits)
-        said, ended = self._running.run(data)
-        text = said.decode("utf-8", "replace").replace("\r\n", "\n")
+            self._running = _Interpreter(*self._where, self._limits)
+        output, ended = self._running.run(data)
+        text = output.decode("utf-8", "replace").replace("\r\n", "\n")
         text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text).strip("\n")
         if ended:
             self._running.close()
@@ -117,19 +116,27 @@ class _Interpreter:
         in_time = supervise([child], seconds, self._link.fileno())
         rests = self._rest()
         with contextlib.suppress(BlockingIOError, ValueError):  # all is read; the pipe is closed
-            while len(child.stdout) < child.output_bytes and (part := os.read(self._stdout.fileno(), 1 << 16)):
+            while len(child.stdout) < child.output_bytes:
+                part = os.read(self._stdout.fileno(), 1 << 16)
+                if not part:
+                    break
                 child.stdout += part
         answered = b""
-        with contextlib.suppress(OSError):
-            answered = self._link.recv(1) if in_time else b""
-        ends = {
-            f"the code {child.killed}": child.killed,
-            f"the code ran for more than {seconds:g} s": not in_time,
-            "the interpreter ended": not answered,
-            "the code left processes that go on": not rests,
-            "the code closed its output": self._stdout.closed,
-        }
-        return bytes(child.stdout), next((why for why, holds in ends.items() if holds), "")
+        if in_time:
+            with contextlib.suppress(OSError):
+                answered = self._link.recv(1)
+        why = ""
+        if child.killed:
+            why = f"the code {child.killed}"
+        elif not in_time:
+            why = f"the code ran for more than {seconds:g} s"
+        elif not answered:
+            why = "the interpreter ended"
+        elif not rests:
+            why = "the code left processes that go on"
+        elif self._stdout.closed:
+            why = "the code closed its output"
+        return bytes(child.stdout), why
 
     def _rest(self) -> bool:
         """Stop the interpreter and kill its child processes; False if some are left."""
@@ -137,7 +144,8 @@ class _Interpreter:
         with contextlib.suppress(OSError):
             os.kill(self._pids[-1], signal.SIGSTOP)
         for _ in range(_ROUNDS):
-            if not (others := set(descendants(self._pids[0])) - known):
+            others = set(descendants(self._pids[0])) - known
+            if not others:
                 return True
             known |= others  # zombies stay until the interpreter goes on
             kill(others)

@@ -34,7 +34,8 @@ class Search:
     def __init__(self, folder: str, passages: int = 3, words: int = 150) -> None:
         if not (passages >= 1 and words >= 1):
             raise UserError(f"Search needs passages and words of at least 1, found {passages} and {words}")
-        self._index, self._passages = _index(str(Path(folder).resolve()), words), passages
+        self._index = _index(str(Path(folder).resolve()), words)
+        self._passages = passages
 
     def search(self, query: str) -> str:
         """Search in a collection of texts. You get the passages that fit best, each with the name of its file.
@@ -50,15 +51,17 @@ class Index:
     """An inverted index of passages, which are (name, text)."""
 
     def __init__(self, passages: list[tuple[str, str]]) -> None:
-        self._passages, lengths = passages, array("L")
+        self._passages = passages
         # word -> the numbers of the passages with it, and its counts there
         self._postings: Mapping[str, tuple[array, array]] = defaultdict(lambda: (array("L"), array("L")))
+        lengths = array("L")
         for number, (name, text) in enumerate(passages):
             counts = Counter(_words(f"{name} {text}"))
             lengths.append(counts.total())
             for word, count in counts.items():
-                for column, value in zip(self._postings[word], (number, count), strict=True):
-                    column.append(value)
+                numbers, appearances = self._postings[word]
+                numbers.append(number)
+                appearances.append(count)
         mean = sum(lengths) / len(lengths)
         self._norms = array("d", (_K1 * (1 - _B + _B * length / mean) for length in lengths))
 
@@ -66,11 +69,13 @@ class Index:
         """The (name, text) of the best passages, the best one first; of equals, the earlier."""
         scores: dict[int, float] = defaultdict(float)
         for word in dict.fromkeys(_words(query)):
-            if word in self._postings:
-                numbers, counts = self._postings[word]
-                rarity = math.log(1 + (len(self._passages) - len(numbers) + 0.5) / (len(numbers) + 0.5))
-                for number, count in zip(numbers, counts, strict=True):
-                    scores[number] += rarity * count / (count + self._norms[number])
+            if word not in self._postings:
+                continue
+            numbers, counts = self._postings[word]
+            matching, others = len(numbers), len(self._passages) - len(numbers)
+            rarity = math.log(1 + (others + 0.5) / (matching + 0.5))
+            for number, count in zip(numbers, counts, strict=True):
+                scores[number] += rarity * count / (count + self._norms[number])
         best = heapq.nsmallest(most, scores, key=lambda number: (-scores[number], number))
         return [self._passages[number] for number in best]
 
@@ -81,8 +86,9 @@ def _words(text: str) -> list[str]:
 
 @functools.cache  # forks of a process that has called it begin with the index
 def _index(folder: str, words: int) -> Index:
-    texts = _texts(Path(folder))
-    passages = [(name, passage) for name, text in texts for passage in _passages(text, words)]
+    passages = []
+    for name, text in _texts(Path(folder)):
+        passages += [(name, passage) for passage in _passages(text, words)]
     if not passages:
         raise UserError(f"Search found no text in {folder}; expected files .txt, .md or .jsonl")
     return Index(passages)
@@ -90,10 +96,12 @@ def _index(folder: str, words: int) -> Index:
 
 def _texts(folder: Path) -> Iterator[tuple[str, str]]:
     for path in sorted(folder.rglob("*")):
+        if not path.is_file():
+            continue
         name = str(path.relative_to(folder))
-        if path.suffix in (".txt", ".md") and path.is_file():
+        if path.suffix in (".txt", ".md"):
             yield name, path.read_text(encoding="utf-8", errors="replace")
-        elif path.suffix == ".jsonl" and path.is_file():
+        elif path.suffix == ".jsonl":
             with path.open(encoding="utf-8", errors="replace") as lines:
                 for number, line in enumerate(lines, 1):
                     where = f"{path}, line {number}"

@@ -34,17 +34,18 @@ def functions_of(tool: Any) -> list[Callable[..., Any]]:
     config = {COMPONENT: tool} if isinstance(tool, str) else tool
     if not (isinstance(config, Mapping) and COMPONENT in config):
         raise UserError(f"tools: found {tool!r}; expected a name, or a mapping with {COMPONENT}")
-    path, arguments = config[COMPONENT], {str(name): value for name, value in config.items() if name != COMPONENT}
+    arguments = {str(name): value for name, value in config.items()}
+    path = arguments.pop(COMPONENT)
     try:
-        made = import_component(path)
+        component = import_component(path)
     except UserError as error:
         raise UserError(f"tools: {error}") from error
-    if not inspect.isclass(made):
+    if not inspect.isclass(component):
         refuse(f"tools: {path} is a function, which takes no argument {name!r} here" for name in arguments)
-        return [made]
+        return [component]
     with explain_errors(f"tools: {path} cannot be built"):
-        built = made(**arguments)
-    methods = [name for name, _ in inspect.getmembers(made, inspect.isroutine) if not name.startswith("_")]
+        built = component(**arguments)
+    methods = [name for name, _ in inspect.getmembers(component, inspect.isroutine) if not name.startswith("_")]
     if not methods:
         raise UserError(f"tools: {path} has no public method; its public methods are the tools")
     return [getattr(built, name) for name in methods]

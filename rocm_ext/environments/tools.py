@@ -58,12 +58,13 @@ class Tools:
             inspect.signature(function).bind(**call.arguments)
         except TypeError as problem:
             return f"error: {call.name}: {one_line(problem)}"
-        if (error := next(Draft202012Validator(parameters).iter_errors(dict(call.arguments)), None)) is not None:
+        for error in Draft202012Validator(parameters).iter_errors(dict(call.arguments)):
             return f"error: {call.name}: {'.'.join(map(str, error.path)) or 'the arguments'}: {error.message}"
         try:
             result = function(**call.arguments)
-            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-            return shortened(text.encode("utf-8", "replace").decode(), _MOST)  # no halves of surrogate pairs
+            if not isinstance(result, str):
+                result = json.dumps(result, ensure_ascii=False, default=str)
+            return shortened(result.encode("utf-8", "replace").decode(), _MOST)  # no halves of surrogate pairs
         except Fault:
             raise
         except (Exception, SystemExit) as problem:  # whatever a tool raises
@@ -72,39 +73,41 @@ class Tools:
 
 def shortened(text: str, most: int) -> str:
     """Return ``text``, without its middle if it is longer than ``most`` characters."""
-    return text if len(text) <= most else f"{text[: most // 2]}\n… the middle is left out …\n{text[-most // 2 :]}"
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]}\n… the middle is left out …\n{text[-most // 2 :]}"
 
 
 def schema_of(function: Callable[..., Any]) -> Json:
     """Describe a function as a JSON schema in OpenAI's form; raises UserError as :class:`Tools`."""
     later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    if not (inspect.isroutine(function) and not any(kind(function) for kind in later)):
+    if not inspect.isroutine(function) or any(kind(function) for kind in later):
         raise UserError(f"tools: found {function!r}; expected a function that is neither asynchronous nor a generator")
-    name, doc = function.__name__, inspect.getdoc(function) or ""
+    name = function.__name__
+    doc = inspect.getdoc(function)
     if not doc:
         raise UserError(f"tools: {name} has no docstring; the model reads there what the function does")
-    summary, described = _described(doc)
+    summary, descriptions = _described(doc)
     try:
         hints, signature = get_type_hints(function), inspect.signature(function)
     except Exception as error:  # whatever an annotation raises
         raise UserError(f"tools: {name}'s parameters cannot be read: {one_line(error)}; write type hints") from error
-    properties, required = {}, []
-    for parameter in signature.parameters.values():
+    properties: Json = {}
+    required = []
+    for key, parameter in signature.parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise UserError(f"tools: {name} takes *{parameter.name}; a tool has only named parameters")
-        if parameter.name not in hints:
-            raise UserError(f"tools: {name}'s parameter {parameter.name} has no type hint")
+            raise UserError(f"tools: {name} takes *{key}; a tool has only named parameters")
+        if key not in hints:
+            raise UserError(f"tools: {name}'s parameter {key} has no type hint")
         try:
-            kind = _kind(hints[parameter.name])
+            properties[key] = _kind(hints[key])
         except (KeyError, TypeError) as error:
             expected = "str, int, float, bool, list, dict, Literal, or one of these | None"
-            hint = f"{name}'s parameter {parameter.name} is {hints[parameter.name]}"
-            raise UserError(f"tools: {hint}; expected {expected}") from error
-        if text := described.get(parameter.name):
-            kind = {**kind, "description": text}
-        properties[parameter.name] = kind
+            raise UserError(f"tools: {name}'s parameter {key} is {hints[key]}; expected {expected}") from error
+        if descriptions.get(key):
+            properties[key]["description"] = descriptions[key]
         if parameter.default is parameter.empty:
-            required.append(parameter.name)
+            required.append(key)
     parameters = {"type": "object", "properties": properties, "required": required}
     return {"type": "function", "function": {"name": name, "description": summary, "parameters": parameters}}
 
@@ -117,7 +120,8 @@ def _kind(hint: Any) -> Json:
     if origin is Literal:
         return {"enum": list(parts)}
     if origin in (Union, types.UnionType):
-        return {"anyOf": [_kind(part) if part is not type(None) else {"type": "null"} for part in parts]}
+        null = {"type": "null"}
+        return {"anyOf": [null if part is type(None) else _kind(part) for part in parts]}
     kind: Json = {"type": _TYPES[origin or hint]}
     if kind["type"] == "array" and parts:
         kind["items"] = _kind(parts[0])

@@ -42,22 +42,26 @@ class Trl(Environment):
         scale: Sequence[float] = (0.0, 1.0),
     ) -> None:
         super().__init__(row)
-        self.environment = made = import_component(factory)()
-        methods = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction) if name[0] != "_"]
-        named = f"environment: {factory}"
+        self.environment = environment = import_component(factory)()
+        kind = type(environment)
+        methods = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
         if "reset" not in methods:
-            raise UserError(f"{named} makes a {type(made).__name__} without a method reset")
+            raise UserError(f"environment: {factory} makes a {kind.__name__} without a method reset")
         if ("get_reward" in methods) == (reward is not None):
-            raise UserError(f"{named} needs either a method get_reward or the argument reward")
-        self.tools = [_at_once(getattr(made, name)) for name in methods if name not in _OWN]
-        function: Callable[..., Any] = lambda **_: [now(made.get_reward())]  # noqa: E731
-        if reward is not None:
-            function = functools.partial(import_component(reward), environments=[made])
+            raise UserError(f"environment: {factory} needs either a method get_reward or the argument reward")
+        self.tools = [_at_once(getattr(environment, name)) for name in methods if name not in _OWN]
+        if reward is None:
+            function: Callable[..., Any] = lambda **_: [now(environment.get_reward())]  # noqa: E731
+        else:
+            function = functools.partial(import_component(reward), environments=[environment])
         self._reward = RewardFunction(function, threshold, scale, conversational=True)
-        parameters = [p for p in inspect.signature(made.reset).parameters.values() if p.default is p.empty]
-        required = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self.needs = tuple(dict.fromkeys((*self._reward.needs, *required)))
-        self._said: list[Message] = []
+        needs = [*self._reward.needs]
+        for name, parameter in inspect.signature(environment.reset).parameters.items():
+            named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if named and parameter.default is parameter.empty and name not in needs:
+                needs.append(name)
+        self.needs = tuple(needs)
+        self._turns: list[Message] = []  # all messages after the prompt
 
     def begin(self) -> Any:
         prompt = [dict(message) for message in self._reward.prompt(self.row)]
@@ -69,21 +73,21 @@ class Trl(Environment):
         return opening
 
     def reply(self, message: Message) -> Any:
-        self._said.append(dict(message))
+        self._turns.append(dict(message))
         if not message.get("tool_calls"):
             return self._judged()
         results = super().reply(message)
-        self._said += results
+        self._turns += results
         return results
 
     def cut(self, message: Message) -> Result:
-        answers = [said for said in self._said if said["role"] == "assistant"]
+        answers = [turn for turn in self._turns if turn["role"] == "assistant"]
         if not answers or answers[-1] != message:  # else the tools' results after it reached the limit
-            self._said.append(dict(message))
+            self._turns.append(dict(message))
         return self._judged()
 
     def _judged(self) -> Result:
-        return self._reward.judge_batch([self._said], [self.row])[0]
+        return self._reward.judge_batch([self._turns], [self.row])[0]
 
 
 def _at_once(function: Callable[..., Any]) -> Callable[..., Any]:

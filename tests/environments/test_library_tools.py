@@ -411,9 +411,9 @@ seen
 
 
 def test_a_sandbox_that_does_not_start_is_not_the_models_fault(monkeypatch):
-    tool = Python(sandbox="rlimits", timeout=2)
     monkeypatch.setattr("rocm_ext.environments.python._sandbox", lambda *_: (Sandbox("rlimits"), "/bin/false", ()))
     monkeypatch.setattr("rocm_ext.verifiers.python.start.compiled", lambda _: {"_interpreter": b""})
+    tool = Python(sandbox="rlimits", timeout=2)
     with pytest.raises(Fault, match="did not start"):
         Tools([tool.python])(Call("python", {"code": "1"}))
 
