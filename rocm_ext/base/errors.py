@@ -25,7 +25,7 @@ def nearest(name: object, known: Iterable[str], otherwise: str | None = None) ->
     Args:
         name: the unknown name.
         known: the names that exist.
-        otherwise: the end of the message if none of many names is similar; None: the five nearest names.
+        otherwise: the end of the message if none of many names is similar; by default the five nearest names.
 
     Returns:
         ``; did you mean …?`` for a similar name, and the known names if they are few or none is similar.
@@ -33,14 +33,17 @@ def nearest(name: object, known: Iterable[str], otherwise: str | None = None) ->
     import difflib  # here, because every program that imports torch imports this module, see rocm_ext.hook
 
     names = sorted(known)
+    listed = f"known: {', '.join(names)}"
     match = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
-    if not match and len(names) > _MOST:
-        if otherwise is not None:
-            return otherwise
-        near = difflib.get_close_matches(str(name), names, n=5, cutoff=0.0)
-        return f"; the nearest of {len(names)} known names are {', '.join(near)}"
-    guess = f"; did you mean {match[0]}?" if match else ""
-    return guess if match and len(names) > 9 else f"{guess or ';'} known: {', '.join(names)}"
+    if match:
+        guess = f"; did you mean {match[0]}?"
+        return guess if len(names) > 9 else f"{guess} {listed}"
+    if len(names) <= _MOST:
+        return f"; {listed}"
+    if otherwise is not None:
+        return otherwise
+    near = difflib.get_close_matches(str(name), names, n=5, cutoff=0.0)
+    return f"; the nearest of {len(names)} known names are {', '.join(near)}"
 
 
 def require_known(what: str, value: object, known: Collection[str]) -> None:

@@ -22,7 +22,8 @@ _FOLDERS = ("models", "outputs", "demo")  # of this library's configs; they may 
 
 def how_to_download(folder: Path) -> str:
     """Return the command that downloads a model into ``folder``, as the end of a message."""
-    if name := hub_name(folder):
+    name = hub_name(folder)
+    if name:
         return f"download the model: hf download {name} --revision {folder.name}"
     owner = next((owner for start, owner in _OWNERS.items() if folder.name.startswith(start)), "OWNER")
     return f"download the model: tune download {owner}/{folder.name or 'NAME'} --output-dir {folder}"
@@ -34,11 +35,13 @@ def is_hub_name(text: str) -> bool:
     A path in a folder that exists, or in ``models/``, is a folder.
     """
     match = _NAME.fullmatch(text)
-    return match is not None and not text.endswith(".gguf") and match[1] not in _FOLDERS and not Path(match[1]).exists()
+    if match is None or text.endswith(".gguf"):
+        return False
+    return match[1] not in _FOLDERS and not Path(match[1]).exists()
 
 
 def hub_name(folder: Path) -> str | None:
-    """Return the name of the model in a snapshot of the hub's cache; None for any other folder."""
+    """Return the name of the model in a snapshot of the hub's cache, or None for any other folder."""
     cached = re.search(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\][^/\\]+$", str(folder))
     return f"{cached[1]}/{cached[2]}" if cached else None
 
@@ -46,7 +49,7 @@ def hub_name(folder: Path) -> str | None:
 def in_cache(name: str) -> Path | None:
     """Return the folder of the model ``name`` in the hub's cache, perhaps with only some of its files.
 
-    None: the cache lacks the model's ``config.json``.
+    Returns None if the cache lacks the model's ``config.json``.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError
@@ -69,8 +72,9 @@ def files_of(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     chosen = filter_repo_objects(names, allow_patterns=[*patterns], ignore_patterns=".*")
     files = {name: folder / name for name in chosen}
-    real = folder.resolve()
-    inside = [real, *[real.parents[1] / "blobs"] * (hub_name(real) is not None)]
+    inside = [folder.resolve()]
+    if hub_name(inside[0]) is not None:
+        inside.append(inside[0].parents[1] / "blobs")
     for path in files.values():
         if path.resolve().parent not in inside:
             raise UserError(f"{path} is a link to {path.resolve()}, outside of its folder; replace it by a copy")

@@ -26,13 +26,13 @@ def import_component(path: Any) -> Callable:
         raise UserError(f"{path!r} cannot be imported: expected module.Class, such as torch.optim.AdamW")
     here = os.getcwd()
     # only if needed: the current folder may be a downloaded one, and libraries try out imports
-    if here not in sys.path and not _installed(path.split(".")[0]):
+    if here not in sys.path and not _installed(path.partition(".")[0]):
         sys.path.append(here)
         importlib.invalidate_caches()
     component, names = _import_module(path, here)
     for name in names:
         if not hasattr(component, name):
-            public = [key for key, value in vars(component).items() if callable(value) and key[:1] != "_"]
+            public = [key for key, value in vars(component).items() if callable(value) and not key.startswith("_")]
             where = getattr(component, "__name__", path)
             raise UserError(f"{path!r} cannot be imported: {where} has no {name!r}{nearest(name, public)}")
         component = getattr(component, name)
@@ -56,7 +56,7 @@ def _import_module(path: str, here: str) -> tuple[Any, list[str]]:
         try:
             return importlib.import_module(module), parts[end:]
         except Exception as error:  # modules may raise anything
-            missing = isinstance(error, ModuleNotFoundError) and error.name
-            if not (missing and f"{module}.".startswith(f"{missing}.")):  # the error comes from inside the module
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if not missing or not f"{module}.".startswith(f"{missing}."):  # the error comes from inside the module
                 raise UserError(f"{path!r} cannot be imported: importing {module}: {one_line(error)}") from error
     raise UserError(f"{path!r} cannot be imported: there is no module {parts[0]!r}, neither installed nor in {here}")

@@ -50,7 +50,7 @@ def check(config: Mapping[str, object] | DictConfig, kinds: Mapping[str, Kind], 
 
 def one_of(*values: Any) -> Kind:
     """One of these values; 1 does not stand for True."""
-    *most, last = ("null" if value is None else str(value) for value in values)
+    *most, last = ["null" if value is None else str(value) for value in values]
     name = f"{', '.join(most)} or {last}" if most else last
     return Kind(lambda value: any(type(value) is type(one) and value == one for one in values), (name,))
 
@@ -84,19 +84,28 @@ def list_of_texts(name: str) -> Kind:
 def by_pattern(kind: Kind) -> Kind:
     """A mapping from regular expressions to values of this kind."""
 
-    def fits(key: Any, value: Any) -> bool:
-        try:
-            return isinstance(key, str) and bool(key) and re.compile(f"({key})") is not None and kind.fits(value)
-        except (re.error, OverflowError, RecursionError):
+    def fits(mapping: Any) -> bool:
+        if not isinstance(mapping, Mapping):
             return False
+        for pattern, value in mapping.items():
+            if not isinstance(pattern, str) or not pattern or not kind.fits(value):
+                return False
+            try:
+                re.compile(f"({pattern})")
+            except (re.error, OverflowError, RecursionError):
+                return False
+        return True
 
-    name = f"layers' names or regular expressions, with {kind} for each"
-    return Kind(lambda value: isinstance(value, Mapping) and all(fits(*item) for item in value.items()), (name,))
+    return Kind(fits, (f"layers' names or regular expressions, with {kind} for each",))
 
 
 def _around_one(value: Any) -> bool:
-    pair = list(value) if isinstance(value, ListConfig | list | tuple) else []
-    return len(pair) == 2 and all(type(x) in (int, float) for x in pair) and 0 <= pair[0] <= 1 <= pair[1] < math.inf
+    if not isinstance(value, ListConfig | list | tuple) or len(value) != 2:
+        return False
+    low, high = value
+    if type(low) not in (int, float) or type(high) not in (int, float):
+        return False
+    return 0 <= low <= 1 <= high < math.inf
 
 
 NULL = Kind(lambda value: value is None, ("null",))

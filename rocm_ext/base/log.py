@@ -47,9 +47,14 @@ class Progress:
     """
 
     def __init__(self, total: int, start: int, enabled: bool, unit: str = "step", brief: bool = False) -> None:
-        self.total, self.done, self._unit, self._enabled, self._bar = total, start, unit, enabled, None
-        self._began, self._start, self._spoke = time.monotonic(), start, time.monotonic() if brief else 0.0
-        self._ends: tuple[int, ...] = () if brief else (start + 1, total)
+        self.total = total
+        self.done = self._start = start
+        self._unit = unit
+        self._enabled = enabled
+        self._began = time.monotonic()
+        self._spoke = self._began if brief else 0.0
+        self._ends: tuple[int, ...] = () if brief else (start + 1, total)  # units that get a line in any case
+        self._bar = None
         if enabled and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True)
 
@@ -87,4 +92,8 @@ def duration(seconds: float) -> str:
     """``75`` -> ``1m15s``."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    if minutes:
+        return f"{minutes}m{seconds:02d}s"
+    return f"{seconds}s"

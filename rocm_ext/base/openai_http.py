@@ -71,14 +71,15 @@ def checked_urls(urls: Any) -> list[str]:
     """
     if isinstance(urls, str) or not isinstance(urls, Sequence) or not len(urls):
         raise UserError("urls must be a list with at least one url, like [http://localhost:8000]")
-    plain = []
+    addresses = []
     for url in urls:
         if not isinstance(url, str) or not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", url):
             raise UserError(f"{url!r} in urls is not a server's address; expected one like http://localhost:8000")
-        plain.append(url.rstrip("/").removesuffix("/v1").rstrip("/"))
-    if twice := {url for url in plain if plain.count(url) > 1}:
+        addresses.append(url.rstrip("/").removesuffix("/v1").rstrip("/"))
+    twice = {address for address in addresses if addresses.count(address) > 1}
+    if twice:
         raise UserError(f"urls names {', '.join(sorted(twice))} twice")
-    return plain
+    return addresses
 
 
 def seconds_of(value: Any, name: str) -> float:
@@ -87,14 +88,16 @@ def seconds_of(value: Any, name: str) -> float:
     Raises:
         UserError: ``value`` is not a time of at least 0; the message has ``name``.
     """
-    number, unit = value, "s"
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", value)):
-        number, unit = float(match[1]), match[2]
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
-        unit = ""
-    if unit not in _SECONDS:
+    seconds: Any = None
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", value)
+        if match and match[2] in _SECONDS:
+            seconds = float(match[1]) * _SECONDS[match[2]]
+    elif not isinstance(value, bool) and isinstance(value, int | float):
+        seconds = value
+    if seconds is None or not 0 <= seconds < math.inf:
         raise UserError(f"{name} is {value!r}; expected seconds, or a time such as 90 s, 10 min or 1.5 h")
-    return float(number) * _SECONDS[unit]
+    return float(seconds)
 
 
 def authorization(api_key_env: str | None) -> dict[str, str]:
@@ -108,14 +111,16 @@ def authorization(api_key_env: str | None) -> dict[str, str]:
     # The value may be the key itself by mistake, so the message does not show it.
     if not isinstance(api_key_env, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", api_key_env):
         raise UserError("api_key_env must be the name of an environment variable, not the key")
-    if not (key := os.environ.get(api_key_env, "").strip()):
+    key = os.environ.get(api_key_env, "").strip()
+    if not key:
         raise UserError("the environment variable that api_key_env names is not set; export it with the API key")
     return {"Authorization": f"Bearer {key}"}
 
 
 def pause_after(error: Exception, failures: int) -> float:
     """Return the seconds to wait after ``error`` and ``failures`` earlier ones; the server may ask for more."""
-    return max(min(MAX_BACKOFF, BACKOFF * 2**failures), getattr(error, "retry_after", 0.0))
+    pause = min(MAX_BACKOFF, BACKOFF * 2**failures)
+    return max(pause, getattr(error, "retry_after", 0.0))
 
 
 async def exchange(client: Any, method: str, url: str, seconds: float, json: Any = None) -> Any:
@@ -144,7 +149,9 @@ async def _received(client: Any, method: str, url: str, json: Any) -> Any:
             body += part
             if len(body) > MAX_BODY:
                 raise UserError(f"{url} answers with more than {MAX_BODY} bytes; is it an OpenAI-compatible server?")
-    headers = {name: response.headers[name] for name in ("retry-after",) if name in response.headers}
+    headers = {}
+    if "retry-after" in response.headers:
+        headers["retry-after"] = response.headers["retry-after"]
     return httpx.Response(response.status_code, headers=headers, content=bytes(body))
 
 
@@ -188,7 +195,8 @@ def message_of(response: Any) -> str:
         body = response.json()
         if isinstance(body, dict):
             message = body.get("error", body.get("detail", body.get("message")))
-            message = message.get("message", message) if isinstance(message, dict) else message
+            if isinstance(message, dict):
+                message = message.get("message", message)
             if message:
                 return start_of(message if isinstance(message, str) else json.dumps(message), 500)
     return start_of(response.text)
@@ -196,8 +204,7 @@ def message_of(response: Any) -> str:
 
 def start_of(text: str, length: int = 200) -> str:
     """Return the start of ``text`` in one line."""
-    text = " ".join(text.split())
-    return text[:length] or "(nothing)"
+    return " ".join(text.split())[:length] or "(nothing)"
 
 
 def in_words(error: Exception) -> str:

@@ -11,7 +11,7 @@ OLD_TORCH, OLD_TORCH_PIN = "2.10", ("0.13", "0.18")
 
 
 def installed() -> dict[str, str | None]:
-    """The versions of torchtune, torchao and torch; None: not installed."""
+    """The versions of torchtune, torchao and torch; None for one that is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions: dict[str, str | None] = {"torchtune": None, "torchao": None, "torch": None}
@@ -22,18 +22,24 @@ def installed() -> dict[str, str | None]:
 
 
 def wrong_pins(versions: dict[str, str | None] | None = None) -> str | None:
-    """A line that names the wrong version of torchtune or torchao, or None. ``versions``: default: the installed."""
-    versions = installed() if versions is None else versions
-    torchtune, torchao = (versions.get(name) or "none" for name in ("torchtune", "torchao"))
+    """A line that names a wrong version of torchtune or torchao among ``versions``, or None.
+
+    Without ``versions``, the installed ones are checked.
+    """
+    if versions is None:
+        versions = installed()
+    torchtune = versions.get("torchtune") or "none"
+    torchao = versions.get("torchao") or "none"
     torch = versions.get("torch")
-    old = torch is not None and _numbers(torch) < _numbers(OLD_TORCH)
-    low, below = OLD_TORCH_PIN if old else TORCHAO_PIN
+    (low, below), with_torch = TORCHAO_PIN, ""
+    if torch is not None and _numbers(torch) < _numbers(OLD_TORCH):
+        (low, below), with_torch = OLD_TORCH_PIN, f" with torch {torch}"
     fits = _numbers(low) <= _numbers(torchao) < _numbers(below)
-    if _numbers(torchtune) == _numbers(TORCHTUNE_PIN) and fits:
+    if fits and _numbers(torchtune) == _numbers(TORCHTUNE_PIN):
         return None
     return (
-        f"torchtune-rocm needs torchtune=={TORCHTUNE_PIN} and torchao>={low},<{below}"
-        f"{f' with torch {torch}' if old else ''}; found torchtune {torchtune}, torchao {torchao}. "
+        f"torchtune-rocm needs torchtune=={TORCHTUNE_PIN} and torchao>={low},<{below}{with_torch}; "
+        f"found torchtune {torchtune}, torchao {torchao}. "
         f'Fix: pip install "torchtune=={TORCHTUNE_PIN}" "torchao>={low},<{below}"'
     )
 

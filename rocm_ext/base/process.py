@@ -30,10 +30,11 @@ _HOW_TO_MEET = (
 
 def stop_signals() -> list[int]:
     """SIGTERM and SIGHUP, without a SIGHUP that this process ignores, as under ``nohup``."""
+    signums: list[int] = [signal.SIGTERM]
     hangup = getattr(signal, "SIGHUP", None)  # Windows has none
-    if hangup is None or signal.getsignal(hangup) == signal.SIG_IGN:
-        return [signal.SIGTERM]
-    return [signal.SIGTERM, hangup]
+    if hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN:
+        signums.append(hangup)
+    return signums
 
 
 @contextmanager
@@ -102,6 +103,7 @@ def tell_launcher(message: str) -> bool:
 
 
 def _report(kind: type[BaseException], error: Any, traceback: Any) -> None:
+    """Print an exception of torchrun as lines for the user; a hook of Python."""
     if kind.__name__ == "SignalException":  # the ranks have said how they stopped
         return
     if kind.__name__ in _NOT_MET:
@@ -111,15 +113,18 @@ def _report(kind: type[BaseException], error: Any, traceback: Any) -> None:
     if kind.__name__ != "ChildFailedError":
         sys.__excepthook__(kind, error, traceback)
         return
-    failures = sorted(error.failures.items())
-    lines = [failure.message for _, failure in failures if failure.error_file_data.get(_REPORTS)]
-    for line in dict.fromkeys(lines or [_cause(rank, failure.exitcode) for rank, failure in failures]):
+    lines, causes = [], []
+    for rank, failure in sorted(error.failures.items()):
+        causes.append(_cause(rank, failure.exitcode))
+        if failure.error_file_data.get(_REPORTS):
+            lines.append(failure.message)
+    for line in dict.fromkeys(lines or causes):
         print(line, file=sys.stderr)
 
 
 def _cause(rank: int, code: int) -> str:
     if code < 0:
-        reason = "; the system may have run out of memory" if -code == 9 else ""
+        reason = "; the system may have run out of memory" if code == -9 else ""
         return f"error: rank {rank} was killed by {signal.Signals(-code).name}{reason}"
     if code - 128 in (signal.SIGINT, *stop_signals()):
         return f"rank {rank} was stopped by {signal.Signals(code - 128).name}"

@@ -61,9 +61,12 @@ class Recipe:
     def configs(self) -> list[Path]:
         """The shipped YAML files of this recipe, sorted."""
         folder = _folder("recipe_configs") if self.name in TITLES else self.file.parent
-        others = {self.defaults.resolve()}
-        paths = sorted(path for path in folder.iterdir() if path.suffix == ".yaml" and path.resolve() not in others)
-        return [path for path in paths if stated_recipe(path) == self.name]
+        configs = []
+        for path in sorted(folder.iterdir()):
+            is_config = path.suffix == ".yaml" and path.resolve() != self.defaults.resolve()
+            if is_config and stated_recipe(path) == self.name:
+                configs.append(path)
+        return configs
 
 
 @cache
@@ -82,7 +85,8 @@ def recipes() -> Mapping[str, Recipe]:
             recipe = read_recipe(Path(spec.origin))
             if recipe.name != entry.name:
                 raise ValueError(f"{recipe.file} is recipe {recipe.name}")
-            if (first := known.setdefault(recipe.name, recipe)).file != recipe.file:
+            first = known.setdefault(recipe.name, recipe)
+            if first.file != recipe.file:
                 raise ValueError(f"recipe {recipe.name} is already in {first.file}")
         except Exception as error:
             print(f"torchtune-rocm: entry point {entry.name} = {entry.value} is left out: {error}", file=sys.stderr)
@@ -99,21 +103,23 @@ def find(name: str, *folders: Path) -> Recipe:
     Raises:
         UserError: the name is unknown, or the file lacks the call of ``recipe_main`` or the defaults.
     """
-    folders = (*folders, Path.cwd())
-    looked = " or ".join(dict.fromkeys(map(str, folders)))
     if name in TITLES:
         return _shipped(name)
+    folders = (*folders, Path.cwd())
+    looked = " or ".join(dict.fromkeys(map(str, folders)))
     if name.endswith(".py"):
-        if path := next((folder / name for folder in folders if (folder / name).is_file()), None):
-            return read_recipe(path)
+        for folder in folders:
+            if (folder / name).is_file():
+                return read_recipe(folder / name)
         raise UserError(f"recipe {name} is not a file in {looked}")
     known = recipes()
     if name in known:
         return known[name]
-    for path in (path for folder in folders for path in sorted(folder.glob("*.py"))):
-        call = _recipe_main_call(path)
-        if call and call[0] == name:
-            return read_recipe(path)
+    for folder in folders:
+        for path in sorted(folder.glob("*.py")):
+            call = _recipe_main_call(path)
+            if call and call[0] == name:
+                return read_recipe(path)
     raise UserError(
         f"recipe {name} is unknown: no Python file in {looked} calls recipe_main({name!r}, …){nearest(name, known)}"
     )
@@ -126,9 +132,10 @@ def read_recipe(path: Path) -> Recipe:
         UserError: the file has no ``recipe_main("NAME", defaults="FILE.yaml")``, or lacks the defaults.
     """
     path = path.resolve()
-    if (call := _recipe_main_call(path)) is None:
+    call = _recipe_main_call(path)
+    if call is None:
         raise UserError(f'{path} is no recipe; expected recipe_main("NAME", defaults="FILE.yaml"), written out')
-    return made_by(call[0], call[1], path)
+    return made_by(*call, path)
 
 
 def made_by(name: str, defaults: str | None, file: Path) -> Recipe:
@@ -138,16 +145,17 @@ def made_by(name: str, defaults: str | None, file: Path) -> Recipe:
     Raises:
         UserError: the table lacks the name, or the defaults are missing.
     """
-    recipe = Recipe(name, file, file.parent / defaults) if defaults is not None else recipes().get(name)
-    if recipe is None:
-        problem = f"recipe {name} needs defaults=FILE.yaml{nearest(name, recipes())}"
-    elif defaults is not None and not recipe.defaults.is_file():
-        problem = f"the defaults {recipe.defaults} of recipe {name} do not exist"
-    elif defaults is not None and name in TITLES:
-        problem = f"{name} is this library's recipe; give one with other defaults another name"
-    else:
-        return recipe
-    raise UserError(f"{file}: {problem}")
+    if defaults is None:
+        known = recipes()
+        if name in known:
+            return known[name]
+        raise UserError(f"{file}: recipe {name} needs defaults=FILE.yaml{nearest(name, known)}")
+    recipe = Recipe(name, file, file.parent / defaults)
+    if not recipe.defaults.is_file():
+        raise UserError(f"{file}: the defaults {recipe.defaults} of recipe {name} do not exist")
+    if name in TITLES:
+        raise UserError(f"{file}: {name} is this library's recipe; give one with other defaults another name")
+    return recipe
 
 
 def chain(recipe: Recipe) -> list[Recipe]:
@@ -164,19 +172,24 @@ def chain(recipe: Recipe) -> list[Recipe]:
         if content.get("recipe") != recipe.name:
             raise UserError(f"{recipe.defaults} says recipe: {content.get('recipe')}; expected recipe: {recipe.name}")
         extended_by.append(recipe)
-        if (base := content.get("extends")) is None:
+        base = content.get("extends")
+        if base is None:
             return extended_by
         recipe = find(str(base), recipe.defaults.parent)
 
 
 def family(recipe: Recipe) -> str:
-    """The recipe of this library that ``recipe`` is or extends, and whose records it writes; empty: none."""
-    return next((base.name for base in chain(recipe) if base.name in TITLES), "")
+    """The recipe of this library that ``recipe`` is or extends, and whose records it writes; empty without one."""
+    for base in chain(recipe):
+        if base.name in TITLES:
+            return base.name
+    return ""
 
 
 def extended(recipe: Recipe) -> str:
     """:func:`family`, or an error if ``recipe`` extends none of this library's recipes."""
-    if not (name := family(recipe)):
+    name = family(recipe)
+    if not name:
         raise UserError(f"{recipe.defaults}: recipe {recipe.name} extends neither {' nor '.join(TITLES)}")
     return name
 
@@ -200,19 +213,28 @@ def listing(recipes: Iterable[Recipe]) -> list[str]:
 
 
 def _summary(path: Path) -> tuple[str, str, str]:
-    """Machine, model and memory (of one GPU) of a run config; ``-``: unknown."""
-    content, head = _read(path), path.read_text(encoding="utf-8").split("\n\n")[0]
+    """Machine, model and memory (of one GPU) of a run config; an unknown one is ``-``."""
+    content = _read(path)
+    head = path.read_text(encoding="utf-8").partition("\n\n")[0]
     machine = str(content.get("hardware", "-"))
     if re.search(r"\bon eight\b", head.partition("\n")[0]):
         machine = f"8 x {machine}"
-    blocks = [block for key in ("model", "checkpointer") if isinstance(block := content.get(key), dict)]
-    folder = next((str(block["checkpoint_dir"]) for block in blocks if "checkpoint_dir" in block), "-")
-    if variable := re.fullmatch(r"\$\{(\w+)\}", folder):
+    folder = "-"
+    for key in ("checkpointer", "model"):  # the model's folder before the checkpointer's
+        block = content.get(key)
+        if isinstance(block, dict) and "checkpoint_dir" in block:
+            folder = str(block["checkpoint_dir"])
+    variable = re.fullmatch(r"\$\{(\w+)\}", folder)
+    if variable:
         folder = str(content.get(variable[1], "-"))
     memory = "-"
-    if said := re.search(r"^# Memory: (\w+) (?:to )?(\d+) GiB(?:.*down to (\d+) GiB)?", head, re.MULTILINE):
-        least = f"{said[3]} to " if said[3] else "under " if said[1] == "under" else ""
-        memory = f"{least}{said[2]} GiB"
+    stated = re.search(r"^# Memory: (\w+) (?:to )?(\d+) GiB(?:.*down to (\d+) GiB)?", head, re.MULTILINE)
+    if stated:
+        memory = f"{stated[2]} GiB"
+        if stated[3]:
+            memory = f"{stated[3]} to {memory}"
+        elif stated[1] == "under":
+            memory = f"under {memory}"
     return machine, folder.rpartition("/")[2], memory
 
 
