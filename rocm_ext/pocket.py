@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 from torchtune.models.qwen2._tokenizer import ENDOFTEXT, IM_END, PRETOKENIZE_REGEX
@@ -98,7 +99,7 @@ class PocketCard(TypedDict):
 
     seed: int
     target: float
-    tools: bool  # missing in older cards: False
+    tools: bool  # older cards lack it: they have none
     steps: int
     parameters: int
     correct: int
@@ -148,17 +149,18 @@ def make(
     if not 0 < target < 1:
         raise UserError(f"accuracy is {target}; expected a number between 0 and 1")
     folder = folder.resolve()
-    card_file = folder / CARD
-    earlier: PocketCard | None = json.loads(card_file.read_text()) if card_file.is_file() else None
-    if earlier is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    asked = {"seed": seed, "target": target, "tools": tools}
+    if (folder / CARD).is_file():
+        earlier: PocketCard = json.loads((folder / CARD).read_text())
+        existing = {"tools": False, **earlier}
+        if not force:
+            if asked.items() <= existing.items():
+                return earlier, False
+            one = ", ".join(f"{name} {existing.get(name, False)}" for name in asked)
+            other = ", ".join(f"{name} {value}" for name, value in asked.items())
+            raise UserError(f"{folder} already has a pocket model with {one} instead of {other}. --force replaces it")
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not a pocket model; choose another folder")
-    if earlier and not force:
-        asked = {"seed": seed, "target": target, "tools": tools}
-        has = {name: earlier.get(name, False) for name in asked}
-        if has == asked:
-            return earlier, False
-        one, other = (", ".join(f"{name} {value}" for name, value in of.items()) for of in (has, asked))
-        raise UserError(f"{folder} already has a pocket model with {one} instead of {other}. --force replaces it")
     phrasing = random.Random(f"phrasing {seed}")
     material = _shop(seed, phrasing) if tools else _sums(seed, phrasing)
     with replace_folder(folder) as aside:
@@ -297,7 +299,10 @@ def split_items(seed: int) -> tuple[list[Item], list[Item], list[Item]]:
 
 def split_problems(seed: int) -> tuple[list[Problem], list[Problem], list[Problem]]:
     """Split all problems into three disjoint parts: held out, for fine-tuning, and for training the pocket model."""
-    problems = [Problem(a, op, b) for op in PHRASES for a in range(10, 100) for b in range(10, a + 1)]
+    problems = []
+    for op in PHRASES:
+        for a in range(10, 100):
+            problems += [Problem(a, op, b) for b in range(10, a + 1)]
     random.Random(f"problems {seed}").shuffle(problems)
     return problems[:HELD_OUT], problems[HELD_OUT : HELD_OUT + TRAIN], problems[HELD_OUT + TRAIN :]
 
@@ -320,11 +325,13 @@ def _train(
     with tqdm(desc="training", unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
         for step in range(1, MAX_STEPS + 1):
             # Slow down towards the target: at the full learning rate accuracy jumps by ten points in five steps.
-            pace = min(1.0, step / WARMUP) * max(0.03, (1 - score.accuracy / target) ** (1 if tools else 2))
+            left = (1 - score.accuracy / target) ** (1 if tools else 2)
+            pace = min(1.0, step / WARMUP) * max(0.03, left)
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * pace
             loss = update(model, optimizer, *next(batches))
             bar.update()
-            if step % (5 if score.accuracy > target / 4 else 20):
+            interval = 5 if score.accuracy > target / 4 else 20
+            if step % interval:
                 continue
             # The model has no dropout, so training mode equals evaluation mode.
             score = accuracy(model, tokenizer, material.measured)
@@ -360,16 +367,18 @@ def update(model: TransformerDecoder, optimizer: torch.optim.Optimizer, tokens: 
 
 def accuracy(model: TransformerDecoder, tokenizer: Any, rows: Sequence[Row]) -> Score:
     """Count the greedy answers to the rows without their last message whose last number or capital is ``answer``."""
-    requests = [
-        Request(str(i), 0, 0, tuple(render_prompt(tokenizer, row["messages"][:-1]))) for i, row in enumerate(rows)
-    ]
+    requests = []
+    for number, row in enumerate(rows):
+        prompt = render_prompt(tokenizer, row["messages"][:-1])
+        requests.append(Request(str(number), 0, 0, tuple(prompt)))
     with sampler_of(native(model)) as decoder:
         session = LocalSession(decoder, tokenizer, lambda: FREE_MEMORY)
         completions = list(session.generate(requests, Sampling(MAX_NEW_TOKENS, temperature=0)))
     right = 0
     for completion in completions:
-        said = re.findall(r"\d+|\b[A-Z]\b", completion.text)
-        right += said[-1:] == [rows[int(completion.request.prompt_id)]["answer"]]
+        row = rows[int(completion.request.prompt_id)]
+        results = re.findall(r"\d+|\b[A-Z]\b", completion.text)
+        right += results[-1:] == [row["answer"]]
     return Score(right, len(rows))
 
 
@@ -387,14 +396,13 @@ def sharpen(model: TransformerDecoder) -> None:
 def batches_of(tokenizer: Any, pool: Sequence[Problem | Item], rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield tokens and labels ``[BATCH, s]`` endlessly; every draw of a problem gets a new ``row(rng)``."""
     while True:
-        rows = [problem.row(rng) for problem in rng.sample(pool, BATCH)]
-        pairs = [render_conversation(tokenizer, row["messages"]) for row in rows]
-        longest = max(len(tokens) for tokens, _ in pairs)
+        tokens, labels = [], []
+        for row in [problem.row(rng) for problem in rng.sample(pool, BATCH)]:
+            row_tokens, row_labels = render_conversation(tokenizer, row["messages"])
+            tokens.append(torch.tensor(row_tokens))
+            labels.append(torch.tensor(row_labels))
         # Attention is causal, so padding on the right does not affect the tokens on its left.
-        yield (
-            torch.tensor([tokens + [tokenizer.pad_id] * (longest - len(tokens)) for tokens, _ in pairs]),
-            torch.tensor([labels + [IGNORE] * (longest - len(labels)) for _, labels in pairs]),
-        )
+        yield pad_sequence(tokens, True, tokenizer.pad_id), pad_sequence(labels, True, IGNORE)
 
 
 # ---- files
@@ -408,40 +416,37 @@ def write_tokenizer(folder: Path, rows: Sequence[Row]) -> None:
     special = sorted(QWEN2_5_SPECIAL_TOKENS, key=QWEN2_5_SPECIAL_TOKENS.__getitem__)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=SHAPE["vocab_size"] - len(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    roles = ("system\n", "user\n", "assistant\n")
-    texts = [text for row in rows for text in (*roles, *(m["content"] for m in row["messages"]))]
+    texts = []
+    for row in rows:
+        texts += ["system\n", "user\n", "assistant\n"]
+        texts += [message["content"] for message in row["messages"]]
     texts.append("<tool_response>")  # the rows alone have too few words to fill the vocabulary
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.model.save(str(folder))  # vocab.json and merges.txt have no special tokens, like Qwen's
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "Qwen2Tokenizer",
-            "add_prefix_space": False,
-            "bos_token": None,
-            "eos_token": IM_END,
-            "pad_token": ENDOFTEXT,
-            "unk_token": None,
-            "errors": "replace",
-            "model_max_length": SHAPE["max_seq_len"],
-            "clean_up_tokenization_spaces": False,
-            "chat_template": CHAT_TEMPLATE,
-        },
-    )
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "add_prefix_space": False,
+        "bos_token": None,
+        "eos_token": IM_END,
+        "pad_token": ENDOFTEXT,
+        "unk_token": None,
+        "errors": "replace",
+        "model_max_length": SHAPE["max_seq_len"],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    _write_json(folder / "tokenizer_config.json", config)
 
 
 def load_tokenizer(folder: Path) -> Qwen2_5Tokenizer:
