@@ -43,6 +43,22 @@ def number(kind: Callable[[str], Any], least: float, most: float) -> Callable[[s
     return parse
 
 
+def options(parser: Any) -> Callable[..., None]:
+    """Return a function that adds options to a parser: ``option("--rows N", "number of rows", count)``.
+
+    The first text has the option's names, and last the name of its value. A single name is a switch.
+    """
+
+    def option(usage: str, about: str, kind: Any = str, default: Any = None, **further: Any) -> None:
+        *names, value = usage.split()
+        if names:
+            parser.add_argument(*names, metavar=value, help=about, type=kind, default=default, **further)
+        else:
+            parser.add_argument(usage, help=about, action="store_true")
+
+    return option
+
+
 count = number(int, 1, 10**9)
 seed = number(int, 0, 2**63 - 1)
 
@@ -52,10 +68,15 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config``, which the command needs."""
+    options(parser)("--config NAME", "config of any recipe: a name or a file", required=True)
+
+
 def add_format(parser: argparse.ArgumentParser) -> None:
     """Add ``--format``; :func:`rocm_ext.data.prompt_dataset` knows the names."""
     names = "gsm8k, mbpp, mbppplus, humaneval, apps, taco or livecodebench"
-    parser.add_argument("--format", metavar="NAME", help=f"read the columns of a data set: {names}")
+    options(parser)("--format NAME", f"read the columns of a data set: {names}")
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:

@@ -31,6 +31,7 @@ from rocm_ext.cli._common import (
     check_new_file,
     console,
     number,
+    options,
     print_json,
     refuse_first,
     table,
@@ -47,15 +48,14 @@ _UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "tokens/s": (1.0, "
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    option("--config", metavar="NAME", help="config whose model is measured (default: the machine's, 7B or smaller)")
-    option("--quick", action="store_true", help="fewer and shorter measurements: under two minutes on two CPU cores")
-    option("--risky", action="store_true", help="also measure what the profile locks because owners report hangs")
-    seconds = number(float, 0.1, 1e6)
-    option("--timeout", type=seconds, default=300, metavar="S", help="seconds per measurement (default: 300)")
+    option = options(parser)
+    option("--config NAME", "config whose model is measured (default: the machine's, 7B or smaller)")
+    option("--quick", "fewer and shorter measurements: under two minutes on two CPU cores")
+    option("--risky", "also measure what the profile locks because owners report hangs")
+    option("--timeout S", "seconds per measurement (default: 300)", number(float, 0.1, 1e6), 300)
     only = f"measure only this one of {', '.join(PROBES)}; may be repeated, and writes to --output only"
-    option("--only", choices=PROBES, action="append", metavar="PROBE", help=only)
-    option("--output", type=Path, metavar="FILE", help="the file to write (default: where plan and recipes look)")
+    option("--only PROBE", only, choices=PROBES, action="append")
+    option("--output FILE", "the file to write (default: where plan and recipes look)", Path)
     add_force(parser)
     add_json(parser)
     add_overrides(parser)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import import_component
 from rocm_ext.base.process import handled
-from rocm_ext.cli._common import add_model, add_trust, count, note, number, prepare, refuse_first, take_model
+from rocm_ext.cli._common import add_model, add_trust, count, note, number, options, prepare, refuse_first, take_model
 from rocm_ext.config.chosen_model import find_target
 
 if TYPE_CHECKING:
@@ -35,21 +35,19 @@ Ctrl-C stops an answer. """ begins a question of several lines, and """ ends it.
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the run's or the config's)")
-    option("--base", action="store_true", help="ask the model without its adapter, too")
-    option("-p", "--prompt", metavar="TEXT", help="answer this question and end")
-    option("--system", default="", metavar="TEXT", help="system message")
+    option = options(parser)
+    option("--adapter DIR", "PEFT folder (default: the run's or the config's)", Path)
+    option("--base", "ask the model without its adapter, too")
+    option("-p --prompt TEXT", "answer this question and end")
+    option("--system TEXT", "system message", default="")
     tool = "Python function that the model may call, such as my_tools.search; it runs as you; may be repeated"
-    option("--tool", action="append", default=[], metavar="FUNCTION", help=tool)
-    temperature = "0: greedy (default: the model's setting, else 0.7)"
-    option("--temperature", type=number(float, 0, 100), metavar="T", help=temperature)
-    top_p = "draw from the most probable tokens with this share of probability"
-    option("--top-p", type=number(float, 1e-6, 1), metavar="P", help=top_p)
-    option("--top-k", type=count, metavar="K", help="draw from the K most probable tokens")
-    option("--max-new-tokens", type=count, default=2048, metavar="N", help="limit of an answer (default: 2048)")
-    seed = "repeat the same answers (default: others every time)"
-    option("--seed", type=number(int, 0, 2**32 - 1), metavar="N", help=seed)
+    option("--tool FUNCTION", tool, default=[], action="append")
+    option("--temperature T", "0: greedy (default: the model's setting, else 0.7)", number(float, 0, 100))
+    share = number(float, 1e-6, 1)
+    option("--top-p P", "draw from the most probable tokens with this share of probability", share)
+    option("--top-k K", "draw from the K most probable tokens", count)
+    option("--max-new-tokens N", "limit of an answer (default: 2048)", count, 2048)
+    option("--seed N", "repeat the same answers (default: others every time)", number(int, 0, 2**32 - 1))
     add_trust(parser)
     add_model(parser)
 

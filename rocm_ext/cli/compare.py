@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.text import Text
 
-from rocm_ext.cli._common import add_json, console, exits_with, number, print_json, printable, table
+from rocm_ext.cli._common import add_json, console, exits_with, number, options, print_json, printable, table
 from rocm_ext.runs.compare import compare
 from rocm_ext.runs.folder import RunFolder
 
@@ -21,13 +21,12 @@ _ANSWERS = {"take": (0, "green"), "reject": (1, "red"), "unknown": (3, "yellow")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", type=Path, metavar="RUN_A", help="output_dir of the baseline")
-    parser.add_argument("b", type=Path, metavar="RUN_B", help="output_dir of the run with the faster setting")
-    share = number(float, 0.001, 99)
-    losses = "difference of losses to ignore, in percent of A's (default: 1)"
-    parser.add_argument("--tolerance", type=share, default=1.0, metavar="PERCENT", help=losses)
+    option, share = options(parser), number(float, 0.001, 99)
+    option("a RUN_A", "output_dir of the baseline", Path)
+    option("b RUN_B", "output_dir of the run with the faster setting", Path)
+    option("--tolerance PERCENT", "difference of losses to ignore, in percent of A's (default: 1)", share, 1.0)
     scores = "difference of held-out pass@1 to ignore, in percentage points (default: 5)"
-    parser.add_argument("--score-tolerance", type=share, default=5.0, metavar="POINTS", help=scores)
+    option("--score-tolerance POINTS", scores, share, 5.0)
     add_json(parser)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.padding import Padding
 from rich.text import Text
 
-from rocm_ext.cli._common import add_json, console, exits_with, print_json, printable, table
+from rocm_ext.cli._common import add_json, console, exits_with, options, print_json, printable, table
 from rocm_ext.machine.doctor import exit_code, judge, verdict
 from rocm_ext.machine.doctor.facts import Facts, recorded_facts
 from rocm_ext.machine.doctor.recorded import Finding
@@ -23,16 +23,17 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "red", "not recorded": "
 
 
 def add(parser: argparse.ArgumentParser) -> None:
+    option = options(parser)
     root = (
         "judge another machine: a folder made with --save, or a copy of its /proc, /sys and /etc files; "
         'missing facts are "not recorded" and do not count'
     )
-    parser.add_argument("--root", type=Path, metavar="DIR", help=root)
+    option("--root DIR", root, Path)
     keep = (
         "also write the facts that the checks read into a new folder, to attach to a report: no serial numbers, no "
         "users' names, only variables and parameters that matter"
     )
-    parser.add_argument("--save", type=Path, metavar="DIR", help=keep)
+    option("--save DIR", keep, Path)
     add_json(parser)
 
 

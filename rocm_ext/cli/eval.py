@@ -27,6 +27,7 @@ from rocm_ext.cli._common import (
     add_trust,
     count,
     number,
+    options,
     prepare,
     print_json,
     printable,
@@ -48,19 +49,19 @@ Measurements = tuple[Sequence[Any], Callable[..., Json]]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    option("--adapter", type=Path, metavar="DIR", help="PEFT folder (default: the run's, or that of the config)")
-    option("--base", action="store_true", help="measure the model that the config starts from, too, and compare them")
-    option("--data", metavar="FILE", help="rows to use instead of the config's: a file or a hub name")
-    option("--split", help="split of a hub data set (default: test)")
-    option("--name", help="configuration of a hub data set (openai/gsm8k: main)")
+    option = options(parser)
+    option("--adapter DIR", "PEFT folder (default: the run's, or that of the config)", Path)
+    option("--base", "measure the model that the config starts from, too, and compare them")
+    option("--data FILE", "rows to use instead of the config's: a file or a hub name")
+    option("--split SPLIT", "split of a hub data set (default: test)")
+    option("--name NAME", "configuration of a hub data set (openai/gsm8k: main)")
     add_format(parser)
-    option("--verifier", metavar="NAME", help="MathAnswer, PythonTests, …, or my_module.MyVerifier")
-    option("--samples", type=count, metavar="N", help="answers drawn per prompt for pass@k, beside the greedy one")
+    option("--verifier NAME", "MathAnswer, PythonTests, …, or my_module.MyVerifier")
+    option("--samples N", "answers drawn per prompt for pass@k, beside the greedy one", count)
     wrong = "print this many wrong answers, and with --base as many gained and lost ones (default: 3)"
-    option("--show", type=number(int, 0, 10**6), default=3, metavar="N", help=wrong)
+    option("--show N", wrong, number(int, 0, 10**6), 3)
     output = "keep answers, verdicts and scores, or the losses of rows, in this new folder; rocm-ext compare takes two"
-    option("--output", type=Path, metavar="DIR", help=output)
+    option("--output DIR", output, Path)
     add_json(parser)
     add_trust(parser)
     add_model(parser)

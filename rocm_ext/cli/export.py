@@ -12,26 +12,26 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.hub import is_hub_name
 from rocm_ext.base.log import setup_logging
-from rocm_ext.cli._common import add_force, add_trust, check_new_file, refuse_first
+from rocm_ext.cli._common import add_force, add_trust, check_new_file, options, refuse_first
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
+    option = options(parser)
     source = "output_dir of a run of any recipe, an adapter's folder, or the folder of a model without adapter"
-    option("source", type=Path, metavar="RUN", help=source)
-    base = "the base model's folder (default: the one in the run's config)"
-    option("--base-model", type=Path, metavar="DIR", help=base)
+    option("source RUN", source, Path)
+    option("--base-model DIR", "the base model's folder (default: the one in the run's config)", Path)
     add_trust(parser)
-    option("--merged", type=Path, metavar="DIR", help="write the merged model in Hugging Face's format")
-    option("--gguf", type=Path, metavar="FILE", help="write the merged model as one file for llama.cpp and Ollama")
+    option("--merged DIR", "write the merged model in Hugging Face's format", Path)
+    option("--gguf FILE", "write the merged model as one file for llama.cpp and Ollama", Path)
     types = ("f16", "bf16", "q8_0", "f32")
-    option("--type", choices=types, default="f16", help="type of the weights in --gguf (default: f16)")
-    option("--gguf-adapter", type=Path, metavar="FILE", help="write the adapter for llama.cpp's --lora")
-    option("--card", type=Path, metavar="FILE", help="write the model card (with --merged: README.md in DIR)")
+    about = "type of the weights in --gguf (default: f16)"
+    parser.add_argument("--type", choices=types, default="f16", help=about)
+    option("--gguf-adapter FILE", "write the adapter for llama.cpp's --lora", Path)
+    option("--card FILE", "write the model card (with --merged: README.md in DIR)", Path)
     add_force(parser)
-    option("--push", metavar="OWNER/NAME", help="upload the written files, or else the adapter, with its card")
-    option("--private", action="store_true", help="make the new repository of --push private, or demand that it is")
-    option("--base-name", metavar="OWNER/NAME", help="the base model's name on the hub (default: as its folder says)")
+    option("--push OWNER/NAME", "upload the written files, or else the adapter, with its card")
+    option("--private", "make the new repository of --push private, or demand that it is")
+    option("--base-name OWNER/NAME", "the base model's name on the hub (default: as its folder says)")
 
 
 def run(args: argparse.Namespace) -> None:

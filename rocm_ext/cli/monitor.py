@@ -24,7 +24,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors
 from rocm_ext.base.log import duration
 from rocm_ext.base.process import handled
-from rocm_ext.cli._common import console, count, number, refuse_first, table
+from rocm_ext.cli._common import console, count, number, options, refuse_first, table
 from rocm_ext.machine.counters import Counters, HardwareLog, Reading
 from rocm_ext.report import hardware
 from rocm_ext.runs.progress import progress
@@ -52,21 +52,18 @@ _VALUES = {  # format of a value in a run's progress
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    seconds = number(float, 0.1, 86400)
-    option("--interval", type=seconds, default=2.0, metavar="S", help="seconds between readings (default: 2)")
-    option("--count", type=count, metavar="N", help="stop after N readings (default: at Ctrl-C)")
+    option = options(parser)
+    option("--interval S", "seconds between readings (default: 2)", number(float, 0.1, 86400), 2.0)
+    option("--count N", "stop after N readings (default: at Ctrl-C)", count)
     runs = "also show the progress of this run, or of several with --web; they need not have begun"
-    option("out", type=Path, nargs="*", metavar="RUN", help=runs)
-    option("--run", type=Path, nargs="+", default=[], metavar="RUN", help="the same")
-    option("--log", type=Path, metavar="FILE", help="also append the readings to FILE, as in a run's hardware.jsonl")
-    option("--json", action="store_true", help="print a JSON object per reading, as in a run's hardware.jsonl")
-    root = "read AMD GPUs from DIR/sys, such as a copy of /sys"
-    option("--root", type=Path, default=Path("/"), metavar="DIR", help=root)
-    web = parser.add_argument_group("in a browser").add_argument
-    web("--web", action="store_true", help="serve the page of `rocm-ext report` and the counters; it follows the runs")
-    port = "listen at this port of 127.0.0.1 (default: 8642, or a free one)"
-    web("--port", type=number(int, 0, 65535), metavar="N", help=port)
+    option("out RUN", runs, Path, nargs="*")
+    option("--run RUN", "the same", Path, [], nargs="+")
+    option("--log FILE", "also append the readings to FILE, as in a run's hardware.jsonl", Path)
+    option("--json", "print a JSON object per reading, as in a run's hardware.jsonl")
+    option("--root DIR", "read AMD GPUs from DIR/sys, such as a copy of /sys", Path, Path("/"))
+    option = options(parser.add_argument_group("in a browser"))
+    option("--web", "serve the page of `rocm-ext report` and the counters; it follows the runs")
+    option("--port N", "listen at this port of 127.0.0.1 (default: 8642, or a free one)", number(int, 0, 65535))
 
 
 def run(args: argparse.Namespace) -> None:

@@ -17,24 +17,22 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.types import Row
-from rocm_ext.cli._common import add_force, add_trust, check_new_file, count, refuse_first, seed
+from rocm_ext.cli._common import add_force, add_trust, check_new_file, count, options, refuse_first, seed
 from rocm_ext.config.model_folder import seen_from_here
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.pairs import choose_pairs, choose_single, read_answers
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    option("run_dir", type=Path, metavar="RUN", help="output_dir of the run")
-    where = "the file to write (default: pairs.jsonl or single.jsonl in RUN)"
-    option("--output", "-o", type=Path, metavar="FILE", help=where)
+    option = options(parser)
+    option("run_dir RUN", "output_dir of the run", Path)
+    option("--output -o FILE", "the file to write (default: pairs.jsonl or single.jsonl in RUN)", Path)
     add_force(parser)
-    option("--single", action="store_true", help="write single answers with a label instead of pairs")
-    most = "maximum pairs of a prompt, or right and wrong answers to it (default: 4)"
-    option("--per-prompt", type=count, default=4, metavar="N", help=most)
-    option("--limit", type=count, metavar="N", help="maximum number of rows, drawn at random")
-    option("--last", type=count, metavar="N", help="use only the last N cycles or steps")
-    option("--seed", type=seed, default=0, metavar="N", help="seed of random choices (default: 0)")
+    option("--single", "write single answers with a label instead of pairs")
+    option("--per-prompt N", "maximum pairs of a prompt, or right and wrong answers to it (default: 4)", count, 4)
+    option("--limit N", "maximum number of rows, drawn at random", count)
+    option("--last N", "use only the last N cycles or steps", count)
+    option("--seed N", "seed of random choices (default: 0)", seed, 0)
     add_trust(parser)
 
 

@@ -18,7 +18,17 @@ from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration, log
 from rocm_ext.base.types import Json
-from rocm_ext.cli._common import add_json, add_overrides, console, count, print_json, refuse_first, table
+from rocm_ext.cli._common import (
+    add_config,
+    add_json,
+    add_overrides,
+    console,
+    count,
+    options,
+    print_json,
+    refuse_first,
+    table,
+)
 from rocm_ext.config.algorithms import describe, filled
 from rocm_ext.config.checks.recipe import check_config
 from rocm_ext.config.layers import by_key
@@ -43,17 +53,16 @@ Figure = Callable[[float, float], float]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    option("--config", required=True, metavar="NAME", help="config of any recipe: a name or a file")
+    option = options(parser)
+    add_config(parser)
     chip = "MI355X, W7900, RTX 4090, 'Strix Halo', gfx950 (default: the config's hardware)"
-    option("--machine", metavar="NAME", help=f"plan for a machine with this chip: {chip}")
-    option("--ranks", type=count, default=1, metavar="N", help="processes that share the work (default: 1)")
+    option("--machine NAME", f"plan for a machine with this chip: {chip}")
+    option("--ranks N", "processes that share the work (default: 1)", count, 1)
     rows = "training rows (of DPO: pairs), or prompts of a cycle or step (default: counted if on disk)"
-    option("--rows", type=count, metavar="N", help=rows)
-    option("--row-tokens", type=count, metavar="N", help="mean tokens of a row or a prompt")
-    answer = "mean tokens of an answer that the model samples (default: max_new_tokens / 2)"
-    option("--answer-tokens", type=count, metavar="N", help=answer)
-    option("--bench", type=Path, metavar="FILE", help="bench.json with speeds (default: this machine's, if it exists)")
+    option("--rows N", rows, count)
+    option("--row-tokens N", "mean tokens of a row or a prompt", count)
+    option("--answer-tokens N", "mean tokens of an answer that the model samples (default: max_new_tokens / 2)", count)
+    option("--bench FILE", "bench.json with speeds (default: this machine's, if it exists)", Path)
     add_json(parser)
     add_overrides(parser)
 

@@ -10,19 +10,18 @@ import logging
 import sys
 from pathlib import Path
 
-from rocm_ext.cli._common import number, seed
+from rocm_ext.cli._common import number, options, seed
 from rocm_ext.runs.scores import Score
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    option("dir", type=Path, metavar="DIR", help="folder to write; an earlier pocket model is kept")
-    option("--seed", type=seed, default=0, metavar="N", help="seed of problems and weights (default: 0)")
-    share = number(float, 0, 1)
+    option = options(parser)
+    option("dir DIR", "folder to write; an earlier pocket model is kept", Path)
+    option("--seed N", "seed of problems and weights (default: 0)", seed, 0)
     stop = "stop at this share of right held-out answers (default: 0.33; of names and results copied by --tools: 0.95)"
-    option("--accuracy", type=share, help=stop)
-    option("--tools", action="store_true", help="teach the model the form of a tool's calls instead, and add an agent")
-    option("--force", action="store_true", help="replace an earlier pocket model")
+    option("--accuracy ACCURACY", stop, number(float, 0, 1))
+    option("--tools", "teach the model the form of a tool's calls instead, and add an agent")
+    option("--force", "replace an earlier pocket model")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -6,14 +6,15 @@ Writes one HTML file of one run, or of several in the same charts. Runs may be o
 import argparse
 from pathlib import Path
 
-from rocm_ext.cli._common import add_force, check_new_file
+from rocm_ext.cli._common import add_force, check_new_file, options
 from rocm_ext.report import write
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dirs", type=Path, nargs="+", metavar="RUN", help="output_dir of a run")
+    option = options(parser)
+    option("dirs RUN", "output_dir of a run", Path, nargs="+")
     output = "the file to write (default: report.html in RUN, or in the current folder for several runs)"
-    parser.add_argument("--output", "-o", type=Path, metavar="FILE", help=f"{output}; an earlier .html is replaced")
+    option("--output -o FILE", f"{output}; an earlier .html is replaced", Path)
     add_force(parser)
 
 

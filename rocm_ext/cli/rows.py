@@ -22,11 +22,13 @@ from rocm_ext.base import registry
 from rocm_ext.base.log import setup_logging
 from rocm_ext.base.types import Json
 from rocm_ext.cli._common import (
+    add_config,
     add_json,
     add_overrides,
     console,
     count,
     number,
+    options,
     print_json,
     printable,
     refuse_first,
@@ -45,11 +47,11 @@ Read = tuple["Overview", Callable[[], None]]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    option("--config", required=True, metavar="NAME", help="config of any recipe: a name or a file")
-    what = "show this row, counted from 0 among the kept rows; may be repeated"
-    option("--row", type=number(int, 0, 10**9), action="append", metavar="N", help=what)
-    option("--show", type=count, metavar="N", help="show the first N rows (default: first, shortest and longest)")
+    option = options(parser)
+    add_config(parser)
+    row = number(int, 0, 10**9)
+    option("--row N", "show this row, counted from 0 among the kept rows; may be repeated", row, action="append")
+    option("--show N", "show the first N rows (default: first, shortest and longest)", count)
     add_json(parser)
     add_overrides(parser)
 

@@ -39,7 +39,7 @@ from rocm_ext.base.log import duration
 from rocm_ext.base.process import adopt_orphans, handled, signal_at_parents_end, stop_signals, survive_terminal
 from rocm_ext.base.supervised import APART, NOTES, RETRY
 from rocm_ext.base.types import Json
-from rocm_ext.cli._common import count, note, number, refuse_first
+from rocm_ext.cli._common import count, note, number, options, refuse_first
 from rocm_ext.runs.progress import position, slowest_step
 
 LOG = "supervise.log"  # in output_dir: the run's output
@@ -53,17 +53,16 @@ _LONGEST_PAUSE = 1800.0
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    silence = (
-        f"end a run that is silent for longer (default: {_PATIENCE:g} s, or {_SLOWER} of its slowest recent steps)"
-    )
-    option("--hung-after", type=number(float, 1, 10**7), metavar="S", help=silence)
-    option("--deaths", type=count, default=3, metavar="N", help="give up after so many without progress (default: 3)")
+    option = options(parser)
+    limit = f"{_PATIENCE:g} s, or {_SLOWER} of its slowest recent steps"
+    option("--hung-after S", f"end a run that is silent for longer (default: {limit})", number(float, 1, 10**7))
+    option("--deaths N", "give up after so many without progress (default: 3)", count, 3)
     pause = "seconds before a restart; the next pause is 4 times as long (default: 30)"
-    option("--pause", type=number(float, 0, 10**7), default=30.0, metavar="S", help=pause)
-    option("--evaluate-apart", action="store_true", help="evaluate in separate processes, between training processes")
-    option("--notify", metavar="COMMAND", help="shell command to run at the end and on trouble, to send a message, say")
-    option("command", nargs=argparse.REMAINDER, metavar="-- tune run ...", help="the run, as you would start it")
+    option("--pause S", pause, number(float, 0, 10**7), 30.0)
+    option("--evaluate-apart", "evaluate in separate processes, between training processes")
+    option("--notify COMMAND", "shell command to run at the end and on trouble, to send a message, say")
+    words = "the run, as you would start it"
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- tune run ...", help=words)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,15 +12,15 @@ import sys
 
 from rocm_ext import config
 from rocm_ext.base import registry
-from rocm_ext.cli._common import add_overrides, count
+from rocm_ext.cli._common import add_config, add_overrides, count, options
 from rocm_ext.config.checks.recipe import check_config
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    option("--config", required=True, metavar="NAME", help="config of any recipe: a name or a file")
-    option("--ranks", type=count, default=1, metavar="N", help="processes, as --nproc_per_node (default: 1)")
-    option("--keys", action="store_true", help="check keys and values alone: neither model nor data is needed")
+    option = options(parser)
+    add_config(parser)
+    option("--ranks N", "processes, as --nproc_per_node (default: 1)", count, 1)
+    option("--keys", "check keys and values alone: neither model nor data is needed")
     add_overrides(parser)
 
 

@@ -11,26 +11,25 @@ import yaml
 from omegaconf import OmegaConf
 
 from rocm_ext.base.errors import refuse
-from rocm_ext.cli._common import add_format, add_json, count, print_json, refuse_first
+from rocm_ext.cli._common import add_format, add_json, count, options, print_json, refuse_first
 from rocm_ext.config.components import component_faults
 from rocm_ext.verifiers import Verdict
 from rocm_ext.verifiers.selfcheck import self_check
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    option("--verifier", required=True, metavar="NAME", help="MathAnswer, PythonTests, …, or my_module.MyVerifier")
+    option = options(parser)
+    option("--verifier NAME", "MathAnswer, PythonTests, …, or my_module.MyVerifier", required=True)
     rows = "rows of prompts as RAFT and GRPO take them: JSONL, JSON, Parquet, CSV or a hub name"
-    option("--data", required=True, metavar="FILE", help=rows)
+    option("--data FILE", rows, required=True)
     add_format(parser)
-    option("--name", help="configuration of a hub data set (openai/gsm8k: main)")
-    option("--split", default="train", help="split of a hub data set (default: train)")
-    gold = "column of the right answer (default: the first of solution, completion, answer)"
-    option("--gold", metavar="FIELD", help=gold)
-    option("--workers", type=count, metavar="N", help="worker processes (default: physical cores)")
-    option("--limit", type=count, metavar="N", help="read only the first N rows")
+    option("--name NAME", "configuration of a hub data set (openai/gsm8k: main)")
+    option("--split SPLIT", "split of a hub data set (default: train)", default="train")
+    option("--gold FIELD", "column of the right answer (default: the first of solution, completion, answer)")
+    option("--workers N", "worker processes (default: physical cores)", count)
+    option("--limit N", "read only the first N rows", count)
     add_json(parser)
-    parser.add_argument("arguments", nargs="*", metavar="key=value", help="the verifier's arguments, such as timeout=5")
+    option("arguments key=value", "the verifier's arguments, such as timeout=5", nargs="*")
 
 
 def run(args: argparse.Namespace) -> None:
