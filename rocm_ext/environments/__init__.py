@@ -3,9 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rocm_ext.environments.arithmetic import calculator
 from rocm_ext.environments.calls import Call, call_id, calls_in
-from rocm_ext.environments.search import Search
 from rocm_ext.environments.tools import Fault, Tools, shortened
 
 if TYPE_CHECKING:
@@ -18,8 +16,8 @@ if TYPE_CHECKING:
     from rocm_ext.environments.trl import Trl
 
 __all__ = [
-    "Ask", "Call", "Environment", "Environments", "Fault", "Message", "OpenEnv", "Program", "Python", "Search",
-    "ToolEnvironment", "Tools", "Trl", "calculator", "call_id", "calls_in", "shortened",
+    "Ask", "Call", "Environment", "Environments", "Fault", "Message", "OpenEnv", "Program", "Python",
+    "ToolEnvironment", "Tools", "Trl", "call_id", "calls_in", "shortened",
 ]  # fmt: skip
 _LATER = {
     "Ask": "base", "Environment": "base", "Environments": "processes", "Message": "base", "OpenEnv": "openenv",

@@ -88,7 +88,7 @@ def _words(text: str) -> list[str]:
 def _index(folder: str, words: int) -> Index:
     passages = []
     for name, text in _texts(Path(folder)):
-        passages += [(name, passage) for passage in _passages(text, words)]
+        passages += [(name, passage) for passage in passages_of(text, words)]
     if not passages:
         raise UserError(f"Search found no text in {folder}; expected files .txt, .md or .jsonl")
     return Index(passages)
@@ -114,7 +114,7 @@ def _texts(folder: Path) -> Iterator[tuple[str, str]]:
                     yield name, text
 
 
-def _passages(text: str, words: int) -> Iterator[str]:
+def passages_of(text: str, words: int) -> Iterator[str]:
     """Cut a text at the end of a paragraph, after at least ``words`` words; inside a paragraph after twice as many."""
     passage: list[str] = []
     for paragraph in re.split(r"\n\s*\n", text):
