@@ -132,7 +132,7 @@ def read_lines(path: Path, keys: Sequence[str] = (), problems: list[str] | None 
     Args:
         path: the file.
         keys: keys that every object must have.
-        problems: list that collects problems, while damaged lines are skipped; None: problems are errors.
+        problems: list that collects problems, while damaged lines are skipped; without it problems are errors.
 
     Raises:
         UserError: ``problems`` is None and the file cannot be read, or a line is damaged.

@@ -17,7 +17,7 @@ _OWNERS = {
 }
 _NAME = re.compile(r"([\w-][\w.-]*)/([\w-][\w.-]*)")
 REPO_ID = "original_repo_id.json"  # `tune download` writes the name on the hub into this file of the folder
-_FOLDERS = ("models", "outputs", "demo")  # of this library's configs; they may not exist yet
+_FOLDERS = ("models", "outputs", "demo")  # this library's configs name them; they may not exist yet
 
 
 def how_to_download(folder: Path) -> str:

@@ -110,7 +110,7 @@ def _around_one(value: Any) -> bool:
 
 NULL = Kind(lambda value: value is None, ("null",))
 SWITCH = one_of(True, False)
-JSON_SWITCH = Kind(lambda value: isinstance(value, bool), ("true or false",))  # of a JSON file
+JSON_SWITCH = Kind(lambda value: isinstance(value, bool), ("true or false",))  # in JSON
 ANY_COMPONENT = Kind(lambda value: value is not None, ("a _component_", "leave the key out for its default"))
 POSITIVE = number(lambda x: x > 0, "a number above 0")
 NOT_NEGATIVE = number(lambda x: x >= 0, "a number of at least 0")

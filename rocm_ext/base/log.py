@@ -41,7 +41,7 @@ class Progress:
     Args:
         total: number of units.
         start: number of units already done.
-        enabled: False: print nothing.
+        enabled: whether to print anything.
         unit: name of a unit.
         brief: without a terminal, print no line for the first unit, and one for the last unit only after others.
     """

@@ -67,11 +67,11 @@ class Chat:
         session: session of the engine.
         sampling: how to draw.
         seed: with the number of the question, the seed of an answer.
-        system: system message; empty: none.
+        system: system message, or an empty text.
         history: the turns ``{role, content}`` so far, without the system message.
         answer: the last answer of :meth:`ask` or :meth:`base`.
         tell: shows the user a notice.
-        tools: functions that the model may call; None: none.
+        tools: functions that the model may call, if any.
     """
 
     recipe: RLRecipe

@@ -80,6 +80,6 @@ def _print(facts: Facts, findings: list[Finding]) -> None:
         screen.print(Text.assemble("\n", level, f" {check}: ", found))
         if why:
             screen.print(Padding(Text(why), (0, 0, 0, 2), expand=False))
-        # on one line, for copying
+        # One line, so that it can be copied.
         screen.print(Text(f"  fix: {printable(finding.fix)}", "bold"), soft_wrap=True)
     screen.print(Text("\n" + verdict(facts, findings), "bold"))

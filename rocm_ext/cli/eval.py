@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rocm_ext.evaluate.answers import Evaluation
     from rocm_ext.evaluate.rows import Measured
 
-_TITLES = ("", "without the adapter: ")  # of the measured model, and with --base of the other
+_TITLES = ("", "without the adapter: ")  # the measured model, and what --base adds
 _TAIL = 200  # characters shown of a question's beginning and of an answer's end
 # The measured model, with --base also the model without the adapter; and the function that compares these
 Measurements = tuple[Sequence[Any], Callable[..., Json]]

@@ -259,7 +259,7 @@ def _step_rows(plan: "RunPlan", choices: Iterable["Choice"]) -> Rows:
     elif not plan.rollout:  # its own table says more
         add_time(f"all epochs, {steps} steps", lambda step: steps * step.seconds)
     if plan.reference is not None:
-        forward = plan.reference / plan.now.step.forward_seconds  # in seconds of a step's forward pass
+        forward = plan.reference / plan.now.step.forward_seconds  # the reference's share of a forward pass
         add_time("before, the reference's log-probs", lambda step: forward * step.forward_seconds)
     return rows
 

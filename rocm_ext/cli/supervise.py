@@ -225,7 +225,7 @@ class _Attempt:
         self._out = out
         self._args = args
         self._notes = out / _NOTES
-        self._tail = b""  # of the output
+        self._tail = b""  # the end of the output
         self._oom_kills = _oom_kills()
         self._began = position(out)
         self._computed = 0.0  # seconds of CPU time, see _sets_up
@@ -272,7 +272,7 @@ class _Attempt:
         hung = ""
         asked = False
         kill_at = math.inf
-        last_sign: tuple[int, int] | None = None  # of life: when the run beat, and how much it has printed
+        last_sign: tuple[int, int] | None = None  # when the run last beat, and how much it had printed
         alive = shown = 0.0  # when the run lived for all that is known, and when it gave the last sign
         while self._process.poll() is None and not stop.again:
             self._follow()
@@ -313,7 +313,7 @@ class _Attempt:
         computed = 0.0
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
-                computed += sum(process.cpu_times()[:4])  # with those of children that have ended
+                computed += sum(process.cpu_times()[:4])  # includes children that have ended
         busy = computed - self._computed > _BUSY * silent
         self._computed = computed
         return busy and position(self._out) == self._began
@@ -435,7 +435,7 @@ def _tell_systemd(text: str) -> None:
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
-    if address.startswith("@"):  # of Linux's abstract namespace
+    if address.startswith("@"):  # a name in Linux's abstract namespace
         address = "\0" + address[1:]
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel:
         channel.sendto(text.encode(), address)

@@ -17,7 +17,7 @@ from rocm_ext.environments.base import Ask
 _BYTES, _HEAD = 4 << 20, 1 << 16  # the largest body and head of a request
 _DEEPEST = 100  # records of the run could not be written with more
 _LONGEST = 1 << 30  # bytes that are thrown away after a refusal
-_THREADS = 64  # of the process, one for each connection
+_THREADS = 64  # the process has one for each connection
 _PATIENCE = 60.0  # seconds that a client may take to send a head, a body, or to receive a response
 _MODEL = "model"  # the listed name; requests may give any
 # unsupported keys: the values that request nothing
@@ -167,7 +167,7 @@ class Endpoint(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket, self.key, self.asked = listening, key, asked
-        self.turn = threading.Lock()  # of the one request whose body is in memory
+        self.turn = threading.Lock()  # belongs to the one request whose body is in memory
         threading.Thread(target=self.serve_forever, args=(3600.0,), daemon=True).start()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:

@@ -29,11 +29,11 @@ class OpenEnv(Environment):
         row: the prompt's row.
         url: the server's address, such as ``http://localhost:8000``.
         action: the action's field that takes the message's text, such as ``message``; or, with a dot, your function
-            from the text to an action. None: the text is the action as JSON.
+            from the text to an action. By default the text is the action as JSON.
         observation: the observation's field with its text; or, with a dot, your function from the observation to a
-            text. None: the observation as JSON.
+            text. By default it is shown as JSON.
         reset: columns of the row that the environment's ``reset`` gets, such as ``[seed]``.
-        client: the environment's client class; it needs an ``action`` function. None: openenv's generic client.
+        client: the environment's client class; it needs an ``action`` function. Default: openenv's generic one.
         total: ``sum`` of the rewards, or the ``last`` one.
         threshold, scale: as for :class:`rocm_ext.verifiers.RewardFunction`.
         timeout: seconds for one answer of the server.

@@ -147,7 +147,7 @@ class Environments:
         with self._lock:
             talk = self._open.pop(key, None)
         if talk is not None:
-            self._ending.append((talk, why))  # for the thread: ending takes as long as an answer
+            self._ending.append((talk, why))  # the thread ends it, which takes as long as an answer
 
     def _ask(self, key: Key, content: Json) -> "Future[Reply]":
         try:

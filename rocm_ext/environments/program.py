@@ -23,7 +23,8 @@ from rocm_ext.sandbox.children import readable, supervise
 from rocm_ext.verifiers.base import Result, Verdict, error, short
 from rocm_ext.verifiers.build import build
 
-MOST_AT_ONCE, MEMORY_MB = 64, 1024  # by default
+MOST_AT_ONCE = 64
+MEMORY_MB = 1024  # the default
 _START = 60.0  # seconds that the sandbox may take to start
 _AT_LIMIT = AtLimit("the conversation is at a limit of the run")
 _FOREVER = 1e9  # seconds; `verify_timeout` limits each wait for the program
@@ -64,13 +65,14 @@ class Program(Environment):
         row: the columns of the prompt's row.
         command: the program and its arguments. ``python`` stands for the argument ``python``; an argument that names a
             file becomes its path in the sandbox. A program outside /usr is shown with its folder.
-        folder: a folder shown to the program, read-only; Python imports from it. None: only the files of ``command``.
+        folder: a folder shown to the program, read-only; Python imports from it. By default it sees the files of
+            ``command`` alone.
         verifier: the component that judges the answer. The program gets none of the columns that it needs but
             ``prompt``.
         memory_mb: memory of the program with all its processes, and address space per process: Node needs 16384.
-        at_once: the most simultaneous programs of a rank; None: 4 per CPU thread of it, at most 64.
+        at_once: the most simultaneous programs of a rank; by default 4 per CPU thread of it, at most 64.
         sandbox: ``bubblewrap``, or ``rlimits`` if you trust program and model; see rocm_ext.sandbox.
-        python: the interpreter, whose installed packages the program can import; None: this one.
+        python: the interpreter, whose installed packages the program can import; by default this one.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from rocm_ext.verifiers.python.start import compiled, start
 
 _START = 60.0  # seconds that the interpreter may take to start
 _CODE = 50_000  # bytes of a call: the socket takes them at once
-_ROUNDS = 20  # of killing processes that start others
+_ROUNDS = 20  # times that it kills processes which start others
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -33,7 +33,7 @@ class Python:
         timeout: seconds of wall time for a call.
         memory_mb: memory limit, at least 128, which numpy needs.
         sandbox: ``bubblewrap``, or ``rlimits`` for a model that you trust; see rocm_ext.sandbox.
-        python: the interpreter, whose installed packages the code can import; None: this one.
+        python: the interpreter, whose installed packages the code can import; by default this one.
 
     Raises:
         UserError: the sandbox or the interpreter does not work here, or an argument is out of range.

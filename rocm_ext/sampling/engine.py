@@ -32,9 +32,9 @@ class Sampling:
     Attributes:
         max_new_tokens: tokens of one answer at most, including its stop token.
         temperature: divides the logits; 0 is greedy.
-        top_k: draw from the k most probable tokens; None: from all.
-        top_p: draw from the smallest set of most probable tokens that holds this probability; None: from all.
-        min_p: draw from tokens at least this probable, relative to the most probable one; None: from all.
+        top_k: draw from the k most probable tokens, or from all if None; so for the next two.
+        top_p: draw from the smallest set of most probable tokens that holds this probability.
+        min_p: draw from tokens at least this probable, relative to the most probable one.
         stop_strings: an answer ends where its text contains one of them.
         logprobs_temperature: temperature of the distribution of log-probs, which is not truncated.
 
@@ -70,7 +70,7 @@ class Request:
         tokens: ids of the rendered prompt, which ends with the assistant's header.
         messages: the conversation behind ``tokens``: ``{role, content}``.
         tools: JSON schemas of the functions that the assistant may call.
-        adapter: ``adapter`` of another open session of the engine, to sample with; None: this session's.
+        adapter: ``adapter`` of another open session of the engine, to sample with instead of this session's.
         most: most tokens of the answer, if fewer than the settings' ``max_new_tokens``.
     """
 
@@ -101,7 +101,7 @@ class RequestQueue:
 
     Args:
         requests: the requests; a prompt's requests are adjacent.
-        ranks: the ranks; None: this process takes all.
+        ranks: the ranks; without them this process takes all.
         owners: prompts that only one rank may take: rank by the prompt's id.
 
     Attributes:
@@ -132,7 +132,7 @@ class RequestQueue:
         self._taken = ranks.counter() if ranks else itertools.count(1).__next__
 
     def prompts(self) -> Iterator[list[Request]]:
-        """Take requests, one prompt at a time; an empty list means: wait, a later one may come."""
+        """Take requests, one prompt at a time; an empty list says that a later one may come."""
         yield from self._own
         while True:
             number = self._taken()
@@ -145,7 +145,7 @@ class RequestQueue:
         return False
 
     def __iter__(self) -> Iterator[Request | None]:
-        """Take requests one at a time; None means: wait, a later one may come."""
+        """Take requests one at a time; None says that a later one may come."""
         for same in self.prompts():
             yield from same or (None,)
 
@@ -164,7 +164,7 @@ class Completion:
         text: the decoded ``tokens`` without the stop token, cut before the first stop string.
         finish_reason: ``stop`` (stop token or stop string) or ``length``.
         routes: [n, layers, chosen] int16, the layers' chosen experts for the n tokens before ``tokens``: the prompt's
-            last token, and all of the answer's but the last. None: they are not kept.
+            last token, and all of the answer's but the last; None if they are not kept.
     """
 
     request: Request
@@ -194,7 +194,7 @@ class Engine(Protocol):
     bytes that training will allocate.
 
     Attributes:
-        exact_tokens: whether completions hold the sampled ids; False: ids re-encoded from the text.
+        exact_tokens: whether completions hold the sampled ids, rather than ids re-encoded from the text.
         has_logprobs: whether completions have log-probabilities.
     """
 
@@ -205,7 +205,7 @@ class Engine(Protocol):
         """Check that the engine can sample, before a run spends time; a UserError names what is missing."""
 
     def session(self, adapter: Path | None) -> AbstractContextManager["Session"]:
-        """Open a session that samples from the model with ``adapter`` (a PEFT folder; None: the base model)."""
+        """Open a session that samples from the model with ``adapter``, a PEFT folder, or from the base model."""
 
 
 class Session(Protocol):
@@ -214,7 +214,7 @@ class Session(Protocol):
     def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
         """Take requests when there is room for them, and yield completions as they finish.
 
-        None among the requests means: wait, a later one may come.
+        None among the requests says that a later one may come.
         """
 
     def stats(self) -> dict[str, float]:

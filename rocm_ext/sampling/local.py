@@ -45,11 +45,11 @@ class LocalEngine:
     """Samples from the model under training, in this process.
 
     Args:
-        slots: samples decoded at once; None: as many as memory allows, up to the number at which a step becomes
+        slots: samples decoded at once; by default as many as memory allows, up to the number at which a step becomes
             compute-bound.
-        graphs: replay the decoding step as a CUDA/HIP graph; None: on a GPU, if a step on fake tensors shows that the
-            model's code allows it; otherwise the log says why not.
-        merge: add the adapter to the weights; None: only to fp32 weights, see
+        graphs: replay the decoding step as a CUDA/HIP graph; by default on a GPU, if a step on fake tensors shows that
+            the model's code allows it; otherwise the log says why not.
+        merge: add the adapter to the weights; by default only to fp32 weights, see
             :func:`rocm_ext.model.sampler.sampler_of`.
         decoder: the model, with or without adapters.
         tokenizer: a torchtune model tokenizer with ``stop_tokens``.

@@ -145,7 +145,7 @@ class SlotBatch:
         self._sampling = sampling
         self._cache = decoder.new_cache(slots, length)
         self._routes = decoder.keep_routes(slots) if routes else None
-        # for each slot: the newest token and its position, the sample's seed, and how many tokens were drawn
+        # A slot has its newest token, this token's position, its sample's seed, and the number of drawn tokens.
         state = torch.zeros(4, slots, dtype=torch.int64, device=decoder.device)
         self._tokens, self._positions, self._seeds, self._drawn = self._state = state
         self._use_graphs = graphs
@@ -176,14 +176,16 @@ class SlotBatch:
     @torch.no_grad()
     def admit(self, requests: list[Request], prefix: Any) -> None:
         """Put requests of one prompt into free slots; ``prefix`` is the cache of the prompt's tokens but the last."""
-        first, count = len(self.running), len(requests)
-        known = len(requests[0].tokens) - 1
-        rows = slice(first, first + count)
+        first = len(self.running)
+        rows = slice(first, first + len(requests))
+        prompt = requests[0].tokens
+        known = len(prompt) - 1
+        seeds = [request.seed for request in requests]
         self._cache.put(rows, prefix, known)
-        self._tokens[rows] = requests[0].tokens[-1]
+        self._tokens[rows] = prompt[-1]
         self._positions[rows] = known
         self._drawn[rows] = 0
-        self._seeds[rows] = torch.tensor([request.seed for request in requests], device=self._seeds.device)
+        self._seeds[rows] = torch.tensor(seeds, device=self._state.device)
         self.running += map(RunningSample, requests)
 
     @torch.no_grad()
@@ -215,7 +217,8 @@ class SlotBatch:
         # Run a few spare slots: at least MIN_ROWS, and multiples of it where every shape needs a graph.
         rows = n + -n % MIN_ROWS if self._use_graphs.used else max(n, MIN_ROWS)
         rows = min(rows, self.slots)
-        span = span_for(self._decoder.device, max(running.position for running in self.running) + 1)
+        newest = max(running.position for running in self.running)
+        span = span_for(self._decoder.device, newest + 1)
         logits = self._decode(rows, span)
         uniform = uniforms(self._seeds[:rows], self._drawn[:rows])
         tokens, logprobs = draw(logits, uniform, self._sampling)
@@ -229,8 +232,11 @@ class SlotBatch:
             self._tokens[slots] = ids
             self._drawn[slots] = 0
         drawn = torch.stack([tokens[:n].double(), logprobs[:n].double()])  # both are exact in fp64, and come at once
-        chosen = None if self._routes is None else self._routes[:n].cpu().numpy().copy()
-        for slot, (running, token, logprob) in enumerate(zip(self.running, *drawn.tolist(), strict=True)):
+        chosen = None
+        if self._routes is not None:
+            chosen = self._routes[:n].cpu().numpy().copy()
+        results = zip(self.running, *drawn.tolist(), strict=True)
+        for slot, (running, token, logprob) in enumerate(results):
             if slot in given:
                 continue
             if math.isnan(logprob):
@@ -242,8 +248,8 @@ class SlotBatch:
             running.logprobs.append(logprob)
             if chosen is not None:
                 running.routes.append(chosen[slot])
-        read = self._decoder.weight_bytes + int(rows * self._decoder.cache_bytes(span))
-        return read, n - len(given)
+        cache_bytes = int(rows * self._decoder.cache_bytes(span))
+        return self._decoder.weight_bytes + cache_bytes, n - len(given)
 
     def _decode(self, rows: int, span: int) -> Tensor:
         """Return logits [rows, v] of the next tokens."""
@@ -252,19 +258,23 @@ class SlotBatch:
             graph.replay()
             return self._logits[:rows]
         # Also before a capture: libraries allocate their workspace in the first call, and a capture computes nothing.
-        logits = self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
+        logits = self._compute(rows, span)
         if self._use_graphs.used:
             self._capture(rows, span)
         return logits
 
+    def _compute(self, rows: int, span: int) -> Tensor:
+        return self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
+
     def _capture(self, rows: int, span: int) -> None:
         """Record the step as a graph for later steps of this shape."""
-        pool = next((other.pool() for other in self._graphs.values()), None)
+        pool = None
+        for other in self._graphs.values():  # all share one
+            pool = other.pool()
         try:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits = self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
-                self._logits[:rows].copy_(logits)
+                self._logits[:rows].copy_(self._compute(rows, span))
         except RuntimeError as error:
             failure = f"cannot capture the decoding step as a graph ({one_line(error)})"
             if self._use_graphs.asked:
@@ -278,7 +288,7 @@ class SlotBatch:
     @torch.no_grad()
     def release(self, ended: list[int]) -> None:
         """Free these slots and move running samples from the end into them."""
-        moved: dict[int, int] = {}  # from which slot each moved sample comes
+        moved: dict[int, int] = {}  # slot -> the slot from which its sample comes
         for slot in sorted(ended, reverse=True):
             last = len(self.running) - 1
             running = self.running.pop()
@@ -287,10 +297,11 @@ class SlotBatch:
                 self.running[slot] = running
                 moved[slot] = origin
         if moved:
-            pairs = [list(moved.keys()), list(moved.values())]
+            pairs = [list(moved), list(moved.values())]
             slots, origins = torch.tensor(pairs, device=self._state.device)
             self._state[:, slots] = self._state[:, origins]
-            self._cache.move(slots, origins, max(self.running[slot].position for slot in moved))
+            newest = max(self.running[slot].position for slot in moved)
+            self._cache.move(slots, origins, newest)
         free = len(self.running)
         self._positions[free : free + len(ended)] = 0
 

@@ -61,7 +61,7 @@ class OpenAIEngine:
     Args:
         tokenizer: the run's torchtune model tokenizer.
         urls: the servers' addresses, ``http://host:8000`` or ``http://host:8000/v1``.
-        model: the servers' name of the model; None: they list only one.
+        model: the servers' name of the model, unless they list only one.
         endpoint: ``completions`` sends the prompt's token ids, so the run's chat template applies exactly. ``chat``
             sends messages, to which the server applies its template.
         api_key_env: name of the environment variable with the API key, if the servers need one.
@@ -71,9 +71,9 @@ class OpenAIEngine:
         lora_name: servers serve adapters as ``<lora_name>-<hash of the adapter>``.
         dynamic_lora: the servers load adapters at run time, as vLLM does. The engine posts the adapter's name and path
             to ``/v1/load_lora_adapter``.
-        decoder: the run's model, whose vocabulary must contain the answers' token ids; None: ids are not checked.
-        ranks: the run's processes; None: this one.
-        stopped: returns whether the user asked to stop; None: never.
+        decoder: the run's model, whose vocabulary must contain the answers' token ids; without it they are not checked.
+        ranks: the run's processes; by default this one alone.
+        stopped: returns whether the user asked to stop; by default never.
 
     Attributes:
         exact_tokens: whether all token ids so far came from the server. vLLM sends them from 0.10.2 on, SGLang from

@@ -14,7 +14,8 @@ from rocm_ext.base.types import Json
 from rocm_ext.sampling.server.wire import base_models, dicts
 
 _AT_ONCE = 16  # requests; a server computes all tokens of a prompt at once
-_SECONDS, _TRIES = 600.0, 8  # of a request; the pauses between tries add up to a minute
+_SECONDS = 600.0  # limit of a request
+_TRIES = 8  # the pauses between them add up to a minute
 
 
 class Scorer:
@@ -24,8 +25,8 @@ class Scorer:
 
     Args:
         url: the server's address, ``http://host:8000`` or ``http://host:8000/v1``.
-        model: the server's name of the model; None: it lists only one.
-        api_key_env: name of the environment variable with the API key; None: the server needs none.
+        model: the server's name of the model, unless it lists only one.
+        api_key_env: name of the environment variable with the API key, if the server needs one.
 
     Raises:
         UserError: an argument is invalid, the server cannot be reached, or it does not serve the model.
@@ -82,14 +83,14 @@ class Scorer:
 
     def _read(self, answer: Json, tokens: int) -> np.ndarray:
         values: Any = None
-        choices = dicts(answer.get("choices"))
-        if choices:
-            values = (choices[0].get("logprobs") or {}).get("token_logprobs")
-        if isinstance(values, list):
-            numbers = [value for value in values[1:tokens] if isinstance(value, int | float) and math.isfinite(value)]
-            if len(numbers) == tokens - 1:
-                return np.array(numbers, dtype=np.float32)
-        raise UserError(
-            f"{self.url} does not return the log-probs of a prompt of {tokens} tokens (echo and logprobs in "
-            "/v1/completions); vLLM and SGLang do"
-        )
+        for choice in dicts(answer.get("choices"))[:1]:
+            logprobs = choice.get("logprobs") or {}
+            values = logprobs.get("token_logprobs")
+        values = values[1:tokens] if isinstance(values, list) else []
+        numbers = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+        if len(numbers) < tokens - 1:
+            raise UserError(
+                f"{self.url} does not return the log-probs of a prompt of {tokens} tokens (echo and logprobs in "
+                "/v1/completions); vLLM and SGLang do"
+            )
+        return np.array(numbers, dtype=np.float32)

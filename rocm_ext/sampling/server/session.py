@@ -152,7 +152,7 @@ class OpenAISession:
     Args:
         terms: how to ask the servers.
         servers: the servers.
-        adapter: the adapter to sample with; None: the base model.
+        adapter: the adapter to sample with, or None for the base model.
 
     Attributes:
         servers, adapter: see above.
@@ -169,7 +169,7 @@ class OpenAISession:
     def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
         """Yield completions as they arrive. Closing the iterator cancels open requests.
 
-        Another thread takes requests one at a time, when a server is free; None means: wait, a later one may come. The
+        Another thread takes requests one at a time, when a server is free; None says that a later one may come. The
         iterator ends early once the user asks to stop.
 
         Raises:
@@ -185,7 +185,7 @@ class OpenAISession:
             end = None
             try:
                 loop.run_until_complete(task)
-            except BaseException as error:  # for the caller's thread to raise
+            except BaseException as error:  # the caller's thread raises it
                 end = error
             loop.run_until_complete(loop.shutdown_default_executor())
             loop.close()

@@ -69,15 +69,18 @@ class EndpointFormat:
         if self.endpoint == "chat":
             if not request.messages:
                 raise UserError(f"prompt {request.prompt_id} has no messages; endpoint: chat needs them")
-            body |= {"messages": [_sent(message) for message in request.messages], "logprobs": True, "top_logprobs": 1}
-            if request.tools:  # "none": the answer is the model's text, with unparsed calls
-                body |= {"tools": [dict(tool) for tool in request.tools], "tool_choice": "none"}
+            body["messages"] = [_sent(message) for message in request.messages]
+            body |= {"logprobs": True, "top_logprobs": 1}
+            if request.tools:
+                body["tools"] = [dict(tool) for tool in request.tools]
+                body["tool_choice"] = "none"  # the answer is the model's text, with unparsed calls
             args = getattr(self.tokenizer, "template_args", {})
             if args and server.dialect == "extended":
                 body["chat_template_kwargs"] = dict(args)
         else:
             body |= {"prompt": list(request.tokens), "logprobs": 1}
-        return body | _sampling_fields(server, request.limited(sampling), list(self.tokenizer.stop_tokens))
+        stops = list(self.tokenizer.stop_tokens)
+        return body | _sampling_fields(server, request.limited(sampling), stops)
 
     def completion(self, url: str, answer: Json, request: Request, sampling: Sampling) -> Completion:
         """Parse ``answer`` into a :class:`Completion`.
@@ -141,9 +144,9 @@ def _sent(message: Message) -> Message:
         return dict(message)
     calls = []
     for number, call in enumerate(message["tool_calls"]):
-        function = call.get("function", call)
-        text = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-        calls.append({"id": f"call_{number}", "type": "function", **call, "function": text})
+        function = dict(call.get("function", call))
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append({"id": f"call_{number}", "type": "function", **call, "function": function})
     return {**message, "tool_calls": calls}
 
 
@@ -158,16 +161,17 @@ def _sampling_fields(server: Server, sampling: Sampling, stops: list[int]) -> Js
     fields["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
     if sampling.stop_strings:
         fields["stop"] = list(sampling.stop_strings)
-    further = {"min_p": 0.0 if sampling.min_p is None else sampling.min_p, "repetition_penalty": 1.0}
+    min_p = 0.0 if sampling.min_p is None else sampling.min_p
     if server.dialect == "extended":
-        fields |= {"top_k": sampling.top_k or -1, **further}
+        fields |= {"top_k": sampling.top_k or -1, "min_p": min_p, "repetition_penalty": 1.0}
         return fields | {"stop_token_ids": stops, "return_token_ids": True}
     if server.dialect == "transformers":
-        config = {"do_sample": sampling.temperature > 0, "top_k": sampling.top_k or 0, **further, "eos_token_id": stops}
+        config: Json = {"do_sample": sampling.temperature > 0, "top_k": sampling.top_k or 0}
+        config |= {"min_p": min_p, "repetition_penalty": 1.0, "eos_token_id": stops}
         return fields | {"generation_config": json.dumps(config)}
-    asked = [name for name in ("top_k", "min_p") if getattr(sampling, name) is not None]
-    if asked:
-        raise UserError(f"{server.url} does not support {' or '.join(asked)}; set them to null")
+    unsupported = [name for name in ("top_k", "min_p") if getattr(sampling, name) is not None]
+    if unsupported:
+        raise UserError(f"{server.url} does not support {' or '.join(unsupported)}; set them to null")
     return fields
 
 
@@ -189,7 +193,11 @@ def base_models(answer: Json) -> list[str]:
     cards = answer.get("data")
     if not isinstance(cards, list):
         return []
-    return [str(card["id"]) for card in cards if isinstance(card, dict) and "id" in card and not card.get("parent")]
+    names = []
+    for card in cards:
+        if isinstance(card, dict) and "id" in card and not card.get("parent"):
+            names.append(str(card["id"]))
+    return names
 
 
 def _choice(url: str, answer: Json, endpoint: str, check: Callable[[bool, str], None]) -> tuple[Json, str, str]:
@@ -263,7 +271,9 @@ def _entries(choice: Json) -> list[Json]:
 
 def dicts(value: Any) -> list[Json]:
     """Return ``value`` if it is a list of objects, else []."""
-    return value if isinstance(value, list) and all(isinstance(entry, dict) for entry in value) else []
+    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        return value
+    return []
 
 
 def _start(value: Any) -> str:
