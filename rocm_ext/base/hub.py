@@ -25,7 +25,8 @@ def how_to_download(folder: Path) -> str:
     name = hub_name(folder)
     if name:
         return f"download the model: hf download {name} --revision {folder.name}"
-    owner = next((owner for start, owner in _OWNERS.items() if folder.name.startswith(start)), "OWNER")
+    owners = [owner for start, owner in _OWNERS.items() if folder.name.startswith(start)]
+    owner = owners[0] if owners else "OWNER"
     return f"download the model: tune download {owner}/{folder.name or 'NAME'} --output-dir {folder}"
 
 

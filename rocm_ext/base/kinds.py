@@ -50,9 +50,12 @@ def check(config: Mapping[str, object] | DictConfig, kinds: Mapping[str, Kind], 
 
 def one_of(*values: Any) -> Kind:
     """One of these values; 1 does not stand for True."""
+
+    def fits(value: Any) -> bool:
+        return any(type(value) is type(one) and value == one for one in values)
+
     *most, last = ["null" if value is None else str(value) for value in values]
-    name = f"{', '.join(most)} or {last}" if most else last
-    return Kind(lambda value: any(type(value) is type(one) and value == one for one in values), (name,))
+    return Kind(fits, (f"{', '.join(most)} or {last}" if most else last,))
 
 
 def integer(least: int, most: int = 10**9, why: str = "") -> Kind:
@@ -66,7 +69,9 @@ def number(fits: Callable[[float], bool], name: str) -> Kind:
     most = sys.float_info.max  # a whole number may be larger
 
     def is_number(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and -most <= value <= most
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return -most <= value <= most
 
     return Kind(lambda value: is_number(value) and fits(value), (name,))
 
@@ -78,7 +83,11 @@ def text(name: str) -> Kind:
 
 def list_of_texts(name: str) -> Kind:
     """A list of texts."""
-    return Kind(lambda value: isinstance(value, ListConfig) and all(isinstance(item, str) for item in value), (name,))
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, ListConfig) and all(isinstance(item, str) for item in value)
+
+    return Kind(fits, (name,))
 
 
 def by_pattern(kind: Kind) -> Kind:

@@ -68,4 +68,5 @@ def _dataclass(kind: Any, value: Mapping[str, object], where: str) -> Any:
         if name not in value and field.default is field.default_factory is MISSING:
             raise UserError(f"{where} lacks {name!r}")
     hints = get_type_hints(kind)
-    return kind(**{name: parse(hints[name], item, f"{where}.{name}") for name, item in value.items()})
+    values = {name: parse(hints[name], item, f"{where}.{name}") for name, item in value.items()}
+    return kind(**values)

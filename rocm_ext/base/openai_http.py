@@ -185,7 +185,8 @@ def _retry_after(response: Any) -> float:
     with suppress(ValueError):
         return max(0.0, float(value))
     with suppress(ValueError, TypeError, OverflowError):
-        return max(0.0, (parsedate_to_datetime(value) - datetime.now(timezone.utc)).total_seconds())
+        left = parsedate_to_datetime(value) - datetime.now(timezone.utc)
+        return max(0.0, left.total_seconds())
     return 0.0
 
 

@@ -207,8 +207,10 @@ def listing(recipes: Iterable[Recipe]) -> list[str]:
     """A heading and one line per config of ``recipes``: recipe, config, machine, model and memory. The config's head
     states the memory that `rocm-ext plan` computes."""
     rows = [("RECIPE", "CONFIG", "MACHINE", "MODEL", "MEMORY")]
-    rows += [(recipe.name, path.stem, *_summary(path)) for recipe in recipes for path in recipe.configs]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for recipe in recipes:
+        rows += [(recipe.name, path.stem, *_summary(path)) for path in recipe.configs]
+    columns = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
@@ -242,8 +244,9 @@ def _read(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file, with unresolved interpolations; UserError: it is unreadable, or holds no mapping."""
     import yaml
 
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        content = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        content = yaml.load(path.read_bytes(), loader)
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
@@ -260,7 +263,8 @@ def stated_recipe(path: Path) -> Any:
 
 
 def _shipped(name: str) -> Recipe:
-    return Recipe(name, _folder("recipes") / f"{name}.py", _folder("recipe_configs") / "defaults" / f"{name}.yaml")
+    defaults = _folder("recipe_configs") / "defaults"
+    return Recipe(name, _folder("recipes") / f"{name}.py", defaults / f"{name}.yaml")
 
 
 def _folder(name: str) -> Path:

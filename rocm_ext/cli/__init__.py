@@ -5,12 +5,12 @@ code. Only the file of the given command is imported. Functions import torch whe
 and --help must not.
 """
 
-import argparse
 import importlib
 import inspect
 import os
 import signal
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from typing import NoReturn
 
 import rocm_ext
@@ -77,13 +77,13 @@ def _run(argv: list[str]) -> int | None:
     return sys.modules[f"rocm_ext.cli.{argv[0]}"].run(args)
 
 
-def parser_of(name: str) -> argparse.ArgumentParser:
+def parser_of(name: str) -> ArgumentParser:
     """Build a subcommand's parser."""
     command = importlib.import_module(f"rocm_ext.cli.{name}")
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog=f"rocm-ext {name}",
         description=inspect.getdoc(command).partition("\n\n")[2],  # type: ignore[union-attr]
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionHelpFormatter,
     )
     command.add(parser)
     return parser
@@ -96,12 +96,12 @@ def _overview(argv: list[str]) -> NoReturn:
         lines = [f"  {name:<10}{about}" for name, about in commands.items()]
         paragraphs.append("\n".join([f"{when}:", *lines]))
     paragraphs.append("`rocm-ext COMMAND --help` has a command's options.")
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="rocm-ext",
         usage="rocm-ext [-h] [--version] COMMAND ...",
         description="Tools around the torchtune-rocm recipes. The recipes themselves run with `tune run`.",
         epilog="\n\n".join(paragraphs),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionHelpFormatter,
     )
     about = "print the versions of this library, torchtune and torch"
     versions = {"torchtune-rocm": rocm_ext.__version__, **pins.installed()}  # importing torch would take seconds

@@ -1,10 +1,10 @@
 """Options, tables, JSON and files of the subcommands."""
 
-import argparse
 import json
 import math
 import os
 import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +37,7 @@ def number(kind: Callable[[str], Any], least: float, most: float) -> Callable[[s
             value = math.nan
         if not least <= value <= most:
             what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what} from {least:,} to {most:,}")
+            raise ArgumentTypeError(f"{text[:40]!r} is not {what} from {least:,} to {most:,}")
         return value
 
     return parse
@@ -63,35 +63,35 @@ count = number(int, 1, 10**9)
 seed = number(int, 0, 2**63 - 1)
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: ArgumentParser) -> None:
     """Add ``--json``; :func:`print_json` prints it."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
+def add_config(parser: ArgumentParser) -> None:
     """Add ``--config``, which the command needs."""
     options(parser)("--config NAME", "config of any recipe: a name or a file", required=True)
 
 
-def add_format(parser: argparse.ArgumentParser) -> None:
+def add_format(parser: ArgumentParser) -> None:
     """Add ``--format``; :func:`rocm_ext.data.prompt_dataset` knows the names."""
     names = "gsm8k, mbpp, mbppplus, humaneval, apps, taco or livecodebench"
     options(parser)("--format NAME", f"read the columns of a data set: {names}")
 
 
-def add_overrides(parser: argparse.ArgumentParser) -> None:
+def add_overrides(parser: ArgumentParser) -> None:
     """Add ``key=value …``, as in ``tune run``."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config, as in `tune run`")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: ArgumentParser) -> None:
     """Add ``MODEL key=value …``, for :func:`rocm_ext.config.chosen_model.find_target`; ``--config`` is MODEL, too."""
     what = "output_dir of a run, folder or GGUF file of a model, its name on the hub, or config of any recipe"
     parser.add_argument("--config", dest="model", metavar="MODEL", help="the same as MODEL")
     parser.add_argument("overrides", nargs="*", metavar="MODEL key=value", help=f"{what}; and changes to its config")
 
 
-def take_model(args: argparse.Namespace) -> str:
+def take_model(args: Namespace) -> str:
     """Return MODEL, which :func:`add_model` has added, and leave the changes in ``args.overrides``.
 
     Raises:
@@ -112,13 +112,13 @@ def take_model(args: argparse.Namespace) -> str:
     return names[0]
 
 
-def add_trust(parser: argparse.ArgumentParser) -> None:
+def add_trust(parser: ArgumentParser) -> None:
     """Add ``--trust-config``."""
     about = "also run code that the run's config names and that is not this library's; read it first"
     parser.add_argument("--trust-config", action="store_true", help=about)
 
 
-def add_force(parser: argparse.ArgumentParser) -> None:
+def add_force(parser: ArgumentParser) -> None:
     """Add ``--force``, for :func:`check_new_file`."""
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
 
@@ -197,10 +197,10 @@ def console() -> Console:
 
 def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
     """Make an empty table; columns in ``right`` are right-aligned."""
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    empty = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return made
+        empty.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return empty
 
 
 def printable(text: str) -> str:

@@ -6,10 +6,10 @@ It downloads nothing. Each measurement runs in a child process within the memory
 of the table. Writes bench.json, which plan and `hardware: auto` use, and prints the fastest settings as YAML.
 """
 
-import argparse
 import json
 import os
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import date
@@ -47,7 +47,7 @@ _UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "tokens/s": (1.0, "
           "values/s": (1e9, "billion values/s"), "x": (1.0, "x the time of a plain product")}  # fmt: skip
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: ArgumentParser) -> None:
     option = options(parser)
     option("--config NAME", "config whose model is measured (default: the machine's, 7B or smaller)")
     option("--quick", "fewer and shorter measurements: under two minutes on two CPU cores")
@@ -61,7 +61,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
     """Measure, print the measurements and the fastest settings, and write the file."""
     output = _output(args)
     probes = [override for override in args.overrides if override in PROBES]
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"{warning}. End them and measure again", file=sys.stderr)
 
 
-def _output(args: argparse.Namespace) -> Path | None:
+def _output(args: Namespace) -> Path | None:
     """Return the file to write; the default one is replaced, since plan needs the newest speeds."""
     if args.output:
         return check_new_file(args.output, args.force)

@@ -5,9 +5,9 @@ question from a pipe, it answers once: the answer goes to stdout, and everything
 /help lists commands.
 """
 
-import argparse
 import signal
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,7 +34,7 @@ Ctrl-C stops an answer. """ begins a question of several lines, and """ ends it.
 '''.strip()
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: ArgumentParser) -> None:
     option = options(parser)
     option("--adapter DIR", "PEFT folder (default: the run's or the config's)", Path)
     option("--base", "ask the model without its adapter, too")
@@ -52,7 +52,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
     """Answer once, or talk until the user ends it; returns the exit code."""
     target = find_target(take_model(args), args.adapter, args.trust_config, _UNUSED)
     prepare(target, args.overrides)

@@ -5,8 +5,8 @@ losses (or held-out scores of RAFT and GRPO), and whether to take B.
 Exit code: 0 take B, 1 keep A, 2 the runs cannot be compared, 3 undecided yet.
 """
 
-import argparse
 import math
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rocm_ext.runs.folder import RunFolder
 _ANSWERS = {"take": (0, "green"), "reject": (1, "red"), "unknown": (3, "yellow")}  # exit code, colour
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: ArgumentParser) -> None:
     option, share = options(parser), number(float, 0.001, 99)
     option("a RUN_A", "output_dir of the baseline", Path)
     option("b RUN_B", "output_dir of the run with the faster setting", Path)
@@ -30,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
     """Compare two runs; returns the exit code, which is the answer."""
     with exits_with(2):  # 1 means: keep A
         compared = compare(RunFolder(args.a), RunFolder(args.b), args.tolerance / 100, args.score_tolerance / 100)

@@ -6,7 +6,7 @@ its reason and a line that fixes it. The command changes nothing and needs no ro
 Exit code 0: fine, 1: warnings, 2: training will not work, or --root holds no machine.
 """
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from rocm_ext.machine.doctor.save import save
 _STYLES = {"ok": "green", "warning": "yellow", "error": "red", "not recorded": "dim"}
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: ArgumentParser) -> None:
     option = options(parser)
     root = (
         "judge another machine: a folder made with --save, or a copy of its /proc, /sys and /etc files; "
@@ -37,7 +37,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
     """Print the findings; return the exit code of the worst one."""
     from rocm_ext.machine.doctor.this_machine import ROOT, live_facts
 
@@ -65,21 +65,24 @@ def run(args: argparse.Namespace) -> int:
 def _print(facts: Facts, findings: list[Finding]) -> None:
     screen = console()
     rows = table(printable(facts.title), "", "check", "found")
-    problems: dict[str, list[Finding]] = {"warning": [], "error": []}  # the worst last: readers look there
+    warnings, errors = [], []
     for finding in findings:
-        text = Text(printable(finding.found))
-        if finding.level in problems:
-            problems[finding.level].append(finding)
+        level = Text(finding.level, _STYLES[finding.level])
+        found = Text(printable(finding.found))
+        if finding.level == "warning":
+            warnings.append(finding)
+        elif finding.level == "error":
+            errors.append(finding)
         elif finding.why:
-            text.append(f" ({printable(finding.why)})", "dim")
-        rows.add_row(Text(finding.level, _STYLES[finding.level]), Text(printable(finding.check)), text)
+            found.append(f" ({printable(finding.why)})", "dim")
+        rows.add_row(level, Text(printable(finding.check)), found)
     screen.print(rows)
-    for finding in (*problems["warning"], *problems["error"]):
-        check, found, why = map(printable, (finding.check, finding.found, finding.why))
-        level = (finding.level, _STYLES[finding.level])
-        screen.print(Text.assemble("\n", level, f" {check}: ", found))
-        if why:
-            screen.print(Padding(Text(why), (0, 0, 0, 2), expand=False))
-        # One line, so that it can be copied.
-        screen.print(Text(f"  fix: {printable(finding.fix)}", "bold"), soft_wrap=True)
+    for finding in (*warnings, *errors):  # the worst last: readers look there
+        level = Text(finding.level, _STYLES[finding.level])
+        screen.print(Text.assemble("\n", level, f" {printable(finding.check)}: ", printable(finding.found)))
+        if finding.why:
+            why = Text(printable(finding.why))
+            screen.print(Padding(why, (0, 0, 0, 2), expand=False))
+        fix = Text(f"  fix: {printable(finding.fix)}", "bold")
+        screen.print(fix, soft_wrap=True)  # one line, so that it can be copied
     screen.print(Text("\n" + verdict(facts, findings), "bold"))

@@ -5,7 +5,7 @@ with --verifier, it samples answers to prompts, verifies them, and prints pass@1
 --samples drawn ones, with 95 % intervals.
 """
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -48,7 +48,7 @@ _TAIL = 200  # characters shown of a question's beginning and of an answer's end
 Measurements = tuple[Sequence[Any], Callable[..., Json]]
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: ArgumentParser) -> None:
     option = options(parser)
     option("--adapter DIR", "PEFT folder (default: the run's, or that of the config)", Path)
     option("--base", "measure the model that the config starts from, too, and compare them")
@@ -67,7 +67,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
     """Measure the model and print its scores."""
     unused: list[str] = []
     if args.verifier:
@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> None:
     target = find_target(take_model(args), args.adapter, args.trust_config, unused)
     adapter = target.adapter
     target = replace(target, adapter=None)  # the adapter is measured in addition to the config's start
-    answers = bool(args.verifier) or registry.family(target.recipe(args.overrides)) not in (registry.SFT, registry.DPO)
+    family = registry.family(target.recipe(args.overrides))
+    answers = bool(args.verifier) or family not in (registry.SFT, registry.DPO)
     _check(args, adapter, target, answers)
     prepare(target, args.overrides)
     measure, show = (_answers, _print_answers) if answers else (_rows, _print_rows)
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
         show(args, measured, content.get("paired"))
 
 
-def _check(args: argparse.Namespace, adapter: Path | None, target: ChosenModel, answers: bool) -> None:
+def _check(args: Namespace, adapter: Path | None, target: ChosenModel, answers: bool) -> None:
     alone = target.content is not None and not target.run
     refuse_first(
         (args.base and adapter is None, "--base compares an adapter with the model that the config starts from; name "
@@ -110,11 +111,13 @@ def _check(args: argparse.Namespace, adapter: Path | None, target: ChosenModel, 
 
 def _check_new(folder: Path | None) -> None:
     """Refuse to write among other files: some may have the names of ours."""
-    if folder is not None and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if folder is None or not folder.exists():
+        return
+    if not folder.is_dir() or any(folder.iterdir()):
         raise UserError(f"--output {folder} exists and is not empty; choose a new folder")
 
 
-def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -> Measurements:
+def _answers(args: Namespace, target: ChosenModel, adapter: Path | None) -> Measurements:
     from rocm_ext.evaluate.answers import compare, evaluate
 
     cfg = _sampling(args, target)
@@ -125,7 +128,7 @@ def _answers(args: argparse.Namespace, target: ChosenModel, adapter: Path | None
         return evaluate(cfg, adapter, args.base), compare
 
 
-def _print_answers(args: argparse.Namespace, evaluations: Sequence["Evaluation"], paired: Json | None) -> None:
+def _print_answers(args: Namespace, evaluations: Sequence["Evaluation"], paired: Json | None) -> None:
     for evaluation, title in zip(evaluations, _TITLES, strict=False):
         scores = evaluation.scores
         print(f"{title}pass@1 {Score(scores['correct'], scores['prompts'])}")
@@ -147,7 +150,7 @@ def _print_answers(args: argparse.Namespace, evaluations: Sequence["Evaluation"]
         print(f"all answers: {args.output / 'answers.jsonl'}")
 
 
-def _sampling(args: argparse.Namespace, target: ChosenModel) -> DictConfig:
+def _sampling(args: Namespace, target: ChosenModel) -> DictConfig:
     """Return the config of the sampling; keys that only RAFT has may be set for any recipe's config."""
     known = config.defaults(target.recipe(args.overrides))
     only_rafts = config.defaults(registry.RAFT).keys() - known.keys()
@@ -171,7 +174,7 @@ def _sampling(args: argparse.Namespace, target: ChosenModel) -> DictConfig:
     return OmegaConf.merge(cfg, OmegaConf.from_dotlist(later))  # type: ignore[return-value]
 
 
-def _source(args: argparse.Namespace) -> dict[str, str]:
+def _source(args: Namespace) -> dict[str, str]:
     split = "test" if is_hub_name(args.data) else "train"  # a file has the split train alone
     source = {"source": args.data, "split": args.split or split}
     if args.name:
@@ -182,7 +185,11 @@ def _source(args: argparse.Namespace) -> dict[str, str]:
 def _print_changed(change: str, right: "Evaluation", adapted: "Evaluation", base: "Evaluation", most: int) -> None:
     """Print the first prompts of which only the model ``right`` is right, with the greedy answers of both models."""
     before, after = _greedy(base), _greedy(adapted)
-    changed = [prompt for prompt in after if right.right[prompt] and adapted.right[prompt] != base.right[prompt]]
+    changed = []
+    for prompt in after:
+        differs = adapted.right[prompt] != base.right[prompt]
+        if differs and right.right[prompt]:
+            changed.append(prompt)
     for prompt in changed[:most]:
         print(f"  {change}: {shortened(after[prompt]['prompt'], _TAIL)}")
         print(f"    without the adapter: {shortened(before[prompt]['text'], -_TAIL)}")
@@ -209,7 +216,7 @@ def _print_wrong(evaluation: "Evaluation", most: int) -> None:
         print(f"    said:  {shortened(answer['text'], -_TAIL)}")
 
 
-def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -> Measurements:
+def _rows(args: Namespace, target: ChosenModel, adapter: Path | None) -> Measurements:
     from rocm_ext.evaluate.rows import compare, keep, measure
     from rocm_ext.recipes.dpo_rocm import DPO
     from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
@@ -232,7 +239,7 @@ def _rows(args: argparse.Namespace, target: ChosenModel, adapter: Path | None) -
     return both, compare
 
 
-def _print_rows(args: argparse.Namespace, both: Sequence["Measured"], paired: Json | None) -> None:
+def _print_rows(args: Namespace, both: Sequence["Measured"], paired: Json | None) -> None:
     for measured, title in zip(both, _TITLES, strict=False):
         scores = dict(measured.scores)
         text = f"loss {scores.pop('loss'):.4f}, perplexity {scores.pop('perplexity'):.3f}"

@@ -4,7 +4,7 @@ Writes the adapter of a run, or the model with the adapter merged, with the toke
 read and written one at a time.
 """
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from rocm_ext.base.log import setup_logging
 from rocm_ext.cli._common import add_force, add_trust, check_new_file, options, refuse_first
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: ArgumentParser) -> None:
     option = options(parser)
     source = "output_dir of a run of any recipe, an adapter's folder, or the folder of a model without adapter"
     option("source RUN", source, Path)
@@ -34,7 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("--base-name OWNER/NAME", "the base model's name on the hub (default: as its folder says)")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
     """Write the files that the options name, and print their paths."""
     _check_new(args)
     named = "--merged DIR, --gguf FILE, --gguf-adapter FILE, --card FILE or --push OWNER/NAME"
@@ -76,10 +76,10 @@ def run(args: argparse.Namespace) -> None:
         print(push(source, args.push, card(source, merges), folder, uploads, args.private))
 
 
-def _check_new(args: argparse.Namespace) -> None:
+def _check_new(args: Namespace) -> None:
     """Refuse names of files that exist, or that two options share, before the weights are read."""
-    models = [check_new_file(path, args.force) for path in (args.gguf, args.gguf_adapter) if path]
-    paths = models + [path.with_suffix(".Modelfile") for path in models]
+    models = [path for path in (args.gguf, args.gguf_adapter) if path]
+    paths = models + [check_new_file(path, args.force).with_suffix(".Modelfile") for path in models]
     if args.card:
         paths.append(args.card)
     for number, path in enumerate(paths):

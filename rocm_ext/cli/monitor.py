@@ -4,7 +4,6 @@ Shows the counters until Ctrl-C: a live table on a terminal, a line per reading 
 and NVIDIA's through nvidia-ml-py, and needs no root. A missing field is a counter that this machine does not have.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -12,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ _VALUES = {  # format of a value in a run's progress
 }
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: ArgumentParser) -> None:
     option = options(parser)
     option("--interval S", "seconds between readings (default: 2)", number(float, 0.1, 86400), 2.0)
     option("--count N", "stop after N readings (default: at Ctrl-C)", count)
@@ -66,7 +66,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("--port N", "listen at this port of 127.0.0.1 (default: 8642, or a free one)", number(int, 0, 65535))
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
     """Show readings until ``--count`` of them or Ctrl-C."""
     args.out += args.run
     runs = len(args.out)
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _browser(args: argparse.Namespace, notes: Sequence[str]) -> Iterator[_Show]:
+def _browser(args: Namespace, notes: Sequence[str]) -> Iterator[_Show]:
     """Serve a page and its readings in threads."""
     from rocm_ext.report.live import LivePage, PageServer
 
@@ -115,14 +115,21 @@ def _browser(args: argparse.Namespace, notes: Sequence[str]) -> Iterator[_Show]:
 
 
 @contextlib.contextmanager
-def _terminal(args: argparse.Namespace) -> Iterator[_Show]:
+def _terminal(args: Namespace) -> Iterator[_Show]:
     if args.json:
-        yield lambda reading, run: print(json.dumps(reading if run is None else {**reading, "run": run}), flush=True)
+        yield _print_json
     elif not sys.stdout.isatty():
         yield lambda reading, run: print(_line(reading, run), flush=True)
     else:
         with _ended_by_sigterm(), Live(console=console(), auto_refresh=False) as live:  # Live restores the cursor
             yield lambda reading, run: live.update(_screen(reading, run, args.interval), refresh=True)
+
+
+def _print_json(reading: Reading, run: _Run | None) -> None:
+    content: dict[str, Any] = dict(reading)
+    if run is not None:
+        content["run"] = run
+    print(json.dumps(content), flush=True)
 
 
 def _ended_by_sigterm() -> contextlib.AbstractContextManager[None]:

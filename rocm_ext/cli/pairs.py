@@ -5,9 +5,9 @@ Answers that the verifier failed to judge, or that max_new_tokens cut, make no p
 With --single an answer is a row, with a label that says whether it is right.
 """
 
-import argparse
 import json
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.pairs import choose_pairs, choose_single, read_answers
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: ArgumentParser) -> None:
     option = options(parser)
     option("run_dir RUN", "output_dir of the run", Path)
     option("--output -o FILE", "the file to write (default: pairs.jsonl or single.jsonl in RUN)", Path)
@@ -36,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_trust(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
     """Write the rows and print their number.
 
     Raises:

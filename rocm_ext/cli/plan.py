@@ -5,7 +5,7 @@ by part against the machine's budget, work per step, expected speed, and the set
 and no data. Exits with 1 if the config does not fit.
 """
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,7 @@ Ways = list[tuple[str, int]]  # changes that make a run fit, and the peak in byt
 Figure = Callable[[float, float], float]
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: ArgumentParser) -> None:
     option = options(parser)
     add_config(parser)
     chip = "MI355X, W7900, RTX 4090, 'Strix Halo', gfx950 (default: the config's hardware)"
@@ -67,11 +67,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
     """Plan the run and print the plan; returns 0 if the config fits, else 1."""
     args.chip = None
     if args.machine is not None:
-        profile, args.chip = find_chip(args.machine, by_key(args.overrides).get("hardware"))
+        hardware = by_key(args.overrides).get("hardware")
+        profile, args.chip = find_chip(args.machine, hardware)
         args.overrides.insert(0, f"hardware={profile}")
     recipe = config.recipe_of(args.config, args.overrides)
     cfg = _load(args, recipe, args.overrides)
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         print(describe(filled(cfg)))
     plan = _plan(args, recipe, cfg, args.ranks)
     ways: Ways = []
-    if not (plan.fits or plan.highest(plan.best) <= plan.target.budget[0]):
+    if not plan.fits and not _best_fits(plan):
         ways = _ways_to_fit(args, recipe, cfg, plan)
     if args.json:
         fits_with = [{"change": change, "peak": peak} for change, peak in ways]
@@ -89,16 +90,21 @@ def run(args: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
-def _load(args: argparse.Namespace, recipe: registry.Recipe, overrides: Sequence[str]) -> Any:
+def _best_fits(plan: "RunPlan") -> bool:
+    return plan.highest(plan.best) <= plan.target.budget[0]
+
+
+def _load(args: Namespace, recipe: registry.Recipe, overrides: Sequence[str]) -> Any:
     """Load the config with ``overrides``, and check it."""
     cfg = config.load(recipe, args.config, overrides)
-    registry.check_system(recipe, load_profile(cfg.hardware).match.get("system", ""))
+    system = load_profile(cfg.hardware).match.get("system", "")
+    registry.check_system(recipe, system)
     check_config(cfg, registry.extended(recipe))
     _check_sizes(args, cfg)
     return cfg
 
 
-def _plan(args: argparse.Namespace, recipe: registry.Recipe, cfg: Any, ranks: int) -> "RunPlan":
+def _plan(args: Namespace, recipe: registry.Recipe, cfg: Any, ranks: int) -> "RunPlan":
     """Plan the run of a config on so many ranks."""
     from rocm_ext.plan.run import plan_run
     from rocm_ext.plan.workload import Known
@@ -113,7 +119,7 @@ def _plan(args: argparse.Namespace, recipe: registry.Recipe, cfg: Any, ranks: in
     return plan_run(cfg, detect(), family=family, bench=args.bench, ranks=ranks, known=known, chip=args.chip)
 
 
-def _ways_to_fit(args: argparse.Namespace, recipe: registry.Recipe, cfg: Any, plan: "RunPlan") -> Ways:
+def _ways_to_fit(args: Namespace, recipe: registry.Recipe, cfg: Any, plan: "RunPlan") -> Ways:
     """Return the first two changes that make the run fit: keys of the config, or more ranks."""
     log.info("does not fit; planning other settings ...")
     changes: list[tuple[str, int]] = []
@@ -149,7 +155,7 @@ def _ways_to_fit(args: argparse.Namespace, recipe: registry.Recipe, cfg: Any, pl
     return ways
 
 
-def _check_sizes(args: argparse.Namespace, cfg: Any) -> None:
+def _check_sizes(args: Namespace, cfg: Any) -> None:
     """Refuse sizes above the config's limits."""
     answers = cfg.max_new_tokens if "prompts" in cfg else None  # evaluations of SFT and DPO are not planned
     useless = f"--answer-tokens is for recipes that sample; {args.config} samples no answers"
@@ -200,11 +206,12 @@ def _print(name: str, plan: "RunPlan", ways: Ways) -> None:
 
 
 def _print_table(out: Any, title: str, columns: list[str], rows: Rows) -> None:
-    made = table(title, "", *columns, right=tuple(columns))
-    made.show_header = columns != [" "]
+    lines = table(title, "", *columns, right=tuple(columns))
+    lines.show_header = columns != [" "]
     for name, values in rows:
-        made.add_row(name, *values, style="bold" if name in ("peak", "tokens/s", "a step", "a cycle") else "")
-    out.print(made)
+        style = "bold" if name in ("peak", "tokens/s", "a step", "a cycle") else ""
+        lines.add_row(name, *values, style=style)
+    out.print(lines)
 
 
 def _memory(plan: "RunPlan", choice: "Choice") -> dict[str, int]:
@@ -232,7 +239,8 @@ def _memory_rows(plan: "RunPlan", choices: Iterable["Choice"]) -> Rows:
     for part in columns[0]:
         sizes = [column[part] for column in columns]
         if any(sizes):
-            rows.append((_NAMES.get(part, part), list(map(readable, sizes))))
+            name = _NAMES.get(part, part)
+            rows.append((name, [readable(size) for size in sizes]))
     return rows
 
 
@@ -310,7 +318,7 @@ def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
 
 def _print_verdict(out: Any, plan: "RunPlan", ways: Ways) -> None:
     budget = plan.target.budget[0]
-    best_fits = plan.highest(plan.best) <= budget
+    best_fits = _best_fits(plan)
     if not plan.fits:
         how = ""
         if ways:
@@ -327,13 +335,19 @@ def _print_verdict(out: Any, plan: "RunPlan", ways: Ways) -> None:
         out.print("\nfits; no setting is expected to be faster")
 
 
-def _told(plan: "RunPlan", figure: Figure, text_of: Callable[[float], str] | None = None) -> str:
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 10 else duration(seconds)
+
+
+def _told(plan: "RunPlan", figure: Figure, text_of: Callable[[float], str] = _duration) -> str:
     """Format a figure; a computed one becomes the range at the shares that published runs reach."""
+    shares = [(1.0, 1.0)]
     published = plan.target.figures.published
-    shares = zip(*published.values(), strict=True) if published else [(1.0, 1.0)]
+    if published:
+        shares = list(zip(*published.values(), strict=True))
     values = sorted(figure(training, sampling) for training, sampling in shares)
-    texts = map(text_of or _duration, values)
-    return " to ".join(dict.fromkeys(texts))  # equal texts once
+    texts = dict.fromkeys(text_of(value) for value in values)  # equal texts once
+    return " to ".join(texts)
 
 
 def _training_time(seconds: float) -> Figure:
@@ -343,10 +357,6 @@ def _training_time(seconds: float) -> Figure:
 def _speed(plan: "RunPlan", speed: float, kind: int) -> str:
     """Tokens per second of training (kind 0) or sampling (1)."""
     return _told(plan, lambda *shares: speed * shares[kind], "{:,.0f}".format)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds < 10 else duration(seconds)
 
 
 def _content(plan: "RunPlan") -> Json:

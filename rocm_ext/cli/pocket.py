@@ -5,16 +5,16 @@ Training on two-digit additions and subtractions stops once about a third of the
 minute or two on two CPU cores.
 """
 
-import argparse
 import logging
 import sys
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from rocm_ext.cli._common import number, options, seed
 from rocm_ext.runs.scores import Score
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: ArgumentParser) -> None:
     option = options(parser)
     option("dir DIR", "folder to write; an earlier pocket model is kept", Path)
     option("--seed N", "seed of problems and weights (default: 0)", seed, 0)
@@ -24,7 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("--force", "replace an earlier pocket model")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
     """Make the pocket model and print its accuracy."""
     from rocm_ext.pocket import make
 

@@ -3,14 +3,14 @@
 Writes one HTML file of one run, or of several in the same charts. Runs may be of any recipe and need not be finished.
 """
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from rocm_ext.cli._common import add_force, check_new_file, options
 from rocm_ext.report import write
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: ArgumentParser) -> None:
     option = options(parser)
     option("dirs RUN", "output_dir of a run", Path, nargs="+")
     output = "the file to write (default: report.html in RUN, or in the current folder for several runs)"
@@ -18,7 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_force(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
     """Write the page and print its path."""
     if args.output:
         check_new_file(args.output, args.force or args.output.suffix == ".html")

@@ -6,12 +6,12 @@ share, how many rows are kept, cut or dropped, rows that repeat others, and vali
 Needs the model's folder without its weights, and no GPU. Exits with 1 and one line where the data would end a run.
 """
 
-import argparse
 import io
 import math
 import os
 import platform
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ _BAR = 40  # characters
 Read = tuple["Overview", Callable[[], None]]
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: ArgumentParser) -> None:
     option = options(parser)
     add_config(parser)
     row = number(int, 0, 10**9)
@@ -56,7 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
     """Read the data, and print rows and numbers."""
     import torch
 
@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> None:
     kept = len(overview.lengths)
     refuse_first((last >= kept, f"there is no row {last}; the kept rows are 0 to {kept - 1:,}"))
     first_rows = range(min(args.show or 0, kept))
-    content = {"recipe": recipe.name, **overview.as_json([*(args.row or ()), *first_rows])}
+    chosen = [*(args.row or ()), *first_rows]
+    content = {"recipe": recipe.name, **overview.as_json(chosen)}
     if args.json:
         print_json(content)
     else:
@@ -178,13 +179,19 @@ def _marked(text: str, trained: bool, colour: bool) -> str:
     """Cut the middle of a long part of a sequence, escape control characters, and mark a trained part."""
     if len(text) > _LONG:
         text = f"{text[:_ENDS]} … {len(text) - 2 * _ENDS:,} characters … {text[-_ENDS:]}"
-    text = "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    text = "".join(map(_escaped, text))
     if not trained:
         return text
     if not colour:
         return f"⟦{text}⟧"
     # Line by line, because some terminals fill the rest of a line with its background.
     return "\n".join(f"\033[30;42m{line}\033[0m" for line in text.split("\n"))
+
+
+def _escaped(character: str) -> str:
+    if character == "\n" or character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 def _print_numbers(key: str, numbers: Json) -> None:

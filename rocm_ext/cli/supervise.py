@@ -10,7 +10,6 @@ kills. A user's error, and three deaths without progress, end it: the last line 
 output_dir), SUPERVISE_WHY, SUPERVISE_STEP and SUPERVISE_LOG (the last lines that the run printed).
 """
 
-import argparse
 import math
 import os
 import re
@@ -19,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -52,7 +52,7 @@ _TO_SAVE = 60.0  # seconds that a hung run has to save
 _LONGEST_PAUSE = 1800.0
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: ArgumentParser) -> None:
     option = options(parser)
     limit = f"{_PATIENCE:g} s, or {_SLOWER} of its slowest recent steps"
     option("--hung-after S", f"end a run that is silent for longer (default: {limit})", number(float, 1, 10**7))
@@ -62,10 +62,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("--evaluate-apart", "evaluate in separate processes, between training processes")
     option("--notify COMMAND", "shell command to run at the end and on trouble, to send a message, say")
     words = "the run, as you would start it"
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- tune run ...", help=words)
+    parser.add_argument("command", nargs=REMAINDER, metavar="-- tune run ...", help=words)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Namespace) -> int:
     """Start the run again and again until it is done, and return the exit code.
 
     Raises:
@@ -137,7 +137,7 @@ def _command(words: list[str]) -> tuple[list[str], Path]:
     at = words.index(named[0])
     name, overrides = config.command_line(words[at + 1 :])
     machines = re.search(r"--nnodes[ =](\d+)(?::(\d+))?", " ".join(words[:at]))
-    several = machines is not None and max(int(number or 0) for number in machines.groups()) > 1
+    several = machines is not None and any(int(number) > 1 for number in machines.groups("0"))
     anew = any(item.replace(" ", "").lower() == "overwrite_output_dir=true" for item in overrides)
     refuse_first(
         (several, "supervise watches a run on one machine; drop --nnodes"),
@@ -221,7 +221,7 @@ class _Attempt:
         code: the exit code; negative: the signal that killed the process.
     """
 
-    def __init__(self, out: Path, args: argparse.Namespace) -> None:
+    def __init__(self, out: Path, args: Namespace) -> None:
         self._out = out
         self._args = args
         self._notes = out / _NOTES
@@ -424,9 +424,11 @@ def _is_rank(process: psutil.Process) -> bool:
 
 def _oom_kills() -> int:
     """Processes that the kernel has killed since its start because memory ran out; 0 where it does not say."""
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/vmstat").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, number = line.partition(" ")
+            if name == "oom_kill":
+                return int(number)
     return 0
 
 

@@ -6,9 +6,9 @@ metric logger and trains nothing. Exits with 1 and one line if a run would end t
 alone, as `tune validate CONFIG` does.
 """
 
-import argparse
 import shlex
 import sys
+from argparse import ArgumentParser, Namespace
 
 from rocm_ext import config
 from rocm_ext.base import registry
@@ -16,7 +16,7 @@ from rocm_ext.cli._common import add_config, add_overrides, count, options
 from rocm_ext.config.checks.recipe import check_config
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: ArgumentParser) -> None:
     option = options(parser)
     add_config(parser)
     option("--ranks N", "processes, as --nproc_per_node (default: 1)", count, 1)
@@ -24,7 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
     """Check keys and values, or replace this process by the recipe with ``validate_only=True``."""
     from rocm_ext.machine.environment import preset, replace_process
     from rocm_ext.machine.profile import check_locked, load_profile

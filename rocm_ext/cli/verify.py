@@ -4,7 +4,7 @@ Runs a data set's right answers through a verifier. Each must score 1.0. Prints 
 first answers that fail. Exits with 1 if any answer fails.
 """
 
-import argparse
+from argparse import ArgumentParser, Namespace
 
 import psutil
 import yaml
@@ -17,7 +17,7 @@ from rocm_ext.verifiers import Verdict
 from rocm_ext.verifiers.selfcheck import self_check
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: ArgumentParser) -> None:
     option = options(parser)
     option("--verifier NAME", "MathAnswer, PythonTests, …, or my_module.MyVerifier", required=True)
     rows = "rows of prompts as RAFT and GRPO take them: JSONL, JSON, Parquet, CSV or a hub name"
@@ -32,7 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("arguments key=value", "the verifier's arguments, such as timeout=5", nargs="*")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Namespace) -> None:
     """Verify the right answers and print the verdicts.
 
     Raises:

@@ -98,9 +98,10 @@ class Environment:
         """
         replies: list[Message] = []
         for call in message.get("tool_calls") or ():
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            text = self.run(Call(name, arguments, call.get("problem", "")))
-            replies.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": text})
+            function = call["function"]
+            name = function["name"]
+            result = self.run(Call(name, function["arguments"], call.get("problem", "")))
+            replies.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": result})
         return replies or self.judge(message["content"])
 
     def cut(self, message: Message) -> Any:
@@ -131,7 +132,10 @@ class Environment:
 
 def tools_of(environment: Environment) -> Tools:
     """Return an environment's tools; raises UserError as :class:`Tools`."""
-    return Tools([getattr(environment, tool) if isinstance(tool, str) else tool for tool in environment.tools])
+    functions = []
+    for tool in environment.tools:
+        functions.append(getattr(environment, tool) if isinstance(tool, str) else tool)
+    return Tools(functions)
 
 
 def now(value: Any) -> Any:
@@ -150,11 +154,13 @@ def checked_reply(environment: Environment, value: Any) -> Reply:
     if isinstance(value, (bool, int, float)):
         return Result(Verdict.CORRECT if value == 1 else Verdict.WRONG, float(value))
     if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    if not (isinstance(value, (list, tuple)) and all(isinstance(message, Mapping) for message in value)):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, (list, tuple)) or not all(isinstance(message, Mapping) for message in value):
         expected = "messages, a text, a Result or a reward"
         raise ValueError(f"{name} returned {type(value).__name__}; expected {expected}")
-    roles = {message.get("role") for message in value} - {"user", "tool", "system"}
-    if roles or not all(isinstance(message.get("content"), str) for message in value):
-        raise ValueError(f"{name} returned a message of {roles or 'no text'}; expected role user or tool, and content")
+    wrong_roles = {message.get("role") for message in value} - {"user", "tool", "system"}
+    have_texts = all(isinstance(message.get("content"), str) for message in value)
+    if wrong_roles or not have_texts:
+        fault = wrong_roles or "no text"
+        raise ValueError(f"{name} returned a message of {fault}; expected role user or tool, and content")
     return [dict(message) for message in value]

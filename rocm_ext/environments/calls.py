@@ -108,12 +108,15 @@ def _tagged(body: str, schemas: Schemas) -> Iterator[Call]:
     function = re.match(r"<function=([^>\s]+)>", tags)
     keys = re.fullmatch(r"([\w.-]+)\s*(<arg_key>.*)?", tags, re.S)
     if function:
-        yield _typed(function[1], _pairs(_PARAMETER, "</parameter>", tags[function.end() :]), schemas)
+        parameters = _pairs(_PARAMETER, "</parameter>", tags[function.end() :])
+        yield _typed(function[1], parameters, schemas)
     elif keys:
-        yield _typed(keys[1], _pairs(_ARGUMENT, "</arg_value>", keys[2] or ""), schemas)
+        arguments = _pairs(_ARGUMENT, "</arg_value>", keys[2] or "")
+        yield _typed(keys[1], arguments, schemas)
     else:
         value = json.loads(body)
-        yield from map(_of_json, value if isinstance(value, list) else [value])
+        for call in value if isinstance(value, list) else [value]:
+            yield _of_json(call)
 
 
 def _pairs(pattern: re.Pattern, close: str, text: str) -> list[tuple[str, str]]:
@@ -178,14 +181,16 @@ def _listed(body: str, _: Schemas) -> Iterator[Call]:
     """Read Mistral's calls: a list, or ``name[ARGS]{...}``."""
     named = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(\{.*)", body, re.S)
     if named:
-        yield _of_json({"name": named[1], "arguments": json.loads(named[2])})
+        arguments = json.loads(named[2])
+        yield _of_json({"name": named[1], "arguments": arguments})
     else:
         yield from map(_of_json, json.loads(body))
 
 
 def _channel(body: str, _: Schemas) -> Iterator[Call]:
     header, arguments = body.split("<|message|>", 1)
-    yield _of_json({"name": re.split(r"[\s<]", header)[0], "arguments": json.loads(arguments)})
+    name = re.split(r"[\s<]", header)[0]
+    yield _of_json({"name": name, "arguments": json.loads(arguments)})
 
 
 def _python(body: str, _: Schemas) -> Iterator[Call]:
@@ -194,7 +199,8 @@ def _python(body: str, _: Schemas) -> Iterator[Call]:
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError("a call is name(parameter=value)")
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-        yield Call(ast.unparse(call.func), json.loads(json.dumps(arguments)))  # sets and bytes are not JSON
+        arguments = json.loads(json.dumps(arguments))  # sets and bytes are not JSON
+        yield Call(ast.unparse(call.func), arguments)
 
 
 def _json_behind(body: str, _: Schemas) -> Iterator[Call]:
@@ -208,9 +214,9 @@ def _bare(text: str) -> Call | None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("parameters"), dict):
-        return _of_json(value)
-    return None
+    if not isinstance(value, dict) or not isinstance(value.get("parameters"), dict):
+        return None
+    return _of_json(value) if isinstance(value.get("name"), str) else None
 
 
 # Arguments as tags; bounded repetitions keep the search linear

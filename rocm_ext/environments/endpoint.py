@@ -69,7 +69,9 @@ class Exchange:
         check(most is None or positive, f"max_tokens must be a positive integer, found {most!r}")
         texts = _are(str, self._stop) and all(self._stop)
         check(texts, f"stop must be a text or a list of texts, found {stop!r}")
-        self.ask = Ask(messages, [] if asked.get("tool_choice") == "none" else tools, most)
+        if asked.get("tool_choice") == "none":
+            tools = []
+        self.ask = Ask(messages, tools, most)
         self.streams = bool(asked.get("stream"))
         options = asked.get("stream_options")
         self.sizes = isinstance(options, dict) and bool(options.get("include_usage"))
@@ -137,7 +139,8 @@ def _events(completion: Json, sizes: bool) -> bytes:
     (choice,) = completion["choices"]
     message = dict(choice["message"])
     if "tool_calls" in message:
-        message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+        calls = enumerate(message["tool_calls"])
+        message["tool_calls"] = [{"index": number, **call} for number, call in calls]
     contents: list[Json] = [
         {"choices": [{"index": 0, "delta": message, "finish_reason": None}]},
         {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
@@ -146,12 +149,14 @@ def _events(completion: Json, sizes: bool) -> bytes:
         contents.append({"choices": [], "usage": completion["usage"]})
     head = {key: completion[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk"
-    chunks = [json.dumps(head | content) for content in contents]
-    return "".join(f"data: {text}\n\n" for text in (*chunks, "[DONE]")).encode()
+    events = [json.dumps(head | content) for content in contents]
+    events.append("[DONE]")
+    return "".join(f"data: {event}\n\n" for event in events).encode()
 
 
 def _problem(why: str, code: str | None = None) -> bytes:
-    return json.dumps({"error": {"message": why, "type": "invalid_request_error", "code": code}}).encode()
+    error = {"message": why, "type": "invalid_request_error", "code": code}
+    return json.dumps({"error": error}).encode()
 
 
 class Endpoint(ThreadingHTTPServer):
@@ -250,11 +255,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _welcome(self, path: str) -> bool:
         """Whether a request has a whole head, the key and the path; the response says what it lacks."""
+        asked = self.path.partition("?")[0].rstrip("/")
         if not self.incoming.left:
             self._fail(431, f"more than {_HEAD} bytes of headers")
         elif self.headers.get("Authorization") != f"Bearer {self.server.key}":
             self._fail(401, "the key is not OPENAI_API_KEY's")
-        elif not self.path.partition("?")[0].rstrip("/").endswith(path):
+        elif not asked.endswith(path):
             self._fail(404, f"{self.path} is not served; only chat completions are")
         else:
             return True

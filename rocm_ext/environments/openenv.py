@@ -68,7 +68,8 @@ class OpenEnv(Environment):
 
     def begin(self) -> Any:
         self._client.connect()
-        return self._seen(self._client.reset(**{name: self.row[name] for name in self.needs}))
+        columns = {name: self.row[name] for name in self.needs}
+        return self._seen(self._client.reset(**columns))
 
     def reply(self, message: Message) -> Any:
         text = message["content"]

@@ -86,7 +86,8 @@ class Environments:
         self._thread = threading.Thread(target=self._listen, name="environments", daemon=True)
         self._thread.start()
         try:
-            self._link.sendall(_line({"environment": self._environment, "parent": os.getpid()}))
+            start = {"environment": self._environment, "parent": os.getpid()}
+            self._link.sendall(_line(start))
             self._link.settimeout(_START)
             answer = _read_line(self._link)
         except OSError:
@@ -284,8 +285,11 @@ def main(fd: int) -> None:
         tools = tools_of(example).schemas
         if tools:
             import jsonschema  # noqa: F401 - once, for all children
+    except UserError as problem:
+        link.sendall(_line({"error": str(problem)}))
+        return
     except BaseException as problem:
-        link.sendall(_line({"error": str(problem) if isinstance(problem, UserError) else helper.blame(problem)}))
+        link.sendall(_line({"error": helper.blame(problem)}))
         return
     link.sendall(_line({"tools": tools, "at_once": example.at_once}))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
@@ -328,5 +332,6 @@ def _converse(ours: socket.socket, component: Any, arguments: Mapping[str, Any])
             else:
                 answer = _line({"messages": reply})
         except BaseException as problem:  # SystemExit, too
-            answer = _line({"result": error(helper.blame(problem)).values()})
+            result = error(helper.blame(problem))
+            answer = _line({"result": result.values()})
         ours.sendall(answer)

@@ -87,7 +87,8 @@ class Program(Environment):
         python: str | None = None,
     ) -> None:
         super().__init__(row)
-        if not (isinstance(command, (list, tuple)) and command and all(isinstance(word, str) for word in command)):
+        words = command if isinstance(command, (list, tuple)) else []
+        if not words or not all(isinstance(word, str) for word in words):
             raise UserError(f"command: found {command!r}; expected a list such as [python, my_agent.py]")
         if not (memory_mb >= 128 and (at_once is None or at_once >= 1)):
             raise UserError(f"Program needs memory_mb >= 128 and at_once >= 1, found {memory_mb} and {at_once}")
@@ -122,13 +123,14 @@ class Program(Environment):
 
     def _argument(self, word: str) -> str:
         """Return an argument, or the path in the sandbox if it names a file."""
-        file = Path(word)
         if not os.path.isfile(word):  # Path.is_file raises for code, which is too long for a name
             if word.endswith(".py"):
                 raise UserError(f"command: there is no file {word}")
             return word
-        if self._folder is not None and file.resolve().is_relative_to(self._folder):
-            return str(file.resolve())
+        file = Path(word)
+        path = file.resolve()
+        if self._folder is not None and path.is_relative_to(self._folder):
+            return str(path)
         content = file.read_bytes()
         if self._files.setdefault(file.name, content) != content:
             raise UserError(f"command: two files are named {file.name}; rename one, or show both as a folder")
@@ -246,7 +248,8 @@ class Program(Environment):
         if not isinstance(reward, (int, float)):
             return error(f"the program's last line is {short(line, 100)!r}; expected a reward as JSON")
         verdict = Verdict.CORRECT if reward == 1 else Verdict.WRONG
-        return Result(verdict, float(reward), str(fields.get("detail", printed)), fields.get("parts", {}))
+        detail = str(fields.get("detail", printed))
+        return Result(verdict, float(reward), detail, fields.get("parts", {}))
 
 
 def _last_line(output: bytearray) -> str:

@@ -37,12 +37,14 @@ class Tools:
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
-        self.schemas = [schema_of(function) for function in functions]
+        self.schemas: list[Json] = []
         self._functions: dict[str, tuple[Callable[..., Any], Json]] = {}
-        for function, schema in zip(functions, self.schemas, strict=True):
+        for function in functions:
+            schema = schema_of(function)
             name = schema["function"]["name"]
             if name in self._functions:
                 raise UserError(f"tools: two functions have one name, {name}; rename one of them")
+            self.schemas.append(schema)
             self._functions[name] = function, schema["function"]["parameters"]
 
     def __call__(self, call: Call) -> str:

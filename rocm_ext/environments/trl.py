@@ -65,7 +65,8 @@ class Trl(Environment):
 
     def begin(self) -> Any:
         prompt = [dict(message) for message in self._reward.prompt(self.row)]
-        text = now(self.environment.reset(**{**self.row, "prompt": prompt}))
+        row = {**self.row, "prompt": prompt}
+        text = now(self.environment.reset(**row))
         if not isinstance(text, (str, type(None))):
             raise ValueError(f"reset returned {type(text).__name__}; expected a text or None")
         opening = [{"role": "user", "content": text}] if text else []
@@ -94,4 +95,9 @@ def _at_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that waits for an asynchronous one; a synchronous one unchanged."""
     if not inspect.iscoroutinefunction(function):
         return function
-    return functools.wraps(function)(lambda *args, **kwargs: now(function(*args, **kwargs)))
+
+    @functools.wraps(function)
+    def at_once(*args: Any, **kwargs: Any) -> Any:
+        return now(function(*args, **kwargs))
+
+    return at_once

@@ -337,7 +337,7 @@ class LocalSession:
 
     def _keeps(self, batch: SlotBatch, queue: RequestQueue, sampling: Sampling) -> bool:
         """Whether memory holds as many waiting conversations as running ones, without fewer slots."""
-        slots, free, memory = self._fit(batch.slots, queue, batch.length, sampling, held=batch.nbytes)
+        slots, free, memory = self._fit(batch.slots, queue, batch.length, sampling, replaced=batch.nbytes)
         return memory.bytes(slots) + slots * memory.cache <= free
 
     def _take_batch(self, queue: RequestQueue, length: int, sampling: Sampling, least: int) -> SlotBatch:
@@ -354,7 +354,7 @@ class LocalSession:
             most = most_slots(queue.share, self._decoder.device, self._decoder.splits_rows)
         if kept is not None:
             longest = max(length, kept.length)
-            slots, _, _ = self._fit(most, queue, longest, sampling, held=kept.nbytes)
+            slots, _, _ = self._fit(most, queue, longest, sampling, replaced=kept.nbytes)
             # a difference of less than a tenth is not worth a new cache and new graphs
             if kept.length >= length and (slots == most or slots >= 0.9 * kept.slots) and slots <= 1.1 * kept.slots:
                 kept.begin(sampling)
@@ -373,17 +373,17 @@ class LocalSession:
         return SlotBatch(self._decoder, slots, length, sampling, self._graphs, self._routes)
 
     def _fit(
-        self, most: int, queue: RequestQueue, length: int, sampling: Sampling, held: int = 0
+        self, most: int, queue: RequestQueue, length: int, sampling: Sampling, replaced: int = 0
     ) -> tuple[int, int, SlotMemory]:
         """Return the number of slots that fit into memory, up to ``most``, the free bytes, and the slots' memory.
 
-        ``held`` is the bytes of a batch that the new slots would replace.
+        ``replaced`` is the bytes of a batch that the new slots would replace.
         """
         prompts = {request.tokens for request in queue.requests}
         # a conversation's last prompt contains nearly all of it
         lengths = [length if queue.added else len(tokens) for tokens in prompts]
         memory = slot_memory(self._decoder, lengths, length, sampling, self._graphs.used)
-        free = int(SHARE * (self._free_memory() + held))
+        free = int(SHARE * (self._free_memory() + replaced))
         slots = most
         if self._slots is None:
             slots = slots_beside(memory, most, free, self.reserve())
