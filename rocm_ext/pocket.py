@@ -188,7 +188,8 @@ def _sums(seed: int, phrasing: random.Random) -> Material:
     held_out, train, pool = split_problems(seed)
     rows = [problem.row(phrasing) for problem in train]
     measured = [problem.row(phrasing) for problem in held_out]
-    return Material(pool, measured, {"train.jsonl": _json_lines(rows), "heldout.jsonl": _json_lines(measured)})
+    files = {"train.jsonl": _json_lines(rows), "heldout.jsonl": _json_lines(measured)}
+    return Material(pool, measured, files)
 
 
 def _shop(seed: int, phrasing: random.Random) -> Material:
@@ -240,9 +241,13 @@ class Problem:
 
     def row(self, rng: random.Random) -> Row:
         """Return the problem as a training row, in a random wording; a sum's operands come in random order."""
-        problem = Problem(self.b, "+", self.a) if self.op == "+" and rng.random() < 0.5 else self
-        prompt = rng.choice(PHRASES[self.op]).format(a=problem.a, b=problem.b)
-        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": problem.worked()}]
+        a, b = self.a, self.b
+        if self.op == "+" and rng.random() < 0.5:
+            a, b = b, a
+        wording = rng.choice(PHRASES[self.op])
+        prompt = wording.format(a=a, b=b)
+        answer = Problem(a, self.op, b).worked()
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         return {"messages": messages, "prompt": prompt, "answer": str(self.answer)}
 
 
@@ -292,7 +297,9 @@ def _pieces(rng: random.Random) -> int:
 def split_items(seed: int) -> tuple[list[Item], list[Item], list[Item]]:
     """Split all items into held-out ones and others, and return all, too: rows of these have random numbers."""
     rng = random.Random(f"stock {seed}")
-    items = [Item(name, shelf, _pieces(rng)) for name in "ABCDEFGHIJ" for shelf in "abcdefghij"]
+    items = []
+    for name in "ABCDEFGHIJ":
+        items += [Item(name, shelf, _pieces(rng)) for shelf in "abcdefghij"]
     rng.shuffle(items)
     return items[:40], items[40:], items
 
@@ -356,8 +363,8 @@ def new_model(seed: int) -> TransformerDecoder:
 
 def update(model: TransformerDecoder, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor) -> Tensor:
     """Train on a batch of :func:`batches_of`; return its mean loss."""
-    logits = model(tokens)[:, :-1]
-    loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
+    logits = model(tokens)[:, :-1].flatten(0, 1)
+    loss = F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORE)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

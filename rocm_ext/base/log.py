@@ -22,7 +22,8 @@ def setup_logging() -> None:
         handler.setFormatter(logging.Formatter("%(message)s"))
         log.addHandler(handler)
         log.propagate = False
-    log.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    is_main = os.environ.get("RANK", "0") == "0"
+    log.setLevel(logging.INFO if is_main else logging.WARNING)
 
 
 def _is_warning(record: logging.LogRecord) -> bool:
@@ -70,7 +71,8 @@ class Progress:
                 survive_terminal()
             return
         now = time.monotonic()
-        if self._enabled and (now - self._spoke >= 30 or self.done in self._ends):
+        due = now - self._spoke >= 30 or self.done in self._ends
+        if self._enabled and due:
             self._spoke = now
             self._ends = (self.total,)  # the last line that is printed says the end
             log.info("%s %d/%d  %s%s", self._unit, self.done, self.total, text, self._left())
@@ -79,7 +81,8 @@ class Progress:
         past = time.monotonic() - self._began
         if past < 5:  # an estimate would be a guess
             return ""
-        left = past / max(1, self.done - self._start) * (self.total - self.done)
+        pace = past / max(1, self.done - self._start)
+        left = pace * (self.total - self.done)
         return f"  {duration(left)} left"
 
     def close(self) -> None:

@@ -45,5 +45,6 @@ def wrong_pins(versions: dict[str, str | None] | None = None) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    head = version.split("+")[0].split(".")
-    return tuple(int(part) for part in head if part.isascii() and part.isdigit())
+    release = version.partition("+")[0]
+    parts = [part for part in release.split(".") if part.isascii() and part.isdigit()]
+    return tuple(map(int, parts))

@@ -96,8 +96,9 @@ def tell_launcher(message: str) -> bool:
     """Leave ``message`` for the launcher to print, once for all ranks; return whether it will print it."""
     if _REPORTS not in os.environ or _FILE not in os.environ:
         return False
+    report = {"message": message, "timestamp": int(time.time()), _REPORTS: True}
     with suppress(OSError), open(os.environ[_FILE], "w") as file:
-        json.dump({"message": message, "timestamp": int(time.time()), _REPORTS: True}, file)
+        json.dump(report, file)
         return True
     return False
 

@@ -208,10 +208,15 @@ def listing(recipes: Iterable[Recipe]) -> list[str]:
     states the memory that `rocm-ext plan` computes."""
     rows = [("RECIPE", "CONFIG", "MACHINE", "MODEL", "MEMORY")]
     for recipe in recipes:
-        rows += [(recipe.name, path.stem, *_summary(path)) for path in recipe.configs]
+        for path in recipe.configs:
+            rows.append((recipe.name, path.stem, *_summary(path)))
     columns = zip(*rows, strict=True)
     widths = [max(map(len, column)) for column in columns]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def _summary(path: Path) -> tuple[str, str, str]:

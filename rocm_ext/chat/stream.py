@@ -30,14 +30,17 @@ class TextStream:
         self._tokens.append(token)
         # One wrong byte makes a decoder with byte fallback replace all bytes of a run. Tokens without a text, such as
         # special ones, do not end a run.
-        in_run = token in self._bytes or (self._bytes and not self._text(len(self._tokens) - 1))
+        in_run = token in self._bytes
+        if self._bytes and not in_run:
+            in_run = not self._text(len(self._tokens) - 1)
         if in_run or self._text(self._settled).endswith(_BROKEN):
             return ""
         return self.end()
 
     def end(self) -> str:
         """Return the rest, with replacement characters for bytes that are no characters."""
-        piece = self._text(self._anchor)[len(self._text(self._anchor, self._settled)) :]
+        known = self._text(self._anchor, self._settled)
+        piece = self._text(self._anchor)[len(known) :]
         self._settled = len(self._tokens)
         last = self._text(self._settled - 1) if self._tokens else ""
         if last.strip() and _BROKEN not in last:

@@ -96,7 +96,8 @@ def run(args: Namespace) -> None:
     spec = Spec(name, overrides, budget, 0.3 if args.quick else 1.0)
     others = runner.OtherPrograms()
     with TemporaryDirectory() as folder:
-        environ = {name: new.value for name, new in environment_for(profile, machine, os.environ).items()}
+        variables = environment_for(profile, machine, os.environ)
+        environ = {name: variable.value for name, variable in variables.items()}
         environ["PYTORCH_TUNABLEOP_FILENAME"] = f"{folder}/tunableop.csv"  # else in the current folder
         runner.run(spec, sweep.following, args.timeout, note, environ)
     busy = others.cores()

@@ -33,7 +33,8 @@ def add(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Compare two runs; returns the exit code, which is the answer."""
     with exits_with(2):  # 1 means: keep A
-        compared = compare(RunFolder(args.a), RunFolder(args.b), args.tolerance / 100, args.score_tolerance / 100)
+        losses, scores = args.tolerance / 100, args.score_tolerance / 100
+        compared = compare(RunFolder(args.a), RunFolder(args.b), losses, scores)
     code, colour = _ANSWERS[compared.answer]
     if args.json:
         print_json(asdict(compared) | {"exit_code": code})

@@ -226,7 +226,9 @@ def _rows(args: Namespace, target: ChosenModel, adapter: Path | None) -> Measure
     if args.data:
         if not isinstance(cfg.dataset.get("source"), str):
             raise UserError("--data replaces dataset.source, which this config's dataset does not have")
-        dataset = {key: value for key, value in cfg.dataset.items() if key not in ("data_files", "name")}
+        dataset = dict(cfg.dataset)
+        dataset.pop("data_files", None)
+        dataset.pop("name", None)
         cfg.dataset_val = dataset | _source(args)
         cfg.validation_fraction = 0.0
     of_pairs = registry.family(registry.find(cfg.recipe)) == registry.DPO

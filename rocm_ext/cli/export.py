@@ -49,7 +49,8 @@ def run(args: Namespace) -> None:
     from rocm_ext.export.source import write_merged
 
     setup_logging()
-    source = replace(open_source(args.source, args.base_model, args.trust_config), base_name=args.base_name)
+    source = open_source(args.source, args.base_model, args.trust_config)
+    source = replace(source, base_name=args.base_name)
     if source.adapter is None and (args.card or args.push):
         raise UserError(f"{args.source} has no adapter; --card and --push are for trained adapters")
     merges = bool(args.merged or args.gguf)
@@ -73,7 +74,8 @@ def run(args: Namespace) -> None:
         print(path)
     if args.push:
         folder = args.merged or (None if uploads else source.adapter)
-        print(push(source, args.push, card(source, merges), folder, uploads, args.private))
+        text = card(source, merges)
+        print(push(source, args.push, text, folder, uploads, args.private))
 
 
 def _check_new(args: Namespace) -> None:

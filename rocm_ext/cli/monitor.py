@@ -87,7 +87,8 @@ def run(args: Namespace) -> None:
                 log = stack.enter_context(HardwareLog(args.log))
             except OSError as error:
                 raise UserError(f"cannot write {args.log}: {error.strerror}; name another --log") from error
-        show = stack.enter_context(_browser(args, counters.notes) if args.web else _terminal(args))
+        screen = _browser(args, counters.notes) if args.web else _terminal(args)
+        show = stack.enter_context(screen)
         due = time.monotonic() + 0.1  # the first processor load covers the time since the counters were opened
         for _ in range(args.count or sys.maxsize):
             time.sleep(max(0.0, due - time.monotonic()))
@@ -96,7 +97,8 @@ def run(args: Namespace) -> None:
             if args.log:
                 with disk_errors(args.log):
                     log.write(reading)
-            show(reading, progress(args.out[0]) if args.out and not args.web else None)
+            shows_run = args.out and not args.web
+            show(reading, progress(args.out[0]) if shows_run else None)
 
 
 @contextlib.contextmanager

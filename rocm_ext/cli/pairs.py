@@ -80,7 +80,8 @@ def _rows(folder: RunFolder, chosen: Sequence[tuple[str, Row]], trusted: bool) -
         raise UserError(f"{folder.path}/config.yaml names no prompts, and the rows need their texts")
     if not trusted:
         config.check_from_folder({"prompts": component}, folder.path / "config.yaml")
-    prompts = {prompt.id: prompt for prompt in config.instantiate(OmegaConf.create(component), key="prompts")}
+    dataset = config.instantiate(OmegaConf.create(component), key="prompts")
+    prompts = {prompt.id: prompt for prompt in dataset}
     missing = {prompt_id for prompt_id, _ in chosen} - prompts.keys()
     if missing:
         raise UserError(

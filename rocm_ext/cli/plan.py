@@ -201,7 +201,8 @@ def _print(name: str, plan: "RunPlan", ways: Ways) -> None:
     out.print()
     if plan.rollout:
         titles = {registry.RAFT: "A RAFT cycle", registry.GRPO: "A GRPO step, if no group has equal rewards"}
-        _print_table(out, titles.get(plan.family, "A step"), [" "], _rollout_rows(plan, plan.rollout))
+        title = titles.get(plan.family, "A step")
+        _print_table(out, title, [" "], _rollout_rows(plan, plan.rollout))
     _print_verdict(out, plan, ways)
 
 

@@ -133,8 +133,9 @@ def _command(words: list[str]) -> tuple[list[str], Path]:
     named = [word for word in words if word in table or registry.is_recipe_file(word)]
     if not named:
         raise UserError("name the run after --, such as -- tune run lora_finetune_rocm --config my_run.yaml", code=2)
-    recipe = table.get(named[0]) or registry.read_recipe(Path(named[0]))
-    at = words.index(named[0])
+    first = named[0]
+    recipe = table.get(first) or registry.read_recipe(Path(first))
+    at = words.index(first)
     name, overrides = config.command_line(words[at + 1 :])
     machines = re.search(r"--nnodes[ =](\d+)(?::(\d+))?", " ".join(words[:at]))
     several = machines is not None and any(int(number) > 1 for number in machines.groups("0"))
@@ -143,7 +144,8 @@ def _command(words: list[str]) -> tuple[list[str], Path]:
         (several, "supervise watches a run on one machine; drop --nnodes"),
         (anew, "supervise continues the run in output_dir; drop overwrite_output_dir=True"),
     )
-    defaults, content = config.defaults(recipe), config.layers.read(config.find(name))
+    defaults = config.defaults(recipe)
+    content = config.layers.read(config.find(name))
     try:
         given = OmegaConf.from_dotlist([item for item in overrides if "=" in item])
         out = str(OmegaConf.merge(defaults, content, given).output_dir)
@@ -153,7 +155,8 @@ def _command(words: list[str]) -> tuple[list[str], Path]:
     if program == "tune":
         beside = Path(sys.executable).with_name("tune")  # this environment's; another one may be active
         program = str(beside) if beside.exists() else program
-    return [program, *words[1:], "resume_from_checkpoint=True"], Path(os.path.expanduser(out))
+    command = [program, *words[1:], "resume_from_checkpoint=True"]
+    return command, Path(os.path.expanduser(out))
 
 
 @contextmanager
@@ -354,7 +357,8 @@ class _Attempt:
             "SUPERVISE_LOG": "\n".join(self._lines()),
         }
         with suppress(subprocess.TimeoutExpired, OSError, ValueError):  # ValueError: the run printed a NUL
-            if subprocess.run(self._args.notify, shell=True, env=environ, timeout=60).returncode == 0:
+            ended = subprocess.run(self._args.notify, shell=True, env=environ, timeout=60)
+            if ended.returncode == 0:
                 return
         _say("supervise: the command of --notify failed, or took more than 60 s")
 

@@ -51,7 +51,8 @@ def run(args: Namespace) -> None:
     rows = [(prompt.origin, prompt.row) for prompt in prompts]
     workers = args.workers or psutil.cpu_count(logical=False) or 1
     summary = self_check(verifier, rows, args.gold, workers, args.limit)
-    verdicts = {verdict.value: count for verdict, count in sorted(summary.verdicts.items())}
+    counted = sorted(summary.verdicts.items())
+    verdicts = {verdict.value: count for verdict, count in counted}
     if args.json:
         failures = []
         for origin, result in summary.failures:

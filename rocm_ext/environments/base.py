@@ -158,7 +158,8 @@ def checked_reply(environment: Environment, value: Any) -> Reply:
     if not isinstance(value, (list, tuple)) or not all(isinstance(message, Mapping) for message in value):
         expected = "messages, a text, a Result or a reward"
         raise ValueError(f"{name} returned {type(value).__name__}; expected {expected}")
-    wrong_roles = {message.get("role") for message in value} - {"user", "tool", "system"}
+    roles = {message.get("role") for message in value}
+    wrong_roles = roles - {"user", "tool", "system"}
     have_texts = all(isinstance(message.get("content"), str) for message in value)
     if wrong_roles or not have_texts:
         fault = wrong_roles or "no text"

@@ -173,7 +173,8 @@ class Endpoint(ThreadingHTTPServer):
         self.socket.close()
         self.socket, self.key, self.asked = listening, key, asked
         self.turn = threading.Lock()  # belongs to the one request whose body is in memory
-        threading.Thread(target=self.serve_forever, args=(3600.0,), daemon=True).start()
+        thread = threading.Thread(target=self.serve_forever, args=(3600.0,), daemon=True)
+        thread.start()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Refuse a connection beyond the limit."""
@@ -232,7 +233,8 @@ class _Handler(BaseHTTPRequestHandler):
         """List the model."""
         models = [{"id": _MODEL, "object": "model", "created": 0, "owned_by": "torchtune-rocm"}]
         if self._welcome("/models"):
-            self._send(json.dumps({"object": "list", "data": models}).encode())
+            listing = {"object": "list", "data": models}
+            self._send(json.dumps(listing).encode())
 
     def do_POST(self) -> None:
         """Queue a request, and send its completion."""

@@ -92,7 +92,8 @@ class Program(Environment):
             raise UserError(f"command: found {command!r}; expected a list such as [python, my_agent.py]")
         if not (memory_mb >= 128 and (at_once is None or at_once >= 1)):
             raise UserError(f"Program needs memory_mb >= 128 and at_once >= 1, found {memory_mb} and {at_once}")
-        self.at_once = at_once or min(MOST_AT_ONCE, 4 * len(os.sched_getaffinity(0)))
+        threads = len(os.sched_getaffinity(0))
+        self.at_once = at_once or min(MOST_AT_ONCE, 4 * threads)
         self._limits = Limits(_FOREVER, 0, memory_mb, processes=128, open_files=512)
         if verifier is not None:
             self.judge_by(build(verifier))
@@ -198,7 +199,8 @@ class Program(Environment):
                 _, listening, *_ = socket.recv_fds(ours, 1, 1)
         if not listening:
             raise RuntimeError(f"the sandbox did not start: {short(running.last_words())}")
-        self._endpoint = Endpoint(socket.socket(fileno=listening[0]), key, self._asked)
+        server = socket.socket(fileno=listening[0])
+        self._endpoint = Endpoint(server, key, self._asked)
         return running
 
     def _watch(self) -> None:

@@ -212,7 +212,8 @@ class LocalSession:
         """Yield running samples and finished answers after every step; for ``least`` see _take_batch."""
         if not queue.requests:
             return
-        longest = max(len(request.tokens) for request in queue.requests) + sampling.max_new_tokens + queue.added
+        prompt = max(len(request.tokens) for request in queue.requests)
+        longest = prompt + sampling.max_new_tokens + queue.added
         if longest > self._decoder.max_seq_len:
             raise UserError(
                 f"the longest prompt and max_new_tokens {sampling.max_new_tokens} are {longest} tokens; the model "
@@ -287,7 +288,8 @@ class LocalSession:
                 self._prefill(batch.free, prompts)
             prompt = prompts[0]
             count = min(batch.free, len(prompt.waiting))
-            batch.admit([prompt.waiting.popleft() for _ in range(count)], prompt.cache)
+            requests = [prompt.waiting.popleft() for _ in range(count)]
+            batch.admit(requests, prompt.cache)
             if not prompt.waiting:
                 prompts.popleft()
         return all_came
@@ -356,7 +358,8 @@ class LocalSession:
             longest = max(length, kept.length)
             slots, _, _ = self._fit(most, queue, longest, sampling, replaced=kept.nbytes)
             # a difference of less than a tenth is not worth a new cache and new graphs
-            if kept.length >= length and (slots == most or slots >= 0.9 * kept.slots) and slots <= 1.1 * kept.slots:
+            enough = slots == most or slots >= 0.9 * kept.slots
+            if kept.length >= length and enough and slots <= 1.1 * kept.slots:
                 kept.begin(sampling)
                 return kept
             if slots == most:

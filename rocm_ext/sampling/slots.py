@@ -44,7 +44,9 @@ class SlotMemory:
 
     def fit(self, free: int) -> int:
         """Number of slots that fit into ``free`` bytes."""
-        return min(free // (self.cache + self.step), (free - self.prefill) // self.cache)
+        in_a_step = free // (self.cache + self.step)
+        in_a_prefill = (free - self.prefill) // self.cache
+        return min(in_a_step, in_a_prefill)
 
 
 def slot_memory(decoder: Sampler, prompts: Sequence[int], length: int, sampling: Sampling, graphs: bool) -> SlotMemory:
@@ -353,8 +355,8 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
             weights = _weights(logits, peak, sampling.temperature)
         weights = _truncate(weights, sampling)  # frees the other weights before the search copies these
         tokens = _search(weights, uniform)
-    distance = (logits.gather(-1, tokens[:, None]) - peak).squeeze(-1)
-    return tokens, distance / temperature - total.log()
+    distance = logits.gather(-1, tokens[:, None]) - peak
+    return tokens, distance.squeeze(-1) / temperature - total.log()
 
 
 def _weights(logits: Tensor, peak: Tensor, temperature: float) -> Tensor:
@@ -387,7 +389,7 @@ def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
         least = weights.topk(sampling.top_k).values[:, -1:]
         weights = weights.masked_fill(weights < least, 0.0)
     if sampling.top_p is not None and sampling.top_p < 1:
-        wanted = (weights.sum(-1, dtype=torch.float64) * sampling.top_p)[:, None]
+        wanted = weights.sum(-1, keepdim=True, dtype=torch.float64) * sampling.top_p
         largest = weights.topk(min(_NUCLEUS, vocabulary)).values
         sums = largest.cumsum(-1, dtype=torch.float64)
         if bool((sums[:, -1:] < wanted).any()):
@@ -417,7 +419,8 @@ def _search(weights: Tensor, uniform: Tensor) -> Tensor:
     block = torch.searchsorted(bounds, target, right=True)
     block.clamp_(max=sums.shape[-1] - 1)
     # The target's share of its block. It is scaled to the block's fp64 sum below, because the fp32 sum is rounded.
-    share = (target - (bounds - sums).gather(-1, block)) / sums.gather(-1, block)
+    begin = (bounds - sums).gather(-1, block)
+    share = (target - begin) / sums.gather(-1, block)
     rows = torch.arange(n, device=weights.device)
     inside = blocks[rows, block.squeeze(-1)].double().cumsum(-1)
     # Keep the target below the block's sum, so that a last token of weight 0 is never drawn.

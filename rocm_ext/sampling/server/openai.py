@@ -219,13 +219,16 @@ class OpenAIEngine:
             raise UserError(f"the urls serve different models: {', '.join(sorted(names))}; set model to one of them")
         return servers, self.wire.exact_tokens, self.wire.has_logprobs
 
-    def _exchange(self, method: str, url: str, seconds: float, json: Any = None) -> Any:
+    def _exchange(self, url: str, path: str, seconds: float, body: Any = None) -> Json:
+        """Return the JSON object with which a server answers: to GET, or to POST with a body."""
+
         async def run() -> Any:
+            method = "GET" if body is None else "POST"
             # A server may close the connection after it refuses a request, so every request gets a new one.
             async with http.new_client(self.terms.headers) as client:
-                return await http.exchange(client, method, url, seconds, json)
+                return await http.exchange(client, method, url + path, seconds, body)
 
-        return asyncio.run(run())
+        return http.json_object(url, asyncio.run(run()))
 
     def _probe(self, server: Server) -> Server:
         """Return the server with its model and dialect."""
@@ -249,7 +252,7 @@ class OpenAIEngine:
         A model may be served without being listed, as by ``transformers serve`` before 5.24.
         """
         try:
-            answer = http.json_object(server.url, self._exchange("GET", server.url + "/v1/models", http.CHECK_TIMEOUT))
+            answer = self._exchange(server.url, "/v1/models", http.CHECK_TIMEOUT)
         except http.RequestError as error:
             problem = http.in_words(error)
             raise UserError(f"{server.url} cannot be reached: {problem}; is the server running?", RETRY) from error
@@ -271,7 +274,7 @@ class OpenAIEngine:
     def _check_versions(self) -> None:
         for url in (server.url for server in self._servers):
             try:
-                answer = http.json_object(url, self._exchange("GET", url + "/version", http.CHECK_TIMEOUT))
+                answer = self._exchange(url, "/version", http.CHECK_TIMEOUT)
             except (http.RequestError, UserError, http.Transient):
                 continue  # not vLLM
             version = str(answer.get("version"))
@@ -285,12 +288,12 @@ class OpenAIEngine:
 
     def _first_request(self, server: Server, model: str, sampling: Sampling = PROBES[0]) -> Json:
         """Ask ``model`` for one token, and return the answer."""
-        tokens = tuple(self.tokenizer.encode("1", add_bos=True, add_eos=False))
-        request = Request("check", 0, 0, tokens, ({"role": "user", "content": "1"},))
+        tokens = self.tokenizer.encode("1", add_bos=True, add_eos=False)
+        message = {"role": "user", "content": "1"}
+        request = Request("check", 0, 0, tuple(tokens), (message,))
         body = self.wire.body(server, model, request, sampling)
         try:
-            response = self._exchange("POST", server.url + self.wire.path, self.terms.timeout, body)
-            answer = http.json_object(server.url, response)
+            answer = self._exchange(server.url, self.wire.path, self.terms.timeout, body)
             self.wire.completion(server.url, answer, request, sampling)
         except (http.RequestError, http.Transient) as error:
             raise UserError(f"{server.url} does not answer the first request: {http.in_words(error)}", RETRY) from error

@@ -24,7 +24,7 @@ from rocm_ext.base.supervised import RETRY, beat
 from rocm_ext.base.types import Json
 from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rocm_ext.sampling.engine import Completion, Request, Sampling
-from rocm_ext.sampling.server.wire import EndpointFormat, Server
+from rocm_ext.sampling.server.wire import EndpointFormat, Server, dicts
 
 _POLL = 0.2  # seconds between looks at whether the user asked to stop
 _NONE_YET = 0.05  # seconds between looks for new requests
@@ -102,12 +102,10 @@ async def _served(client: Any, server: Server) -> set[str]:
     """Return the names of models and adapters that a server lists."""
     try:
         response = await http.exchange(client, "GET", server.url + "/v1/models", http.CHECK_TIMEOUT)
-        cards = http.json_object(server.url, response).get("data")
+        answer = http.json_object(server.url, response)
     except (UserError, http.Transient):
         return set()
-    if not isinstance(cards, list):
-        return set()
-    return {str(card.get("id")) for card in cards if isinstance(card, dict)}
+    return {str(card.get("id")) for card in dicts(answer.get("data"))}
 
 
 # ---- requests
@@ -298,7 +296,8 @@ class _Batch:
             tasks = [done]
             for _ in range(min(terms.concurrency, share)):
                 for server in servers:
-                    tasks.append(asyncio.ensure_future(_RequestLoop(self, client, server).run()))
+                    worker = _RequestLoop(self, client, server)
+                    tasks.append(asyncio.ensure_future(worker.run()))
             pending = set(tasks)
             try:
                 while not done.done():
@@ -389,14 +388,16 @@ class _RequestLoop:
         wire, server, sampling = self._terms.wire, self._server, self._batch.sampling
         adapter = request.adapter or self._batch.session.adapter
         restored = self._state.restored[adapter]
-        body = wire.body(server, adapter.name if adapter else server.model, request, sampling)
+        model = adapter.name if adapter else server.model
+        body = wire.body(server, model, request, sampling)
         response = await self._post(body)
         if response.status_code == 404:  # the server was restarted
             await self._restore(adapter, restored, http.message_of(response))
             response = await self._post(body)
             if response.status_code == 404:
                 raise http.Transient(f"HTTP 404: {http.message_of(response)}")
-        return wire.completion(server.url, http.json_object(server.url, response), request, sampling)
+        answer = http.json_object(server.url, response)
+        return wire.completion(server.url, answer, request, sampling)
 
     async def _post(self, body: Json) -> Any:
         url = self._server.url + self._terms.wire.path
