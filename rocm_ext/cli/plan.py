@@ -37,7 +37,7 @@ from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import find_chip, load_profile
 
 if TYPE_CHECKING:
-    from rocm_ext.plan.planner import Choice, Step
+    from rocm_ext.plan.planner import Choice, StepWork
     from rocm_ext.plan.run import RolloutPlan, RunPlan
 
 _NAMES = {  # names in the table that differ from _memory's
@@ -251,7 +251,7 @@ def _step_rows(plan: "RunPlan", choices: Iterable["Choice"]) -> Rows:
     def add(name: str, cell: Callable[["Choice"], str]) -> None:
         rows.append((name, [cell(choice) for choice in choices]))
 
-    def add_time(name: str, seconds: Callable[["Step"], float]) -> None:
+    def add_time(name: str, seconds: Callable[["StepWork"], float]) -> None:
         add(name, lambda choice: _told(plan, _training_time(seconds(choice.step))))
 
     add("tokens", lambda choice: f"{choice.step.tokens:,.0f}")
