@@ -18,6 +18,7 @@ from rocm_ext.export.source import UNMERGED, Source
 from rocm_ext.export.vocabulary import add_vocabulary
 from rocm_ext.model.adapters.merge import MergedWeights, base_tensors, check_base
 from rocm_ext.model.lora import dense, expert_factors
+from rocm_ext.model.names import LORA_A, LORA_B
 from rocm_ext.model.weights.checkpointer import TABLES, on_meta
 from rocm_ext.model.weights.gguf_files import refuse_merging
 from rocm_ext.model.weights.llama_cpp import GgufNames, Layout, Part, add_keys, library, read_layout
@@ -145,14 +146,26 @@ def write_adapter(source: Source, out: Path) -> None:
     gguf = library()
     writer = _writer(source, names, gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    both = {name: (update[".lora_A.weight"], update[".lora_B.weight"]) for name, update in merged.linear.items()}
-    both |= {name: expert_factors(a, b, layer.experts) for name, (a, b, layer) in merged.experts.items()}
+    factors = _factors(merged)
     # llama.cpp's factor is alpha / r, with the file's alpha and the weight's r
-    alphas = {name: config.scale(name.removesuffix(".weight")) * a.shape[-2] for name, (a, _) in both.items()}
+    alphas = {}
+    for name, (a, _) in factors.items():
+        rank = a.shape[-2]
+        alphas[name] = config.scale(name.removesuffix(".weight")) * rank
     alpha = next(iter(alphas.values())) or 1.0
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(alpha))
-    both = {name: (a, b if alphas[name] == alpha else b * (alphas[name] / alpha)) for name, (a, b) in both.items()}
-    _write(out, writer, list(_of_adapter(layout, names, both)))
+    for name, (a, b) in factors.items():
+        if alphas[name] != alpha:
+            factors[name] = a, b * (alphas[name] / alpha)
+    _write(out, writer, list(_of_adapter(layout, names, factors)))
+
+
+def _factors(merged: MergedWeights) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A [..., r, in] and B [..., out, r] by the names of the weights; experts have a first dimension."""
+    factors = {name: (update[LORA_A], update[LORA_B]) for name, update in merged.linear.items()}
+    for name, (a, b, layer) in merged.experts.items():
+        factors[name] = expert_factors(a, b, layer.experts)
+    return factors
 
 
 def _of_adapter(layout: Layout, names: GgufNames, updates: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[Entry]:

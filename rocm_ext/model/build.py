@@ -201,7 +201,7 @@ def _joined(decoder: Decoder, frozen: Mapping[str, Tensor], device: torch.device
 
 
 def _way_out(decoder: Decoder, state: Mapping[str, Tensor]) -> str:
-    if decoder.renames is None:
+    if decoder.names is None:
         return "Set model._component_ to the builder of these weights (size, base or instruct)"
     gguf = [file for file in state.files if file.endswith(SUFFIX)] if isinstance(state, StoredWeights) else []
     again = "config.json and the weights must be of one model: download both again"

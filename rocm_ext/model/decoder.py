@@ -1,7 +1,7 @@
 """The interface of models for training, planning, sampling and export."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.machine.numerics import Kernel
+from rocm_ext.model.names import Names
 
 
 class ConvertedWeights(Mapping[str, Tensor]):
@@ -42,8 +43,8 @@ class Decoder(nn.Module, ABC):
         output: maps hidden states [n, d] to logits [n, v], including the model's scaling or capping.
         architecture: description of the function, without weights; empty: the config names its builder.
         graph_obstacle: why no CUDA/HIP graph can replay a decoding step; empty: one can.
-        renames: functions from the model's names to Hugging Face's, and back; they raise KeyError for unknown names.
-            None: torchtune's converters know the names.
+        names: translates the model's names of weights to Hugging Face's and back. None if torchtune's converters
+            know the names, see :class:`rocm_ext.model.names.TorchtuneNames`.
         left_out: names of the published model's modules that this decoder lacks, such as a vision tower.
         kernels: kernels of installed packages that its layers call.
         replay: the routers' recorded choices, see :class:`rocm_ext.model.hf.experts.Replay`; None: routers choose.
@@ -64,7 +65,7 @@ class Decoder(nn.Module, ABC):
     tok_embeddings: nn.Embedding
     architecture: Any = ""
     graph_obstacle: str = ""
-    renames: tuple[Callable[[str], str], Callable[[str], str]] | None = None
+    names: Names | None = None
     left_out: frozenset[str] = frozenset()
     published_modules: frozenset[str] = frozenset()
     names_of_experts: frozenset[str] = frozenset()

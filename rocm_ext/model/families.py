@@ -1,4 +1,4 @@
-"""Architectures of checkpoints in Hugging Face's format, by their ``config.json``, and the names in their files.
+"""Architectures of checkpoints in Hugging Face's format, by their ``config.json``.
 
 Only keys that transformers' code for a family reads change the function of a model. This module knows all of them: it
 reads a key, or refuses values that the native decoders do not compute.
@@ -454,50 +454,3 @@ def _number(config: ModelConfig, key: str, default: float | None = None) -> floa
 
 def _switch(config: ModelConfig, key: str) -> bool:
     return _value(config, key, JSON_SWITCH, False)
-
-
-# ---- names of a native decoder's parts: torchtune's, and Hugging Face's
-
-_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
-_TOP = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
-_IN_LAYER = {
-    "attn.q_proj": "self_attn.q_proj",
-    "attn.k_proj": "self_attn.k_proj",
-    "attn.v_proj": "self_attn.v_proj",
-    "attn.output_proj": "self_attn.o_proj",
-    "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
-    "sa_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.w1": "mlp.gate_proj",
-    "mlp.w3": "mlp.up_proj",
-    "mlp.w2": "mlp.down_proj",
-}
-_TOP_BACK = {theirs: ours for ours, theirs in _TOP.items()}
-_IN_LAYER_BACK = {theirs: ours for ours, theirs in _IN_LAYER.items()}
-
-# Linear layers by PEFT's names
-LINEAR = {theirs.rpartition(".")[2]: ours for ours, theirs in _IN_LAYER.items() if theirs.endswith("_proj")}
-
-
-def to_hf(name: str) -> str:
-    """``layers.0.sa_norm.scale`` -> ``model.layers.0.input_layernorm.weight``; KeyError for unknown names."""
-    part, _, leaf = name.rpartition(".")
-    leaf = "weight" if leaf == "scale" else leaf
-    if match := _LAYER.fullmatch(part):
-        return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{leaf}"
-    return f"{_TOP[part]}.{leaf}"
-
-
-def from_hf(name: str) -> str:
-    """``model.layers.0.input_layernorm.weight`` -> ``layers.0.sa_norm.scale``; KeyError for unknown names."""
-    part, _, leaf = name.rpartition(".")
-    match = _LAYER.fullmatch(part)
-    ours = f"layers.{match[1]}.{_IN_LAYER_BACK[match[2]]}" if match else _TOP_BACK[part]
-    return f"{ours}.{'scale' if ours.endswith('norm') else leaf}"
-
-
-def stored_names(layers: int) -> list[str]:
-    """Return Hugging Face's names of all weights and biases that a native decoder may have."""
-    parts = [f"model.layers.{layer}.{part}" for layer in range(layers) for part in _IN_LAYER.values()]
-    return [f"{part}.{leaf}" for part in (*_TOP.values(), *parts) for leaf in ("weight", "bias")]

@@ -346,6 +346,12 @@ def changed_weights(model: nn.Module) -> dict[str, Adapter | TokenRows]:
     return parts | {f"{plain(name)}.weight": rows for name, rows in token_rows(model)}
 
 
+def expert_loras(model: nn.Module) -> dict[str, ExpertLora]:
+    """Return the LoRA of adapted experts' weights by the weights' names, such as ``…experts.gate_up_proj``."""
+    loras = (pair for pair in adapters(model) if isinstance(pair[1], ExpertLora))
+    return {name.removesuffix(ExpertLora.SUFFIX): layer for name, layer in loras}
+
+
 @torch.no_grad()
 def reset(layer: Adapter | TokenRows) -> None:
     """Reset a trained part, so that the model computes the same as the base model."""

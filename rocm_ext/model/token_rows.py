@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.data.encoder import TOKENIZER, TextEncoder
+from rocm_ext.model.names import EMBEDDINGS, OUTPUT, TOKEN_ROWS
 
-EMBEDDINGS, OUTPUT = "embed_tokens", "lm_head"  # PEFT's names of the two layers
 _EMPTY = "trainable_tokens is empty; expected null or some tokens"
 
 
@@ -29,14 +29,16 @@ class TokenRows(nn.Module):
 
     Attributes:
         disabled: whether the layers compute with the base model's rows.
+        embeds: whether the rows are the embeddings', also where the output layer is tied to them.
     """
 
-    NAME = "token_rows"  # name of this module in its layers
+    NAME = TOKEN_ROWS  # name of this module in its layers
     ids: Tensor
 
     def __init__(self, tokens: list[int], layer: Any) -> None:
         super().__init__()
         self.tokens, self.disabled = tokens, False
+        self.embeds = isinstance(layer, nn.Embedding)
         self._layer = (layer,)  # a tuple keeps it out of torch's list of parts
         self.weight = nn.Parameter(layer.weight.new_empty(len(tokens), layer.weight.shape[1]))
         self.register_buffer("ids", torch.tensor(tokens, device="cpu"), persistent=False)
@@ -181,7 +183,8 @@ def layer_names(decoder: Any) -> dict[str, str]:
     """Return the published names of :data:`EMBEDDINGS` and :data:`OUTPUT`."""
     names = {module: name for name, module in decoder.named_modules()}
     both = {EMBEDDINGS: names[decoder.tok_embeddings], OUTPUT: names.get(decoder.output_layer, "output")}
-    return {layer: decoder.renames[0](f"{name}.weight").removesuffix(".weight") for layer, name in both.items()}
+    published = {layer: decoder.names.published(f"{name}.weight") for layer, name in both.items()}
+    return {layer: weight.removesuffix(".weight") for layer, weight in published.items()}
 
 
 def is_tied(decoder: Any) -> bool:

@@ -127,7 +127,7 @@ def write_header(config: Path, target: Path, kind_of: Callable[[str], str]) -> P
         decoder = from_checkpoint(str(config))
     size = 0
     for name, weight in decoder.named_parameters():
-        for part in layout.parts(decoder.renames[0](name)) if ".lora_" not in name else ():
+        for part in layout.parts(decoder.names.published(name)) if ".lora_" not in name else ():
             tensor, place = part.of(weight.data), names.name(part.name)
             small = tensor.dim() < 2 or any(each in place for each in _PLAIN)
             kind = gguf.GGMLQuantizationType["F32" if small else kind_of(place)]

@@ -15,11 +15,12 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.config.chosen_model import find_target
 from rocm_ext.config.model_folder import FROM_CHECKPOINT
 from rocm_ext.distributed.ranks import Ranks
-from rocm_ext.model.adapters import peft_experts
+from rocm_ext.model.adapters import peft_layers
 from rocm_ext.model.adapters.merge import merge
 from rocm_ext.model.adapters.peft_files import PeftConfig, read_adapter, write_adapter
 from rocm_ext.model.build import build_model, load_weights, read_weights
 from rocm_ext.model.hf import products
+from rocm_ext.model.lora import expert_loras
 from tests.kit import parity
 from tests.kit.families import folder_config
 from tests.kit.forks import several_ranks
@@ -221,7 +222,7 @@ def test_both_layouts_of_pefts_are_written_and_read(folder_of, tmp_path, monkeyp
     expected = ours(TOKENS)
     written = {}
     for version in (OLD, NEW):
-        monkeypatch.setattr(peft_experts, "version", lambda _, v=version: v)
+        monkeypatch.setattr(peft_layers, "version", lambda _, v=version: v)
         folder = tmp_path / version
         folder.mkdir()
         write_adapter(folder, ours, "HF", str(base))
@@ -243,13 +244,13 @@ def test_small_changes_of_experts_survive_in_16_bits(tmp_path):
     AutoModelForCausalLM.from_pretrained(exact, dtype=torch.bfloat16).save_pretrained(base)
     ours = our_model(base, lora_rank=3, lora_alpha=3, **BOTH)
     generator = torch.Generator().manual_seed(1)
-    for layer in peft_experts.expert_loras(ours).values():
+    for layer in expert_loras(ours).values():
         torch.nn.init.normal_(layer.lora_b.weight, std=3e-4, generator=generator)
     adapter.mkdir()
     write_adapter(adapter, ours, "HF", str(base))
     merge(OmegaConf.create({"checkpoint_dir": str(base)}), adapter, out, ours)
     before, after = (load_file(folder / "model.safetensors") for folder in (base, out))
-    for name, layer in peft_experts.expert_loras(ours).items():
+    for name, layer in expert_loras(ours).items():
         a, b = layer.factors(torch.float32)
         update = (b @ a).mT if layer.transposed else b @ a
         assert ((before[name] + update).bfloat16() != before[name]).float().mean() < 0.2

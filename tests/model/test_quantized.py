@@ -84,7 +84,7 @@ def test_weights_and_logits_are_those_of_transformers(folder, name):
     small = [key for key, p in ours.named_parameters() if isinstance(p, Quantized)]
     assert len(small) == {"qwen3": 14, "qwen3 moe": 13, "gpt-oss": 4}[name]
     for key in small:
-        assert torch.equal(dense(ours.get_parameter(key)), weights[ours.renames[0](key)]), key
+        assert torch.equal(dense(ours.get_parameter(key)), weights[ours.names.published(key)]), key
     with parity.transformers_own():
         torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, rtol=1e-4, atol=1e-5)
 
@@ -325,7 +325,7 @@ def test_rows_of_compressed_tensors(folder, caplog):
     assert "take more memory than planned" not in caplog.text
     stored_ = load_file(base / "model.safetensors")
     for key, weight in small.items():
-        file = ours.renames[0](key)
+        file = ours.names.published(key)
         assert torch.equal(dense(weight), stored_[file].float() * stored_[f"{file}_scale"].float())
     assert ours.eval()(TOKENS).isfinite().all()
 

@@ -72,7 +72,7 @@ def write_random_gguf(target: Path, folder: Path, kind: str) -> None:
     for name, weight in decoder.named_parameters():
         if weight.requires_grad:
             continue
-        stored, (rows, *columns) = names.name(decoder.renames[0](name)), weight.shape
+        stored, (rows, *columns) = names.name(decoder.names.published(name)), weight.shape
         if not columns:
             numbers = 0.1 * rng.standard_normal(rows, np.float32)
             writer.add_tensor(stored, numbers if name.endswith("bias") else 1 + numbers)

@@ -19,11 +19,12 @@ from rocm_ext.base.files import flush, json_object, replace_folder
 from rocm_ext.base.hub import files_of
 from rocm_ext.base.log import log
 from rocm_ext.data.template import OF_PROCESSORS, TEMPLATE
-from rocm_ext.model.adapters import peft_experts
-from rocm_ext.model.adapters.peft_files import PREFIX, ROWS, read_peft, updates_by_weight
+from rocm_ext.model.adapters.peft_files import read_peft
+from rocm_ext.model.adapters.peft_layers import take_experts, updates_by_weight
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.families import CONFIG, QUANTISED
-from rocm_ext.model.lora import ExpertLora, changed_weights, dense, expert_factors, merged_linear, plain
+from rocm_ext.model.lora import changed_weights, dense, expert_factors, merged_linear, plain
+from rocm_ext.model.names import LORA_A, LORA_B, MAGNITUDE, PREFIX, ROWS
 from rocm_ext.model.token_rows import by_layer, is_tied, layer_names
 from rocm_ext.model.weights.checkpointer import StoredWeights, on_meta, weight_files
 
@@ -118,29 +119,34 @@ class MergedWeights:
     """
 
     def __init__(self, decoder: Decoder, state: Mapping[str, Tensor], adapter: Path) -> None:
-        self._decoder, self._state, self._adapter = decoder, state, adapter
-        self.config, tensors = read_peft(adapter)
-        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-        experts, used = peft_experts.from_peft(tensors, decoder, self.config)
-        updates = updates_by_weight({name: tensor for name, tensor in tensors.items() if name not in used})
+        self._decoder = decoder
+        self._state = state
+        self._adapter = adapter
+        self.config, stored = read_peft(adapter)
+        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
+        self.experts = take_experts(tensors, decoder, self.config)
+        updates = updates_by_weight(tensors)
         self.linear = {name: parts for name, parts in updates.items() if ROWS not in parts}
         self.rows = {name: parts[ROWS] for name, parts in updates.items() if ROWS in parts}
-        self.experts: dict[str, tuple[Tensor, Tensor, ExpertLora]] = {}
-        for name, layer in peft_experts.expert_loras(decoder).items():
-            ours = name + ExpertLora.SUFFIX
-            self.experts[name] = experts[f"{ours}.lora_a.weight"], experts[f"{ours}.lora_b.weight"], layer
         self._converted = decoder.converted(state)
         self._ready: dict[str, Tensor] = {}  # pieces of merged weights that are not written yet
-        self._groups: dict[str, list[str]] = {}  # by a file's tensor, the weights that consist of it, if any changes
-        if (converted := self._converted) is not None:
-            for name in filter(converted.__contains__, self._changed()):
-                weights, pieces = converted.group(name)
-                self._groups |= dict.fromkeys(pieces, weights)
+        self._groups = self._changed_groups()  # by a file's tensor, the weights that consist of it, if any changes
         self._same: dict[str, str] = {}  # a tied layer that the files hold twice
         if self.rows and is_tied(decoder):
             embeddings, output = (f"{name}.weight" for name in layer_names(decoder).values())
             if output in state:
-                self._same[output] = next((name for name, of in self._groups.items() if embeddings in of), embeddings)
+                pieces = [name for name, weights in self._groups.items() if embeddings in weights]
+                self._same[output] = pieces[0] if pieces else embeddings
+
+    def _changed_groups(self) -> dict[str, list[str]]:
+        groups: dict[str, list[str]] = {}
+        if self._converted is None:
+            return groups
+        for name in self._changed():
+            if name in self._converted:
+                weights, pieces = self._converted.group(name)
+                groups |= dict.fromkeys(pieces, weights)
+        return groups
 
     def _changed(self) -> list[str]:
         return [*self.linear, *self.experts, *self.rows]
@@ -163,12 +169,15 @@ class MergedWeights:
             yield f"is damaged: it lacks rows of {dict(self.config.tokens)}"
         for name, rows in self.rows.items():
             shape = list(shapes[name].shape)
-            if list(rows.shape[1:]) != shape[1:] or self._ids(name)[-1] >= shape[0]:
-                yield f"has rows {self._ids(name)} of {rows.shape[1]} values for {name}, which is {shape}"
+            ids = self._ids(name)
+            if list(rows.shape[1:]) != shape[1:] or ids[-1] >= shape[0]:
+                yield f"has rows {ids} of {rows.shape[1]} values for {name}, which is {shape}"
         for name, parts in self.linear.items():
-            (rank, inputs), outputs = parts[".lora_A.weight"].shape, len(parts[".lora_B.weight"])
+            rank, inputs = parts[LORA_A].shape
+            outputs = len(parts[LORA_B])
             expected, _ = self.config.of(name.removesuffix(".weight"))
-            if (shape := list(shapes[name].shape)) != [outputs, inputs] or rank != expected:
+            shape = list(shapes[name].shape)
+            if shape != [outputs, inputs] or rank != expected:
                 yield f"has weights for {name} {[outputs, inputs]} of rank {rank}, but {base} has it {shape}"
 
     def weight(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -193,24 +202,35 @@ class MergedWeights:
         return self._ready.pop(name).clone()
 
     def _merged(self, name: str, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a weight with its update, in ``dtype`` or, without one, in the weight's."""
         dtype = dtype or weight.dtype
         if name in self.experts:
-            a, b, layer = self.experts[name]
-            scale, merged = self.config.scale(name), torch.empty_like(weight, dtype=dtype)
-            for i, (a_i, b_i) in enumerate(zip(*expert_factors(a.float(), b.float(), len(weight)), strict=True)):
-                change = (b_i @ a_i).T if layer.transposed else b_i @ a_i
-                merged[i] = _round_by_chance(weight[i].float() + scale * change, dtype, f"{name}.{i}")
-            return merged
+            return self._merged_experts(name, weight, dtype)
         if name in self.rows:
-            _check_finite(self.rows[name], dtype, name)
+            rows = self.rows[name]
+            _check_finite(rows, dtype, name)
             ids = torch.tensor(self._ids(name))
-            return weight.to(dtype).index_copy(0, ids, self.rows[name].to(dtype))
+            return weight.to(dtype).index_copy(0, ids, rows.to(dtype))
         if name not in self.linear:
             return weight.clone()
-        update, scale = self.linear[name], self.config.scale(name.removesuffix(".weight"))
-        a, b, norms = update[".lora_A.weight"], update[".lora_B.weight"], update.get(".lora_magnitude_vector")
-        exact = merged_linear(weight.float(), a, b, scale, norms)
+        update = self.linear[name]
+        scale = self.config.scale(name.removesuffix(".weight"))
+        exact = merged_linear(weight.float(), update[LORA_A], update[LORA_B], scale, update.get(MAGNITUDE))
         return _round_by_chance(exact, dtype, name)
+
+    def _merged_experts(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a fused weight of experts with its update; each expert is rounded by its own draw."""
+        a, b, layer = self.experts[name]
+        experts = len(weight)
+        a_by_expert, b_by_expert = expert_factors(a.float(), b.float(), experts)  # [experts, r, in], [experts, out, r]
+        scale = self.config.scale(name)
+        merged = torch.empty_like(weight, dtype=dtype)
+        for i in range(experts):
+            change = b_by_expert[i] @ a_by_expert[i]  # [out, in]
+            if layer.transposed:
+                change = change.T
+            merged[i] = _round_by_chance(weight[i].float() + scale * change, dtype, f"{name}.{i}")
+        return merged
 
     def _ids(self, name: str) -> list[int]:
         return sorted(self.config.ids(name.removesuffix(".weight")))
@@ -224,13 +244,16 @@ def check_base(decoder: Decoder, shapes: Mapping[str, Tensor], base: Path) -> No
         shapes: the base model's tensors, by the names of ``decoder`` or, if it converts none, of the files.
         base: the base model's folder, for the message.
     """
-    if decoder.renames is None:
+    if decoder.names is None:
         return  # torchtune's converters know the names
     for name, parameter in decoder.named_parameters():
-        theirs = "" if parameter.requires_grad else decoder.renames[0](plain(name))
-        shape, expected = list(shapes[theirs].shape) if theirs in shapes else "missing", list(parameter.shape)
-        if theirs and shape != expected:
-            raise UserError(f"{theirs} is {shape} in {base}, and {expected} by its {CONFIG}; download both again")
+        if parameter.requires_grad:
+            continue
+        published = decoder.names.published(plain(name))
+        shape = list(shapes[published].shape) if published in shapes else "missing"
+        expected = list(parameter.shape)
+        if shape != expected:
+            raise UserError(f"{published} is {shape} in {base}, and {expected} by its {CONFIG}; download both again")
 
 
 def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
@@ -247,9 +270,11 @@ def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     dropped = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # bits of the fraction that fp32 has in addition
     if dropped is None:
         return exact.to(dtype)
-    chance = np.random.default_rng(crc32(name.encode())).integers(0, 1 << dropped, tuple(exact.shape), np.uint16)
+    generator = np.random.default_rng(crc32(name.encode()))
+    chance = generator.integers(0, 1 << dropped, tuple(exact.shape), np.uint16)
     bits = exact.contiguous().view(torch.int32) + torch.from_numpy(chance.astype(np.int32))
-    return (bits & -(1 << dropped)).view(torch.float32).to(dtype)
+    kept = bits & -(1 << dropped)
+    return kept.view(torch.float32).to(dtype)
 
 
 def _check_finite(exact: Tensor, dtype: torch.dtype, name: str) -> None:

@@ -1,12 +1,12 @@
 """LoRA adapters in PEFT's format: config and weights; settings that this library does not compute are refused."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path, PurePath
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig
@@ -19,31 +19,23 @@ from rocm_ext.base.hub import REPO_ID, hub_name
 from rocm_ext.base.kinds import JSON_SWITCH, NULL, Kind, integer, number
 from rocm_ext.base.types import Json
 from rocm_ext.config.checks.training import PATTERNS
-from rocm_ext.model.adapters import peft_experts
-from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.lora import (
-    Dora,
-    ExpertLora,
-    Sizes,
-    adapter_parameters,
-    adapters,
-    described,
-    rank_and_alpha,
-    scale_of,
+from rocm_ext.model.adapters import peft_layers
+from rocm_ext.model.adapters.peft_layers import (
+    PeftLayer,
+    from_peft,
+    names_of,
+    sizes_of,
+    to_peft,
+    trained_layers,
+    updates_by_weight,
 )
-from rocm_ext.model.token_rows import EMBEDDINGS, TokenRows, by_layer, layer_names, trained_tokens
+from rocm_ext.model.decoder import Decoder
+from rocm_ext.model.lora import Adapter, Dora, ExpertLora, Sizes, adapter_parameters, described, scale_of
+from rocm_ext.model.names import EMBEDDINGS, LORA_A, LORA_B, MAGNITUDE, ROWS, last_part
+from rocm_ext.model.token_rows import TokenRows, by_layer, trained_tokens
 from rocm_ext.model.weights.checkpointer import HF
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-ROWS = ".token_adapter.trainable_tokens_delta"  # rows, and not differences, in spite of the name
-_PARTS = {
-    ".lora_a.weight": ".lora_A.weight",
-    ".lora_b.weight": ".lora_B.weight",
-    ".magnitude": ".lora_magnitude_vector",
-    f".{TokenRows.NAME}.weight": ROWS,
-}
-_PARTS_BACK = {theirs: ours for ours, theirs in _PARTS.items()}
 _NO_PEFT = ("PHI3_MINI", "PHI4", "LLAMA3_VISION", "REWARD", "CLIP_TEXT", "T5_ENCODER")
 # Keys that do not change an adapter's function once its weights are known, or that `read` checks
 _FREE = frozenset(
@@ -150,43 +142,62 @@ class PeftConfig(Sizes):
             return next(iter(self.tokens.values()))
         return next((ids for end, ids in self.tokens.items() if layer.endswith(end)), [])
 
-    def check(self, folder: Path, decoder: Any, model_type: str) -> None:
+    def check(self, folder: Path, decoder: Decoder, layers: list[PeftLayer]) -> None:
         """Check that ``decoder`` computes the same function with the weights of the adapter in ``folder``.
 
-        ``model_type`` is torchtune's ModelType name.
+        Args:
+            folder: the adapter's folder, for the message.
+            decoder: the model that takes the adapter.
+            layers: its trained layers.
 
         Raises:
             UserError: r or alpha of a layer, rsLoRA, DoRA, trained tokens or adapted experts differ; the message gives
                 the settings for the run's config.
         """
-        _, layer = next(adapters(decoder))
-        sizes = _sizes(decoder, model_type)
-        ours, theirs = described(sizes), described({name: self.of(name.removesuffix(".weight")) for name in sizes})
-        foreign = [] if decoder.renames else [_short(key, theirs[key]) for key in PATTERNS if theirs[key]]
-        if self.tokens and decoder.renames is None:
-            foreign.append(_short("trainable_token_indices", dict(self.tokens)))
+        sizes = sizes_of(layers)
+        ours = described(sizes)
+        theirs = described({name: self.of(name.removesuffix(".weight")) for name in sizes})
+        self._check_patterns(folder, decoder, theirs)
+        layer = _any_adapted(layers)
+        tokens = by_layer(decoder, self.tokens)
+        settings = [_Setting(key, theirs[key], _RUN_KEYS[key], ours[key]) for key in ours]
+        settings += [
+            _Setting("use_rslora", self.rslora, "use_rslora", layer.rslora),
+            _Setting("use_dora", self.dora, "model.use_dora", isinstance(layer, Dora)),
+            _Setting(
+                "trainable_token_indices", tokens or None, "model.trainable_tokens", trained_tokens(decoder) or None
+            ),
+        ]
+        wrong = [setting for setting in settings if setting.theirs != setting.ours]
+        if wrong:
+            raise UserError(
+                f"adapter {folder} has {', '.join(_short(setting.name, setting.theirs) for setting in wrong)}; "
+                f"the config has {', '.join(_short(setting.key, setting.ours) for setting in wrong)}. "
+                f"Set {' '.join(_option(setting.key, setting.theirs) for setting in wrong)}"
+            )
+        self._check_parameters(folder, decoder, layers)
+
+    def _check_patterns(self, folder: Path, decoder: Decoder, theirs: Mapping[str, Any]) -> None:
+        """Refuse settings for which torchtune's builders and native decoders have no key."""
+        foreign = []
+        if decoder.names is None:
+            foreign += [_short(key, theirs[key]) for key in PATTERNS if theirs[key]]
+            if self.tokens:
+                foreign.append(_short("trainable_token_indices", dict(self.tokens)))
         if self.parameters and not decoder.published_modules:  # native models have no experts
             foreign.append(f"target_parameters={list(self.parameters)}")
-        _refuse(folder, foreign)  # torchtune's builders have no such keys
-        tokens, trained = by_layer(decoder, self.tokens), trained_tokens(decoder)
-        rows: list[tuple[str, Any, str, Any]] = [
-            *((key, theirs[key], f"model.{'lora_rank' if key == 'r' else key}", ours[key]) for key in ours),
-            ("use_rslora", self.rslora, "use_rslora", layer.rslora),
-            ("use_dora", self.dora, "model.use_dora", isinstance(layer, Dora)),
-            ("trainable_token_indices", tokens or None, "model.trainable_tokens", trained or None),
-        ]
-        if wrong := [row for row in rows if row[1] != row[3]]:
+        _refuse(folder, foreign)
+
+    def _check_parameters(self, folder: Path, decoder: Decoder, layers: list[PeftLayer]) -> None:
+        """Check that ``target_parameters`` names all adapted experts, and besides them only adapted layers."""
+        named = peft_layers.matching(decoder, self.parameters)
+        adapted = {layer.weight for layer in layers if not isinstance(layer.layer, TokenRows)}
+        experts = {layer.weight for layer in layers if isinstance(layer.layer, ExpertLora)}
+        names_nothing = bool(self.parameters) and not named
+        if not experts <= named <= adapted or names_nothing:
+            expected = peft_layers.target_parameters(layers, decoder) or None
             raise UserError(
-                f"adapter {folder} has {', '.join(_short(name, theirs) for name, theirs, *_ in wrong)}; "
-                f"the config has {', '.join(_short(key, ours) for *_, key, ours in wrong)}. "
-                f"Set {' '.join(_option(key, theirs) for _, theirs, key, _ in wrong)}"
-            )
-        adapted, experts = peft_experts.matching(decoder, self.parameters), peft_experts.expert_loras(decoder).keys()
-        every = experts | {f"{name}.weight" for name in peft_experts.linears(decoder)}
-        if not experts <= adapted <= every or (self.parameters and not adapted):
-            named = peft_experts.target_parameters(decoder) or None
-            raise UserError(
-                f"adapter {folder} has target_parameters={list(self.parameters)}; the config has {named}. "
+                f"adapter {folder} has target_parameters={list(self.parameters)}; the config has {expected}. "
                 f"Set model.target_parameters={list(self.parameters) or None}"
             )
 
@@ -201,6 +212,18 @@ class PeftConfig(Sizes):
             f"adapter {folder} was trained on {self.base_model}, this run's base model is {base}; "
             "if these are different models, its answers are wrong"
         )
+
+
+_RUN_KEYS = {"r": "model.lora_rank"} | {key: f"model.{key}" for key in ("lora_alpha", *PATTERNS)}
+
+
+class _Setting(NamedTuple):
+    """A setting of an adapter: PEFT's name and value, and the run's key and value."""
+
+    name: str
+    theirs: Any
+    key: str
+    ours: Any
 
 
 def _refuse(folder: Path, settings: list[str]) -> None:
@@ -242,7 +265,7 @@ def check_checkpointer(cfg: DictConfig, decoder: Decoder) -> None:
     """Refuse a model family without PEFT export, and weights with another row order or folder than the model's."""
     model_type, problem = cfg.checkpointer.model_type, ""
     read, built = cfg.checkpointer.get("checkpoint_dir"), cfg.model.get("checkpoint_dir")
-    if (model_type == HF) != (decoder.renames is not None):
+    if (model_type == HF) != (decoder.names is not None):
         problem = (
             f"model_type is {model_type}: rocm_ext.model.HFCheckpointer reads the weights of "
             "rocm_ext.model.from_checkpoint, torchtune's checkpointers those of torchtune's builders. "
@@ -281,19 +304,25 @@ def write_adapter(folder: Path, decoder: Decoder, model_type: str, base_model: s
         model_type: torchtune's ModelType name; it decides the row order of q and k.
         base_model: hub name or folder of the base model, for PEFT.
     """
-    peft = to_peft(adapter_state(decoder), decoder, model_type)
-    save_file({name: t.contiguous() for name, t in peft.items()}, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    layer = next(layer for _, layer in adapters(decoder))
-    parameters = peft_experts.target_parameters(decoder)
-    adapted = {name[len(PREFIX) :].rsplit(".lora_", 1)[0] for name in peft if not name.endswith(ROWS)}
-    adapted -= peft_experts.modules(decoder)
+    names = names_of(decoder, model_type)
+    layers = trained_layers(decoder, names)
+    tensors = {name: tensor.contiguous() for name, tensor in to_peft(layers, names).items()}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    config = _written_config(layers, decoder, base_model)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _written_config(layers: list[PeftLayer], decoder: Decoder, base_model: str) -> Json:
+    """Return the content of ``adapter_config.json``."""
+    layer = _any_adapted(layers)
+    parameters = peft_layers.target_parameters(layers, decoder)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
-        **described(_sizes(decoder, model_type)),
+        **described(sizes_of(layers)),
         "lora_dropout": 0.0 if parameters else getattr(layer.dropout, "p", 0.0),  # PEFT refuses it with parameters
-        "target_modules": _targets(adapted, decoder),
+        "target_modules": peft_layers.target_modules(layers, decoder),
         "use_dora": isinstance(layer, Dora),
         "use_rslora": layer.rslora,
         "bias": "none",
@@ -301,32 +330,15 @@ def write_adapter(folder: Path, decoder: Decoder, model_type: str, base_model: s
         "inference_mode": True,
     }
     if parameters:
-        config |= {"target_parameters": parameters, "peft_version": peft_experts.layout_version()}
-    if tokens := trained_tokens(decoder):
-        by_end = {layer_names(decoder)[name].rpartition(".")[2]: ids for name, ids in tokens.items()}
-        config["trainable_token_indices"] = tokens[EMBEDDINGS] if tokens.keys() == {EMBEDDINGS} else by_end
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        config |= {"target_parameters": parameters, "peft_version": peft_layers.layout_version()}
+    if tokens := peft_layers.token_indices(layers):
+        config["trainable_token_indices"] = tokens
+    return config
 
 
-def _sizes(decoder: Decoder, model_type: str) -> dict[str, tuple[int, float]]:
-    """Return r and alpha of the adapted layers, by the names that patterns match in PEFT."""
-    convert, by_weight = _converter(decoder, model_type, to_files=True), peft_experts.by_parameter(decoder)
-    sizes = {}
-    for name, layer in adapters(decoder):
-        if isinstance(layer, ExpertLora):
-            theirs = name.removesuffix(ExpertLora.SUFFIX)
-        else:
-            theirs, _ = convert(f"{name}.weight", layer.lora_a.weight, False)
-            theirs = theirs if name in by_weight else theirs.removesuffix(".weight")
-        sizes[theirs] = rank_and_alpha(layer)
-    return sizes
-
-
-def _targets(adapted: set[str], decoder: Decoder) -> list[str]:
-    """Return ``target_modules``: the ends of the adapted layers' names, or full names if other modules end alike."""
-    ends = {name.rpartition(".")[2] for name in adapted}
-    others = decoder.published_modules - adapted
-    return sorted(adapted if any(name.rpartition(".")[2] in ends for name in others) else ends)
+def _any_adapted(layers: list[PeftLayer]) -> Adapter:
+    """Return one of the layers with LoRA or DoRA; all have the same settings but for r and alpha."""
+    return next(layer.layer for layer in layers if not isinstance(layer.layer, TokenRows))
 
 
 def config_folder(source: Path) -> Path | None:
@@ -362,27 +374,29 @@ def read_adapter(source: Path, decoder: Decoder, model_type: str) -> dict[str, T
             f"adapter {source} is a file of torchtune's, whose row order this model does not have; start from a folder "
             f"in PEFT's format ({ADAPTER_CONFIG}, {ADAPTER_WEIGHTS})"
         )
-    if (folder := config_folder(source)) is not None:
-        PeftConfig.read(folder).check(folder, decoder, model_type)
+    names = names_of(decoder, model_type)
+    layers = trained_layers(decoder, names)
+    folder = config_folder(source)
+    if folder is not None:
+        PeftConfig.read(folder).check(folder, decoder, layers)
     if source.is_file():
         return _finite_tensors(source)
     config, state = read_peft(source)
     if not config.parameters:
-        _check_targets(source, state, decoder, model_type)
+        _check_targets(source, state, decoder, layers)
     try:
-        return from_peft(state, decoder, model_type, config)
+        return from_peft(state, decoder, names, config)
     except UserError as error:
         raise UserError(f"adapter {source} does not fit model: {error}") from error
 
 
-def _check_targets(folder: Path, state: Mapping[str, Tensor], decoder: Decoder, model_type: str) -> None:
+def _check_targets(folder: Path, state: Mapping[str, Tensor], decoder: Decoder, layers: list[PeftLayer]) -> None:
     """Check that adapter and model adapt the same kinds of layers."""
-    layers = [name.removesuffix(".lora_A.weight") for name in state if name.endswith(".lora_A.weight")]
-    theirs = sorted({layer.rpartition(".")[2] for layer in layers})
-    ours = sorted({layer.removesuffix(".weight").rpartition(".")[2] for layer in _sizes(decoder, model_type)})
+    theirs = sorted({last_part(name.removesuffix(LORA_A)) for name in state if name.endswith(LORA_A)})
+    ours = sorted({last_part(name.removesuffix(".weight")) for name in sizes_of(layers)})
     if not theirs or theirs == ours:
         return
-    if decoder.renames is None:  # torchtune's builders
+    if decoder.names is None:  # torchtune's builders
         keys = "model.lora_attn_modules, model.apply_lora_to_mlp and model.apply_lora_to_output for these"
     else:
         keys = f"model.target_modules=[{','.join(theirs)}]"
@@ -407,30 +421,48 @@ def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
 
 def _damage(config: PeftConfig, state: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield the differences between an adapter's weights, by PEFT's names, and its config."""
-    rows = [name for name in state if name.endswith(ROWS)]
-    for name in rows or [ROWS] * bool(config.tokens):
-        ids, shape = config.ids(name.removesuffix(ROWS)), list(state[name].shape) if name in state else "missing"
-        if shape == "missing" or len(shape) != 2 or shape[0] != len(ids):
-            yield f"{name} is {shape}; expected a row for each of {ids}"
-    needed = [".lora_A.weight", ".lora_B.weight", *([".lora_magnitude_vector"] if config.dora else [])]
-    of_experts = {config.rank, *config.rank_pattern.values()} if config.parameters else set[int]()
-    for weight, parts in updates_by_weight(state).items():
-        if parts.keys() == {ROWS}:
+    yield from _damaged_rows(config, state)
+    parts = [LORA_A, LORA_B]
+    if config.dora:
+        parts.append(MAGNITUDE)
+    for weight, tensors in updates_by_weight(state).items():
+        if tensors.keys() == {ROWS}:
             continue
         layer = weight.removesuffix(".weight")
-        rank, _ = config.of(layer)
-        if odd := {*needed} ^ parts.keys():
-            kind = "unexpected" if odd & parts.keys() else "missing"
-            yield f"{kind} {layer}{min(odd)}"
+        unexpected, missing = tensors.keys() - {*parts}, {*parts} - tensors.keys()
+        if unexpected or missing:
+            kind = "unexpected" if unexpected else "missing"
+            yield f"{kind} {layer}{min(unexpected | missing)}"
             continue
-        a, b, *norms = (list(parts[part].shape) for part in needed)
-        many = a and a[0] and any(a[0] % r == 0 for r in of_experts)  # r rows per expert
-        inner = a[0] if many else rank
-        if len(a) != 2 or len(b) != 2 or a[0] != inner or b[1] != inner or any(norm != b[:1] for norm in norms):
-            yield (
-                f"{layer} has weights {', '.join(map(str, [a, b, *norms]))}; with r={rank}, expected [{rank}, inputs], "
-                f"[outputs, {rank}]{', [outputs]' if norms else ''}"
-            )
+        shapes = [list(tensors[part].shape) for part in parts]
+        if not _shapes_fit(config, layer, *shapes):
+            rank, _ = config.of(layer)
+            expected = f"[{rank}, inputs], [outputs, {rank}]" + (", [outputs]" if config.dora else "")
+            yield f"{layer} has weights {', '.join(map(str, shapes))}; with r={rank}, expected {expected}"
+
+
+def _damaged_rows(config: PeftConfig, state: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield the tensors of tokens' rows that do not fit the ids in the config."""
+    names = [name for name in state if name.endswith(ROWS)]
+    if config.tokens and not names:
+        yield f"{ROWS} is missing; expected a row for each of {config.ids('')}"
+    for name in names:
+        ids = config.ids(name.removesuffix(ROWS))
+        shape = list(state[name].shape)
+        if len(shape) != 2 or shape[0] != len(ids):
+            yield f"{name} is {shape}; expected a row for each of {ids}"
+
+
+def _shapes_fit(config: PeftConfig, layer: str, a: list[int], b: list[int], *norms: list[int]) -> bool:
+    """Return whether A, B and DoRA's norms of a layer have shapes [r, in], [out, r] and [out]."""
+    if len(a) != 2 or len(b) != 2 or any(norm != b[:1] for norm in norms):
+        return False
+    inner, _ = config.of(layer)
+    if config.parameters and a[0]:  # maybe r rows for each expert
+        ranks = {config.rank, *config.rank_pattern.values()}
+        if any(a[0] % rank == 0 for rank in ranks):
+            inner = a[0]
+    return a[0] == inner and b[1] == inner
 
 
 def _finite_tensors(source: Path) -> dict[str, Tensor]:
@@ -454,80 +486,6 @@ def _finite_tensors(source: Path) -> dict[str, Tensor]:
     return state
 
 
-def to_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str) -> dict[str, Tensor]:
-    """Convert adapter weights from torchtune's names and row order to PEFT's."""
-    result = peft_experts.to_peft(state, decoder)
-    others = {name: tensor for name, tensor in state.items() if f"{ExpertLora.SUFFIX}." not in name}
-    result |= _converted(others, _PARTS, _converter(decoder, model_type, to_files=True))
-    return {PREFIX + name: tensor for name, tensor in result.items()}
-
-
-def from_peft(state: Mapping[str, Tensor], decoder: Decoder, model_type: str, config: PeftConfig) -> dict[str, Tensor]:
-    """Convert adapter weights from PEFT's names and row order to torchtune's."""
-    bare = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
-    result, used = peft_experts.from_peft(bare, decoder, config)
-    others = {name: tensor for name, tensor in bare.items() if name not in used}
-    return result | _converted(others, _PARTS_BACK, _converter(decoder, model_type, to_files=False))
-
-
-Convert = Callable[[str, Tensor, bool], tuple[str, Tensor]]
-
-
-def _converted(state: Mapping[str, Tensor], parts: Mapping[str, str], convert: Convert) -> dict[str, Tensor]:
-    result = {}
-    for name, tensor in state.items():
-        weight, part = _split_part(name, parts)
-        # the converters reorder output rows; lora_b and m have output rows, lora_a does not
-        new, value = convert(weight, tensor, "lora_a" not in part.lower())
-        result[new.removesuffix(".weight") + parts[part]] = value
-    return result
-
-
-def _split_part(name: str, parts: Iterable[str]) -> tuple[str, str]:
-    """Return the name of the base weight, and the suffix of the adapter's part."""
-    if (part := next(filter(name.endswith, parts), None)) is None:
-        raise UserError(f"adapter weight {name} is neither LoRA nor DoRA")
-    return name.removesuffix(part) + ".weight", part
-
-
-def _converter(decoder: Decoder, model_type: str, to_files: bool) -> Convert:
-    """Return a function that converts one tensor to Hugging Face's names and order of rows, or back.
-
-    Most families store the rows of q and k as rotary pairs in torchtune and as halves in Hugging Face's format, so
-    torchtune's converters reorder these rows. Qwen2 and native decoders use halves. torchtune's PEFT export wrongly
-    reorders Qwen2's adapters; these converters do not.
-    """
-    renames = decoder.renames
-
-    def convert(name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
-        try:
-            return by_torchtune(name, tensor, has_rows) if renames is None else (renames[not to_files](name), tensor)
-        except Exception as error:  # torchtune raises a bare Exception for unknown names, renames a KeyError
-            raise UserError(f"{name} {list(tensor.shape)} belongs to no layer of such a model") from error
-
-    if renames is not None:
-        return convert
-    from torchtune.models import convert_weights
-    from torchtune.models.gemma2._convert_weights import gemma2_hf_to_tune, gemma2_tune_to_hf
-    from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
-
-    both = {"QWEN2": (qwen2_tune_to_hf, qwen2_hf_to_tune), "GEMMA2": (gemma2_tune_to_hf, gemma2_hf_to_tune)}
-    function: Any = both.get(model_type, (convert_weights.tune_to_hf, convert_weights.hf_to_tune))[not to_files]
-    attention: Any = decoder.layers[0].attn
-    heads = {"num_heads": attention.num_heads, "num_kv_heads": attention.num_kv_heads, "head_dim": attention.head_dim}
-
-    def by_torchtune(name: str, tensor: Tensor, has_rows: bool) -> tuple[str, Tensor]:
-        if not has_rows:  # only the name changes; the converter needs a tensor with the rows of the layer
-            rows = heads["num_kv_heads"] if "k_proj" in name else heads["num_heads"]
-            ((new, _),) = function({name: torch.empty(rows * heads["head_dim"], 1)}, dim=1, **heads).items()
-            return new, tensor
-        columns = tensor.reshape(tensor.shape[0], -1)
-        ((new, value),) = function({name: columns}, dim=columns.shape[1], **heads).items()
-        return new, value.reshape(tensor.shape)
-
-    return convert
-
-
 def base_model_name(folder: Path) -> str:
     """Name of the base model for PEFT: its hub name (from the hub's cache or `tune download`), else its path."""
     if name := hub_name(folder):
@@ -536,12 +494,3 @@ def base_model_name(folder: Path) -> str:
         return json.loads((folder / REPO_ID).read_text())["repo_id"]
     except (OSError, ValueError, KeyError):
         return str(folder.resolve())
-
-
-def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Group a PEFT adapter's weights by the base weight they change, then by part."""
-    updates: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in adapter.items():
-        weight, part = _split_part(name, _PARTS_BACK)
-        updates.setdefault(weight.removeprefix(PREFIX), {})[part] = tensor
-    return updates

@@ -42,6 +42,7 @@ from rocm_ext.model.hf.experts import SORTED, Replay
 from rocm_ext.model.hf.sampler import TransformersSampler, memory_of, obstacle_of, replay_of
 from rocm_ext.model.hf.states import ROWS, keep_apart
 from rocm_ext.model.lora import Sizes
+from rocm_ext.model.names import Names
 from rocm_ext.model.token_rows import TokenRows
 
 # model_types whose packed rows tests compare with transformers. All others get padded rows.
@@ -74,7 +75,7 @@ class TransformersDecoder(Decoder):
 
     kernel = "auto"
     replay: Replay | None = None
-    renames = (str, str)  # files have the same names, or `converted` translates them
+    names = Names()  # files have the same names, or `converted` translates them
 
     def __init__(self, model: Any, architecture: str) -> None:
         super().__init__()

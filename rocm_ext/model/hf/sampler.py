@@ -23,12 +23,11 @@ from transformers.cache_utils import (
 )
 
 from rocm_ext.base.errors import UserError, one_line, refuse
-from rocm_ext.model.adapters.peft_experts import expert_loras
 from rocm_ext.model.attention import SlotCache, Slots, span_for
 from rocm_ext.model.hf.attention import SLOTS, ForwardPass, forward_pass
 from rocm_ext.model.hf.checkpoint import persistent_buffers
 from rocm_ext.model.hf.experts import ROUTES, Replay, experts_of
-from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, plain
+from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, expert_loras, plain
 from rocm_ext.model.remembered import remembered
 from rocm_ext.model.sampler import (
     MIN_ROWS,

@@ -25,19 +25,20 @@ from rocm_ext.base.errors import UserError, nearest, refuse
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Lengths, SlotCache
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.families import LINEAR, Architecture, Rope, from_hf, to_hf
+from rocm_ext.model.families import Architecture, Rope
 from rocm_ext.model.lora import Dora, Lora, Sizes, adapted_linear, dense, plain
+from rocm_ext.model.names import LINEAR, OUTPUT, NativeNames
 from rocm_ext.model.native.layers import Attention, HalvesRoPE, PrefixCache, Prompts
 from rocm_ext.model.sampler import MIN_ROWS, Sampler, SamplingLinear, SequenceMemory, frozen, merges
 from rocm_ext.model.token_rows import TokenRows, token_rows
 
-_OUTPUT, _ALL = "lm_head", "all-linear"
+_ALL = "all-linear"
 
 
 class NativeDecoder(TransformerDecoder, Decoder):
     """A decoder of torchtune's modules.
 
-    Without ``renames``, rows are not in Hugging Face's order, and torchtune's converters apply.
+    Without ``names``, rows are not in Hugging Face's order, and torchtune's converters apply.
     """
 
     @property
@@ -152,12 +153,12 @@ def _targets(given: Iterable[str] | str | None, tied: bool) -> frozenset[str]:
     if given is None or given == _ALL:
         return frozenset(LINEAR)
     names = frozenset([given] if isinstance(given, str) else map(str, given))
-    known = [*LINEAR, _OUTPUT]
+    known = [*LINEAR, OUTPUT]
     refuse(f"target_modules has {name!r}, which is no layer{nearest(name, known)}" for name in sorted(names - {*known}))
     if not names:
         raise UserError(f"target_modules is empty; expected {_ALL} or some of {', '.join(known)}")
-    if tied and _OUTPUT in names:
-        raise UserError(f"target_modules has {_OUTPUT}, but the model's output layer is its embeddings")
+    if tied and OUTPUT in names:
+        raise UserError(f"target_modules has {OUTPUT}, but the model's output layer is its embeddings")
     return names
 
 
@@ -173,7 +174,7 @@ class _Builder:
     def decoder(self) -> NativeDecoder:
         a = self.architecture
         embeddings = nn.Embedding(a.vocabulary, a.width)
-        output = TiedLinear(embeddings) if a.tied else self._linear(_OUTPUT, a.width, a.vocabulary)
+        output = TiedLinear(embeddings) if a.tied else self._linear(OUTPUT, a.width, a.vocabulary)
         decoder = NativeDecoder(
             tok_embeddings=embeddings,
             layers=nn.ModuleList(self._layer(f"model.layers.{i}") for i in range(a.layers)),
@@ -184,7 +185,8 @@ class _Builder:
             output=output,
         )
         self._sizes.check_keys(self._adapted)
-        decoder.architecture, decoder.renames = a, (to_hf, from_hf)
+        decoder.architecture = a
+        decoder.names = NativeNames()
         return decoder
 
     def _layer(self, name: str) -> TransformerSelfAttentionLayer:
@@ -225,7 +227,7 @@ class _Builder:
         if name.rpartition(".")[2] not in self._targets:
             return nn.Linear(width, out, bias=bias)
         self._adapted.append(name)
-        four_bits = self._4bit and name != _OUTPUT  # torchtune keeps output layers in 16 bits
+        four_bits = self._4bit and name != OUTPUT  # torchtune keeps output layers in 16 bits
         return adapted_linear(partial(self._kind, quantize_base=four_bits), self._sizes, name, width, out, bias)
 
 

@@ -19,7 +19,8 @@ from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.log import log
 from rocm_ext.base.supervised import beat
-from rocm_ext.model.families import foreign_config, from_hf, read_architecture, stored_format
+from rocm_ext.model.families import foreign_config, read_architecture, stored_format
+from rocm_ext.model.names import EMBEDDINGS_WEIGHT, OUTPUT_WEIGHT, Names, NativeNames
 from rocm_ext.model.weights import llama_cpp
 from rocm_ext.model.weights.gguf_files import AGAIN, SHAPES, SUFFIX, GgufFile, files_in, links_in
 from rocm_ext.model.weights.quantized import Quantized, stored
@@ -27,7 +28,6 @@ from rocm_ext.model.weights.unpack import unpack
 
 MODEL_KEY = "model"  # of a state, as in torchtune.training
 HF = "HF"  # the model_type of weights in Hugging Face's row order
-_OUTPUT, _EMBEDDINGS = "output.weight", "tok_embeddings.weight"
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 TABLES = ("rotary_emb.inv_freq", ".position_ids")  # in old files; config.json decides them
 _QUANTISED = (("", "_scale_inv"), ("", "_scale"), ("_blocks", "_scales"))  # ends of names of values and of scales
@@ -74,13 +74,15 @@ class HFCheckpointer:
             UserError: files are missing or damaged, or do not have the model's weights.
         """
         foreign = foreign_config(self._folder, trust_remote_code=True) is not None
-        state = StoredWeights(self._folder, weight_files(self._folder), str if foreign else from_hf, TABLES)
+        names = Names() if foreign else NativeNames()
+        state = StoredWeights(self._folder, weight_files(self._folder), names.ours, TABLES)
         if not foreign:  # others may have masks and tables of integers
             for name, tensor in state.on_meta().items():
                 check_stored(name, tensor)
-            if read_architecture(self._folder).tied and _OUTPUT in state and _EMBEDDINGS in state:
-                check_tied(state[_OUTPUT], state[_EMBEDDINGS])
-                state.remove(_OUTPUT)
+            output, embeddings = names.ours(OUTPUT_WEIGHT), names.ours(EMBEDDINGS_WEIGHT)
+            if read_architecture(self._folder).tied and output in state and embeddings in state:
+                check_tied(state[output], state[embeddings])
+                state.remove(output)
         return {MODEL_KEY: state}
 
 

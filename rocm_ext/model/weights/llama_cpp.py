@@ -28,8 +28,8 @@ from rocm_ext.model.families import (
     foreign_config,
     read_architecture,
     read_rope,
-    stored_names,
 )  # fmt: skip
+from rocm_ext.model.names import OUTPUT_WEIGHT, stored_names
 from rocm_ext.model.weights.gguf_files import SHAPES, GgufFile, Metadata, files_in
 from rocm_ext.model.weights.quantized import of_blocks
 
@@ -254,7 +254,7 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
     factors = _factors(a.head_dim, a.rope) if a.rope.kind == "llama3" else None
 
     def parts(name: str) -> list[Part]:
-        if a.tied and name == "lm_head.weight":
+        if a.tied and name == OUTPUT_WEIGHT:
             return []
         layer = name.rpartition(".")[0].rpartition(".")[2]
         if arch != "LLAMA" or layer not in ("q_proj", "k_proj"):

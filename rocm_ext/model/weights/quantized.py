@@ -349,10 +349,9 @@ def expect_blocks(decoder: Any, blocks: Mapping[str, Quantized]) -> Any:
 
     Both are on the meta device.
     """
-    rename = decoder.renames[0]
     for name, parameter in list(decoder.named_parameters()):
         owner, _, leaf = name.rpartition(".")
-        made = None if owner.endswith((".lora_a", ".lora_b")) else blocks.get(rename(name))
+        made = None if owner.endswith((".lora_a", ".lora_b")) else blocks.get(decoder.names.published(name))
         if made is not None and made.shape == parameter.shape:  # loading refuses others
             weight = made.with_parts(torch.clone, parameter.dtype)
             setattr(decoder.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
@@ -369,7 +368,6 @@ def expect(decoder: Any, form: StoredFormat | None, quantizes: bool = False) -> 
     from torchtune.modules.peft import DoRALinear, LoRALinear  # here, because it takes a second
 
     decoder.quantizes = quantizes
-    rename = decoder.renames[0]
     inside = next(f"{name}." for name, module in decoder.named_modules() if module is decoder.layers)
     for name, module in decoder.named_modules():
         if not name.startswith(inside) or name.endswith((".lora_a", ".lora_b")):
@@ -381,7 +379,8 @@ def expect(decoder: Any, form: StoredFormat | None, quantizes: bool = False) -> 
             experts = hasattr(module, "is_transposed")  # transformers' mark of fused experts
             keys = [key for key, p in module.named_parameters(recurse=False) if experts and p.ndim == 3]
         for key in keys:
-            if not form.skips(rename(f"{name}.{key}").removesuffix(".weight")):
+            published = decoder.names.published(f"{name}.{key}")
+            if not form.skips(published.removesuffix(".weight")):
                 setattr(module, key, stand_in(module.get_parameter(key), form.kind, form.block, transposed))
     return decoder
 

@@ -1,0 +1,307 @@
+"""A decoder's trained layers as PEFT names and lays them out.
+
+PEFT wraps a module once per parameter of ``target_parameters``, in the module's order. The first wrapper is the
+innermost; its name has one ``base_layer`` for every wrapper around it.
+
+PEFT changed the layout of experts' adapters in version 0.19.1 for weights [experts, out, in]. Before, it took them for
+[experts, in, out], so that A has the rows' size and B the columns'. Both layouts can describe the same update.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from rocm_ext.base.errors import UserError, refuse
+from rocm_ext.model.decoder import Decoder
+from rocm_ext.model.lora import (
+    Adapter,
+    ExpertLora,
+    ends_with,
+    expert_factors,
+    expert_loras,
+    plain,
+    rank_and_alpha,
+    trained,
+)
+from rocm_ext.model.names import (
+    LORA_A,
+    LORA_B,
+    PREFIX,
+    TOKEN_ROWS,
+    Names,
+    TorchtuneNames,
+    last_part,
+    our_part,
+    peft_part,
+    split_peft,
+)
+from rocm_ext.model.token_rows import TokenRows
+
+NEW_LAYOUT = "0.19.1"  # the first version of PEFT with today's layout
+
+
+@dataclass(frozen=True)
+class PeftLayer:
+    """A trained layer with its names.
+
+    Attributes:
+        name: the decoder's name of the layer or of the rows of tokens, see :func:`rocm_ext.model.lora.trained`.
+        layer: the layer, or the rows.
+        weight: Hugging Face's name of the weight that it changes.
+        module: PEFT's name of the module that holds its tensors.
+        by_parameter: whether PEFT's ``target_parameters`` names the weight. Otherwise its ``target_modules`` names the
+            module, or ``trainable_token_indices`` the layer with the rows.
+    """
+
+    name: str
+    layer: Adapter | TokenRows
+    weight: str
+    module: str
+    by_parameter: bool
+
+    @property
+    def sized_as(self) -> str:
+        """Name that PEFT's patterns of r and alpha match."""
+        return self.weight if self.by_parameter else self.module
+
+
+def names_of(decoder: Decoder, model_type: str) -> Names:
+    """Return the names of a decoder; ``model_type``, torchtune's, decides them for decoders of its builders."""
+    if decoder.names is not None:
+        return decoder.names
+    return TorchtuneNames(model_type, decoder.layers[0].attn)
+
+
+def trained_layers(decoder: Decoder, names: Names) -> list[PeftLayer]:
+    """Return the trained layers of ``decoder``, in its order.
+
+    Raises:
+        UserError: ``names`` lack a layer.
+    """
+    experts = {layer.name: layer for layer in expert_layers(decoder)}
+    layers = []
+    for name, layer in trained(decoder):
+        if isinstance(layer, ExpertLora):
+            layers.append(experts[name])
+            continue
+        module = name.removesuffix(f".{TOKEN_ROWS}")
+        example = layer.weight if isinstance(layer, TokenRows) else layer.lora_a.weight
+        weight = _published(f"{module}.weight", example, names)
+        # `target_modules` cannot name these: PEFT 0.19 would take them for experts
+        by_parameter = last_part(module) in decoder.names_of_experts and not isinstance(layer, TokenRows)
+        layers.append(PeftLayer(name, layer, weight, weight.removesuffix(".weight"), by_parameter))
+    return layers
+
+
+def expert_layers(decoder: nn.Module) -> list[PeftLayer]:
+    """Return the LoRA of adapted experts. Only transformers' models have them, by Hugging Face's names."""
+    loras = expert_loras(decoder)
+    by_module: dict[str, list[str]] = {}
+    for weight in parameter_names(decoder):  # in the module's order
+        if weight in loras:
+            module, _, _ = weight.rpartition(".")
+            by_module.setdefault(module, []).append(weight)
+    layers = []
+    for module, weights in by_module.items():
+        for number, weight in enumerate(weights, 1):
+            wrapper = module + ".base_layer" * (len(weights) - number)
+            layers.append(PeftLayer(weight + ExpertLora.SUFFIX, loras[weight], weight, wrapper, True))
+    return layers
+
+
+def parameter_names(decoder: nn.Module) -> list[str]:
+    """Return the names of the decoder's parameters, without those of LoRA."""
+    return [plain(name) for name, _ in decoder.named_parameters() if ".lora_" not in name]
+
+
+# ---- settings
+
+
+def sizes_of(layers: Iterable[PeftLayer]) -> dict[str, tuple[int, float]]:
+    """Return r and alpha of the adapted layers, by the names that patterns match in PEFT."""
+    return {layer.sized_as: rank_and_alpha(layer.layer) for layer in layers if not isinstance(layer.layer, TokenRows)}
+
+
+def target_modules(layers: Iterable[PeftLayer], decoder: Decoder) -> list[str]:
+    """Return ``target_modules``: the ends of the layers' names, or full names if other modules end alike."""
+    adapted = set()
+    for layer in layers:
+        if not layer.by_parameter and not isinstance(layer.layer, TokenRows):
+            adapted.add(layer.module)
+    ends = {last_part(name) for name in adapted}
+    others = {last_part(name) for name in decoder.published_modules - adapted}
+    return sorted(adapted if ends & others else ends)
+
+
+def target_parameters(layers: Iterable[PeftLayer], decoder: Decoder) -> list[str]:
+    """Return ``target_parameters``: the ends of the adapted weights' names, or full names if others end alike."""
+    adapted = {layer.weight for layer in layers if layer.by_parameter}
+    ends = {".".join(name.split(".")[-2:]) for name in adapted}
+    others = matching(decoder, ends) - adapted
+    modules = {end.partition(".")[0] for end in ends}
+    left_out = any(last_part(name) in modules for name in decoder.left_out)
+    return sorted(adapted if others or left_out else ends)
+
+
+def matching(decoder: nn.Module, targets: Iterable[str]) -> set[str]:
+    """Return the names of the decoder's parameters that PEFT's ``target_parameters`` matches."""
+    targets = list(map(str, targets))
+    return {name for name in parameter_names(decoder) if any(ends_with(name, target) for target in targets)}
+
+
+def token_indices(layers: Iterable[PeftLayer]) -> list[int] | dict[str, list[int]]:
+    """Return ``trainable_token_indices``: ids of the embeddings, or ids by the ends of layers' names, or nothing."""
+    trained_rows = {last_part(layer.module): layer.layer for layer in layers if isinstance(layer.layer, TokenRows)}
+    ids = {end: rows.tokens for end, rows in trained_rows.items()}
+    if [rows.embeds for rows in trained_rows.values()] == [True]:
+        (only,) = ids.values()
+        return only
+    return ids
+
+
+def layout_version() -> str:
+    """Return the version of PEFT for written adapters: the installed one, or the first with today's layout."""
+    try:
+        return version("peft")
+    except PackageNotFoundError:
+        return NEW_LAYOUT
+
+
+def is_old(peft_version: str) -> bool:
+    """Return whether a version of PEFT has the old layout."""
+    parts = peft_version.split("+")[0].split("@")[0].split(".")[:3]
+    numbers = [int(part) if part.isascii() and part.isdigit() else 0 for part in parts]
+    return numbers < [int(part) for part in NEW_LAYOUT.split(".")]
+
+
+# ---- tensors
+
+
+def to_peft(layers: Sequence[PeftLayer], names: Names) -> dict[str, Tensor]:
+    """Return the adapter's tensors on the CPU by PEFT's names, in its order of rows and :func:`layout_version`."""
+    old = is_old(layout_version())
+    tensors: dict[str, Tensor] = {}
+    for peft_layer in layers:
+        layer, module = peft_layer.layer, PREFIX + peft_layer.module
+        parts = {key: layer.get_parameter(key).detach().cpu().clone() for key in layer.adapter_params()}
+        if isinstance(layer, ExpertLora):
+            a, b = parts["lora_a.weight"], parts["lora_b.weight"]
+            if old and not layer.transposed:
+                a, b = _swapped(a, b, layer.experts)
+            tensors |= {module + LORA_A: a, module + LORA_B: b}
+            continue
+        ours = peft_layer.name.removesuffix(f".{TOKEN_ROWS}")
+        for key, tensor in parts.items():
+            part = peft_part(f"{peft_layer.name}.{key}")
+            rows = tensor if part == LORA_A else names.published_rows(f"{ours}.weight", tensor)
+            tensors[module + part] = rows
+    return tensors
+
+
+def from_peft(state: Mapping[str, Tensor], decoder: Decoder, names: Names, config: Any) -> dict[str, Tensor]:
+    """Return the adapter's tensors by the decoder's names, in its order of rows and today's layout.
+
+    Args:
+        state: tensors by PEFT's names.
+        decoder: model that takes the adapter.
+        names: the decoder's names.
+        config: the adapter's :class:`~rocm_ext.model.adapters.peft_files.PeftConfig`.
+
+    Raises:
+        UserError: experts of the model have no adapter, or one of another size, or a tensor belongs to no layer.
+    """
+    left = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+    result: dict[str, Tensor] = {}
+    for weight, (a, b, _) in take_experts(left, decoder, config).items():
+        name = weight + ExpertLora.SUFFIX
+        result |= {f"{name}.lora_a.weight": a, f"{name}.lora_b.weight": b}
+    for name, tensor in left.items():
+        module, part = split_peft(name)
+        weight, rows = _ours(f"{module}.weight", tensor, names, has_rows=part != LORA_A)
+        result[weight.removesuffix(".weight") + our_part(part)] = rows
+    return result
+
+
+class ExpertUpdate(NamedTuple):
+    """A and B of experts' LoRA in today's layout, and the layer that they are for."""
+
+    a: Tensor
+    b: Tensor
+    layer: ExpertLora
+
+
+def take_experts(state: dict[str, Tensor], decoder: nn.Module, config: Any) -> dict[str, ExpertUpdate]:
+    """Remove the experts' part of an adapter from ``state``, and return it by the names of the weights.
+
+    Args:
+        state: tensors by PEFT's names without its prefix.
+        decoder: model that takes the adapter.
+        config: the adapter's :class:`~rocm_ext.model.adapters.peft_files.PeftConfig`. If an expert has as many inputs
+            as outputs, both layouts have the same shapes, and PEFT's version decides.
+
+    Raises:
+        UserError: a tensor is missing, or has another shape.
+    """
+    updates = {}
+    for peft_layer in expert_layers(decoder):
+        layer = peft_layer.layer
+        assert isinstance(layer, ExpertLora)
+        name_a, name_b = peft_layer.module + LORA_A, peft_layer.module + LORA_B
+        refuse(f"missing {name}" for name in (name_a, name_b) if name not in state)
+        a, b = state.pop(name_a), state.pop(name_b)
+        rank, _ = config.of(peft_layer.weight)
+        inner = layer.experts * rank
+        fits = a.shape == (inner, layer.in_dim) and b.shape == (layer.out_dim, inner)
+        fits_old = a.shape == (inner, layer.out_dim) and b.shape == (layer.in_dim, inner)
+        both_fit = layer.in_dim == layer.out_dim
+        if fits_old and not layer.transposed and (not both_fit or is_old(config.version)):
+            a, b = _swapped(a, b, layer.experts)
+        elif not fits:
+            raise UserError(f"{name_a} is {list(a.shape)}, expected {[inner, layer.in_dim]}")
+        updates[peft_layer.weight] = ExpertUpdate(a, b, layer)
+    return updates
+
+
+def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Group a PEFT adapter's tensors by the base weight they change, then by part."""
+    updates: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in adapter.items():
+        module, part = split_peft(name)
+        weight = f"{module.removeprefix(PREFIX)}.weight"
+        updates.setdefault(weight, {})[part] = tensor
+    return updates
+
+
+def _published(weight: str, example: Tensor, names: Names) -> str:
+    """Return Hugging Face's name of a decoder's weight, or refuse it."""
+    try:
+        return names.published(weight)
+    except Exception as error:  # a KeyError, or torchtune's bare Exception
+        raise UserError(f"{weight} {list(example.shape)} belongs to no layer of such a model") from error
+
+
+def _ours(published: str, tensor: Tensor, names: Names, has_rows: bool) -> tuple[str, Tensor]:
+    """Return the decoder's name of a published weight, and ``tensor`` with its rows in the decoder's order."""
+    try:
+        return names.ours(published), names.our_rows(published, tensor) if has_rows else tensor
+    except Exception as error:  # a KeyError, or torchtune's bare Exception
+        raise UserError(f"{published} {list(tensor.shape)} belongs to no layer of such a model") from error
+
+
+def _swapped(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Write every expert's B A as (A' B')ᵀ, with A' from B and B' from A.
+
+    Args:
+        a, b: [experts r, in] and [out, r experts].
+        experts: number of experts.
+
+    Returns:
+        [experts r, out] and [in, r experts].
+    """
+    a_by_expert, b_by_expert = expert_factors(a, b, experts)  # [experts, r, in], [experts, out, r]
+    new_a = b_by_expert.transpose(1, 2)  # [experts, r, out]
+    new_b = a_by_expert.permute(2, 1, 0)  # [in, r, experts]
+    return new_a.flatten(0, 1), new_b.flatten(1)
