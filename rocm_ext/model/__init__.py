@@ -8,12 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rocm_ext.model.folder import from_checkpoint
+    from rocm_ext.model.pretrained import from_checkpoint
     from rocm_ext.model.weights.checkpointer import HFCheckpointer
 
 __all__ = ["HFCheckpointer", "from_checkpoint"]
 
-_MODULES = {"HFCheckpointer": "weights.checkpointer", "from_checkpoint": "folder"}  # imported on access
+_MODULES = {"HFCheckpointer": "weights.checkpointer", "from_checkpoint": "pretrained"}  # imported on access
 
 
 def __getattr__(name: str) -> Any:

@@ -32,10 +32,10 @@ from rocm_ext.base.types import Json
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.losses import Objective
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.hf.products import ALIKE
+from rocm_ext.model.hf.grouped_product import ALIKE
 from rocm_ext.model.lora import ExpertLora, adapters
 from rocm_ext.model.native.layers import HAS_KERNEL, FusedRMSNorm
-from rocm_ext.model.remembered import remembered
+from rocm_ext.model.plan_cache import remembered
 from rocm_ext.model.sampler import MIN_ROWS, one_step
 from rocm_ext.model.weights.quantized import Quantized, unpacked_once
 

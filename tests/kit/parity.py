@@ -29,7 +29,7 @@ from rocm_ext.data.batches import MicroBatch, collate
 from rocm_ext.data.rows import Rows
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.build import build_model, load_weights, read_weights
-from rocm_ext.model.hf.states import ROWS
+from rocm_ext.model.hf.packed_states import ROWS
 from rocm_ext.train.scoring import reference, without_adapter
 from tests.kit.families import folder_config
 from tests.kit.forks import forked, forked_ranks

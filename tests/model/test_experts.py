@@ -19,7 +19,7 @@ from rocm_ext.model.adapters import peft_layers
 from rocm_ext.model.adapters.merge import merge
 from rocm_ext.model.adapters.peft_files import PeftConfig, read_adapter, write_adapter
 from rocm_ext.model.build import build_model, load_weights, read_weights
-from rocm_ext.model.hf import products
+from rocm_ext.model.hf import grouped_product
 from rocm_ext.model.lora import expert_loras
 from tests.kit import parity
 from tests.kit.families import folder_config
@@ -85,7 +85,7 @@ def test_cpus_compute_experts_without_grouped_mm(folder_of, monkeypatch):
 
     monkeypatch.setattr(torch, "_grouped_mm", crash)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", crash, raising=False)
-    monkeypatch.setattr(products, "_grouped_mm", crash)
+    monkeypatch.setattr(grouped_product, "_grouped_mm", crash)
     folder = folder_of("qwen3 moe")
     with pytest.raises(Crash):
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)(TOKENS)

@@ -28,7 +28,6 @@ from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Lengths
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.families import CONFIG, ModelConfig, own_code, refuse_code
-from rocm_ext.model.hf.adapt import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
 from rocm_ext.model.hf.attention import PACKED, packed, scale_each_sequence
 from rocm_ext.model.hf.checkpoint import (
     Converted,
@@ -39,8 +38,9 @@ from rocm_ext.model.hf.checkpoint import (
     take_text,
 )
 from rocm_ext.model.hf.experts import SORTED, Replay
+from rocm_ext.model.hf.packed_states import ROWS, keep_apart
 from rocm_ext.model.hf.sampler import TransformersSampler, memory_of, obstacle_of, replay_of
-from rocm_ext.model.hf.states import ROWS, keep_apart
+from rocm_ext.model.hf.targets import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
 from rocm_ext.model.lora import Sizes
 from rocm_ext.model.names import Names
 from rocm_ext.model.token_rows import TokenRows

@@ -1,4 +1,4 @@
-"""Experts of mixture-of-experts models: every expert computes its tokens, by :mod:`rocm_ext.model.hf.products`.
+"""Experts of mixture-of-experts models: every expert computes its tokens, by :mod:`rocm_ext.model.hf.grouped_product`.
 
 transformers' plain loop waits for the device once per expert. This waits at most once per layer, and adds up in a fixed
 order. LoRA on the weights (:class:`rocm_ext.model.lora.ExpertLora`) is computed on an expert's tokens, without the
@@ -19,7 +19,7 @@ from torch.return_types import topk
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rocm_ext.model.hf.attention import decodes, has_fixed_shapes
-from rocm_ext.model.hf.products import Rows
+from rocm_ext.model.hf.grouped_product import Rows
 from rocm_ext.model.lora import ExpertLora
 
 SORTED = "rocm_ext_sorted"

@@ -28,7 +28,7 @@ from rocm_ext.model.hf.attention import SLOTS, ForwardPass, forward_pass
 from rocm_ext.model.hf.checkpoint import persistent_buffers
 from rocm_ext.model.hf.experts import ROUTES, Replay, experts_of
 from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, expert_loras, plain
-from rocm_ext.model.remembered import remembered
+from rocm_ext.model.plan_cache import remembered
 from rocm_ext.model.sampler import (
     MIN_ROWS,
     Sampler,

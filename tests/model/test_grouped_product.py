@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from rocm_ext.machine import trials
-from rocm_ext.model.hf import products
+from rocm_ext.model.hf import grouped_product
 from rocm_ext.model.hf.experts import _Products, sorted_experts
-from rocm_ext.model.hf.products import Rows
+from rocm_ext.model.hf.grouped_product import Rows
 from rocm_ext.model.weights.quantized import fp8_rows
 from tests.kit.parity import our_model
 
 EXPERTS = 6
-some = pytest.mark.skipif(products._grouped_mm is None, reason="this torch has no grouped product")
+some = pytest.mark.skipif(grouped_product._grouped_mm is None, reason="this torch has no grouped product")
 
 
 def layer(choices: list[list[int]], dtype: torch.dtype, grouped: bool, bias: bool) -> list[torch.Tensor]:
@@ -91,26 +91,26 @@ def test_few_numbers_of_rows_in_16_bits():
 @pytest.mark.wide
 @some
 def test_the_trial_finds_wrong_products(monkeypatch):
-    right = products._grouped_mm
-    said = products.trial(torch.device("cpu"))
+    right = grouped_product._grouped_mm
+    said = grouped_product.trial(torch.device("cpu"))
     assert not said or said.endswith("times as fast")
 
     def other(x, weight, offs):  # leaves out an expert's last row
         out = right(x, weight, offs=offs)
         return out.index_fill(0, torch.tensor([len(out) - 1]), 5.0) if weight.ndim == 3 else out
 
-    monkeypatch.setattr(products, "_grouped_mm", other)
-    assert "is wrong by" in products.trial(torch.device("cpu"))
+    monkeypatch.setattr(grouped_product, "_grouped_mm", other)
+    assert "is wrong by" in grouped_product.trial(torch.device("cpu"))
 
     def unsteady(*args, **kwargs):
         return right(*args, **kwargs) * (1 + 1e-2 * torch.rand(1))
 
-    monkeypatch.setattr(products, "_grouped_mm", unsteady)
-    assert "differs from call to call" in products.trial(torch.device("cpu"))
+    monkeypatch.setattr(grouped_product, "_grouped_mm", unsteady)
+    assert "differs from call to call" in grouped_product.trial(torch.device("cpu"))
 
 
 def ask_again():
-    products.grouped_products.cache_clear()
+    grouped_product.grouped_products.cache_clear()
     trials.works.cache_clear()
 
 
@@ -120,7 +120,7 @@ def test_a_cache_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch):
     (tmp_path / "torchtune-rocm").touch()  # where a folder should be
     monkeypatch.setattr(trials, "_tried", lambda *_: ("", True))
     ask_again()
-    assert products.grouped_products()
+    assert grouped_product.grouped_products()
     ask_again()
 
 
@@ -130,7 +130,7 @@ def test_a_trial_that_hangs_is_ended(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trials, "_TIMEOUT", 0.01)
     ask_again()
     with caplog.at_level("INFO"):
-        assert not products.grouped_products()
+        assert not grouped_product.grouped_products()
     ask_again()
     assert "because the grouped product took longer than 0.01 s" in caplog.text
     assert not list(tmp_path.iterdir())
@@ -160,16 +160,16 @@ def test_what_crashes_is_not_used_and_not_tried_again(tmp_path, monkeypatch, cap
     for _ in range(2):
         ask_again()
         with caplog.at_level("INFO"):
-            assert products.grouped_products() == (not said)
+            assert grouped_product.grouped_products() == (not said)
     ask_again()
-    assert commands == [[sys.executable, "-m", "rocm_ext.model.hf.products", "0"]] * tries
+    assert commands == [[sys.executable, "-m", "rocm_ext.model.hf.grouped_product", "0"]] * tries
     assert said in caplog.text
     assert ("one grouped product for all" in caplog.text) == (not said)
     file = tmp_path / "torchtune-rocm" / "grouped_mm.json"
     assert file.exists() == (tries == 1)
     if file.exists():
         file.write_text(json.dumps(json.loads(file.read_text()) | {"machine": {"torch": "another"}}))
-        products.grouped_products()
+        grouped_product.grouped_products()
         ask_again()
         assert len(commands) == tries + 1
 

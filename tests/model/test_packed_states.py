@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 
-from rocm_ext.model.hf.states import chunk_scan
+from rocm_ext.model.hf.packed_states import chunk_scan
 from tests.kit.families import folder_config
 from tests.kit.hf_models import write_theirs
 from tests.kit.tiny import write_rows, write_yaml
@@ -47,9 +47,9 @@ def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, out
 # kernels compute tensors of GPUs alone; here a CPU is taken for one
 PROGRAM = """
 import sys
-from rocm_ext.model.hf import states
+from rocm_ext.model.hf import packed_states
 from rocm_ext.recipes.lora_finetune_rocm import main
-states.on_gpu = lambda x: not isinstance(x, states.FakeTensor)
+packed_states.on_gpu = lambda x: not isinstance(x, packed_states.FakeTensor)
 sys.exit(main())
 """
 

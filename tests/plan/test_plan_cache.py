@@ -13,7 +13,7 @@ from torch import nn
 
 from rocm_ext.model.build import build_model
 from rocm_ext.model.hf import sampler
-from rocm_ext.model.remembered import fingerprint, remembered
+from rocm_ext.model.plan_cache import fingerprint, remembered
 from rocm_ext.plan import costs
 from tests.kit import hf_models
 from tests.kit.plans import as_configured, plan

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from rocm_ext.base.log import log
 from rocm_ext.machine import trials
-from rocm_ext.model.hf.states import on_gpu
+from rocm_ext.model.hf.packed_states import on_gpu
 from rocm_ext.model.lora import is_plain
 
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
