@@ -13,12 +13,13 @@ A decoding step is a packed row of one token per running sequence. A training st
 packed sequences; the sampler gives it :class:`Slots`.
 """
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,8 +66,9 @@ def sdpa(
     Raises:
         UserError: torch has no such kernel for these tensors, or the kernel cannot cap scores or add sinks.
     """
-    if (groups := q.shape[1] // k.shape[1]) > 1:  # torch's enable_gqa takes the math path where no kernel has groups
-        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:  # torch's enable_gqa takes the math path where no kernel has groups
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     plain = softcap is None and sinks is None
     if not plain and kernel not in ("auto", "apart", "eager"):
         raise UserError(
@@ -86,9 +88,10 @@ def sdpa(
         if not any(words in str(error) for words in _NO_KERNEL):
             raise
         dtype = str(q.dtype).removeprefix("torch.")
+        device = "CPU" if q.device.type == "cpu" else "GPU"
         raise UserError(
-            f"attention: torch has no {kernel} kernel for {dtype} and head_dim {q.shape[-1]} on this "
-            f"{'CPU' if q.device.type == 'cpu' else 'GPU'}; set attention: auto"
+            f"attention: torch has no {kernel} kernel for {dtype} and head_dim {q.shape[-1]} on this {device}; "
+            "set attention: auto"
         ) from error
 
 
@@ -102,17 +105,21 @@ def _by_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
+    queries, keys = q.shape[2], k.shape[2]
     if mask is None:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril()
     allowed = mask if mask.dtype == torch.bool else mask == 0
-    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    scores = q @ k.transpose(2, 3) * scale  # [n, heads, queries, keys]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:3], 1)], dim=-1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
-    return F.dropout(weights, dropout) @ v
+        last = sinks.to(scores.dtype).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, last], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return F.dropout(weights[..., :keys], dropout) @ v
 
 
 def check_kernel(kernel: str, device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int) -> None:
@@ -135,7 +142,9 @@ def span_for(device: torch.device, positions: int) -> int:
     positions += -positions % _SPAN.get(device.type, 256)
     # On CPUs torch's attention works on blocks of 512 positions, and MKL sums more than 384 positions of a block in two
     # halves (measured). So attention reads either all of the last block or at most its first half.
-    return positions + -positions % 512 if device.type == "cpu" and positions % 512 > 256 else positions
+    if device.type == "cpu" and positions % 512 > 256:
+        positions += -positions % 512
+    return positions
 
 
 class Slots:
@@ -165,10 +174,13 @@ class Slots:
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the slots in the form of one row."""
-        self.keys, self.values = (
-            t.new_zeros(self._cache.slots, t.shape[1], self.places, t.shape[3]) for t in (key_states, value_states)
-        )
+        self.keys = self._new(key_states)
+        self.values = self._new(value_states)
         self.is_initialized = True
+
+    def _new(self, row: Tensor) -> Tensor:
+        _, kv_heads, _, head_dim = row.shape
+        return row.new_zeros(self._cache.slots, kv_heads, self.places, head_dim)
 
     def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write one token's key and value into the first n slots; return the keys and values that attention reads.
@@ -181,7 +193,8 @@ class Slots:
         places = self.once(self.places, lambda: self._cache.positions % self.places)
         self.keys[rows, :, places] = key
         self.values[rows, :, places] = value
-        n, span = key.shape[0], min(self._cache.span, self.places)
+        n = len(key)
+        span = min(self._cache.span, self.places)
         return self.keys[:n, :, :span], self.values[:n, :, :span]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
@@ -198,7 +211,8 @@ class Slots:
         n, kv_heads, head_dim = k.shape
         keys, values = self.write(k, v)
         # The heads of a group become queries of one kv head, so keys and values are not expanded.
-        out = sdpa(q.view(n, kv_heads, -1, head_dim), keys, values, kernel, mask=self._cache.mask(q.dtype))
+        groups = q.view(n, kv_heads, -1, head_dim)
+        out = sdpa(groups, keys, values, kernel, mask=self._cache.mask(q.dtype))
         return out.reshape(q.shape)
 
     def put(self, rows: slice, prefix: Any, known: int) -> None:
@@ -214,7 +228,9 @@ class Slots:
 
     def held(self, known: int) -> list[Tensor]:
         """Return the stored values of the first ``known`` positions; see :meth:`SlotCache.held`."""
-        return [tensor[:, :, :known] for tensor in (self.keys, self.values)] if self.is_initialized else []
+        if not self.is_initialized:
+            return []
+        return [self.keys[:, :, :known], self.values[:, :, :known]]
 
 
 class Pass:
@@ -252,7 +268,8 @@ class SlotCache(Pass):
 
     def __init__(self, layers: int, slots: int, length: int) -> None:
         super().__init__()
-        self.slots, self._length = slots, length
+        self.slots = slots
+        self._length = length
         self.layers = [Slots(self) for _ in range(layers)]
 
     def ring(self, window: int | None) -> int:
@@ -261,16 +278,19 @@ class SlotCache(Pass):
 
     def begin(self, positions: Tensor, span: int) -> None:
         """Begin a step in the first n slots, at ``positions`` [n]; ``span`` exceeds the largest of them."""
-        self.positions, self.span, self._made = positions, span, {}
+        self.positions = positions
+        self.span = span
+        self._made = {}
         self.rows = torch.arange(len(positions), device=positions.device)
 
     def mask(self, dtype: torch.dtype) -> Tensor:
         """Return the mask of the current step: [n, 1, 1, span], 0 where a token attends and -inf elsewhere."""
 
         def make() -> Tensor:
-            hidden = torch.arange(self.span, device=self.positions.device) > self.positions[:, None]
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-            return mask[:, None, None]
+            index = torch.arange(self.span, device=self.positions.device)
+            hidden = index > self.positions[:, None]  # [n, span]
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 
         return self.once("mask", make)
 
@@ -319,8 +339,9 @@ class Lengths:
     __slots__ = ("_calls", "shared", "values")
 
     def __init__(self, values: tuple[int, ...], shared: tuple[int, ...] = ()) -> None:
-        self.values, self.shared = values, shared or (0,) * len(values)
-        self._calls: dict[int, tuple[list[tuple[int, int]], Tensor | None, Tensor | None]] = {}
+        self.values = values
+        self.shared = shared or (0,) * len(values)
+        self._calls: dict[int, _Calls] = {}
 
     def attend(self, packed: Sequence[Tensor], compute: Callable[..., Tensor], together: bool) -> Tensor:
         """Compute attention within each sequence.
@@ -334,11 +355,14 @@ class Lengths:
         Returns:
             [1, s, heads, head_dim].
         """
-        rows = [t[0].transpose(0, 1) for t in packed]
+
+        def by_token(*call: Tensor) -> Tensor:  # [n, longest, heads, head_dim]
+            by_head = [tensor.transpose(1, 2) for tensor in call]
+            return compute(*by_head).transpose(1, 2)
+
+        rows = [tensor[0].transpose(0, 1) for tensor in packed]  # [s, heads, head_dim]
         longest = _SHORT if together and rows[0].device.type == "cpu" else 0
-        return self.by_sequence(
-            rows, lambda *call: compute(*(t.transpose(1, 2) for t in call)).transpose(1, 2), longest
-        )[None]
+        return self.by_sequence(rows, by_token, longest)[None]
 
     def by_sequence(self, packed: Sequence[Tensor], compute: Callable[..., Tensor], longest: int) -> Tensor:
         """Compute a causal function of each sequence.
@@ -353,48 +377,79 @@ class Lengths:
             [s, ...].
         """
         if longest not in self._calls:
-            self._calls[longest] = self._made(longest, packed[0].device)
-        sizes, index, order = self._calls[longest]
+            self._calls[longest] = self._planned(longest, packed[0].device)
+        calls = self._calls[longest]
         # embeddings, because their backward pass is fast on CPUs and sums shared rows in a fixed order on GPUs
-        rows = packed if index is None else [_rows(t, index) for t in packed]
-        calls = zip(*(t.split([n * width for n, width in sizes]) for t in rows), strict=True)
-        outs = [
-            compute(*(t.unflatten(0, size) for t in call)).flatten(0, 1)
-            for call, size in zip(calls, sizes, strict=True)
-        ]
+        if calls.inputs is not None:
+            packed = [_rows(tensor, calls.inputs) for tensor in packed]
+        counts = [sequences * tokens for sequences, tokens in calls.sizes]
+        pieces = [tensor.split(counts) for tensor in packed]
+        outs = []
+        for size, *call in zip(calls.sizes, *pieces, strict=True):
+            arguments = [piece.unflatten(0, size) for piece in call]
+            outs.append(compute(*arguments).flatten(0, 1))
         out = torch.cat(outs)
-        return out if order is None else _rows(out, order)
+        return out if calls.outputs is None else _rows(out, calls.outputs)
 
-    def _made(self, longest: int, device: torch.device) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
-        """Return the calls' sizes (sequences, tokens), their input tokens, and the index of every token's output.
-
-        None: the calls have all tokens in their order.
-        """
-        first, begun, spans = 0, 0, []
+    def _planned(self, longest: int, device: torch.device) -> "_Calls":
+        """Divide the sequences among calls; for ``longest`` see :meth:`by_sequence`."""
+        spans = []
+        first = begin = 0
         for count, shared in zip(self.values, self.shared, strict=True):
-            begun = begun if shared else first
-            spans.append((shared + count, shared, begun, first))
+            if not shared:
+                begin = first
+            spans.append(_Span(shared + count, shared, begin, first))
             first += count
-        calls: list[list[tuple[int, ...]]] = []
-        for span in sorted(spans, reverse=True) if longest else spans:
-            if longest and calls and calls[-1][0][0] <= longest and span[0] >= _SIMILAR * calls[-1][0][0]:
+        if longest:
+            spans.sort(reverse=True)
+        calls: list[list[_Span]] = []
+        for span in spans:
+            most = calls[-1][0].length if calls else math.inf
+            if longest and most <= longest and span.length >= _SIMILAR * most:
                 calls[-1].append(span)
             else:
                 calls.append([span])
-        index: list[int] = []
-        order = [0] * first
+        inputs: list[int] = []
+        outputs = [0] * first
         for call in calls:
+            most = call[0].length
             for length, shared, begin, rest in call:
                 end = rest + length - shared
-                order[rest:end] = range(len(index) + shared, len(index) + length)
-                index += [*range(begin, begin + shared), *range(rest, end), *[0] * (call[0][0] - length)]
-        sizes = [(len(call), call[0][0]) for call in calls]
-        if index == order == [*range(first)]:
-            return sizes, None, None
-        tokens, outputs = (
-            torch.tensor(places, dtype=torch.int64).to(device, non_blocking=True) for places in (index, order)
-        )
-        return sizes, tokens, outputs
+                at = len(inputs)
+                outputs[rest:end] = range(at + shared, at + length)
+                inputs += [*range(begin, begin + shared), *range(rest, end)]
+                inputs += [0] * (most - length)
+        sizes = [(len(call), call[0].length) for call in calls]
+        if inputs == outputs == [*range(first)]:
+            return _Calls(sizes, None, None)
+        return _Calls(sizes, _index(inputs, device), _index(outputs, device))
+
+
+class _Span(NamedTuple):
+    """A sequence's tokens: all, the shared ones, where these begin in the row, and where the others begin."""
+
+    length: int
+    shared: int
+    begin: int
+    rest: int
+
+
+class _Calls(NamedTuple):
+    """Calls of a function of sequences.
+
+    Attributes:
+        sizes: sequences and tokens of each call.
+        inputs: the tokens of all calls. None if these are the row's tokens in their order.
+        outputs: the index of every token's output in the calls' results. None with ``inputs``.
+    """
+
+    sizes: list[tuple[int, int]]
+    inputs: Tensor | None
+    outputs: Tensor | None
+
+
+def _index(numbers: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def _rows(values: Tensor, index: Tensor) -> Tensor:
@@ -421,7 +476,8 @@ def attend(
     compute = partial(sdpa, kernel=kernel, dropout=dropout)
     together = together and kernel in ("auto", "flash")
     with _no_plans():
-        return lengths.attend([t.transpose(1, 2) for t in (q, k, v)], compute, together)
+        by_head = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+        return lengths.attend(by_head, compute, together)
 
 
 @contextmanager
@@ -445,11 +501,14 @@ def shares_beginnings(decoder: Decoder) -> bool:
 
 def has_dropout(model: nn.Module) -> bool:
     """Return whether a training step of ``model`` draws dropout masks."""
-    modules = list(model.modules())
-    attention = [getattr(m, key, 0) or 0 for m in modules for key in ("attn_dropout", "attention_dropout")]
-    return any(isinstance(m, nn.Dropout) and m.p > 0 for m in modules) or any(
-        isinstance(p, float | int) and p > 0 for p in attention
-    )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            return True
+        for key in ("attn_dropout", "attention_dropout"):
+            probability = getattr(module, key, None)
+            if isinstance(probability, float | int) and probability > 0:
+                return True
+    return False
 
 
 def choose_attention(decoder: Decoder, kernel: str) -> None:

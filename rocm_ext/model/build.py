@@ -84,7 +84,8 @@ def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], 
         Warnings: one line if the lock is lifted.
     """
     asked: Any = "fp8" if getattr(decoder, "quantizes", False) else True
-    if asked is True and not any(layer._quantize_base for _, layer in adapters(decoder)):
+    four_bits = any(layer._quantize_base for _, layer in adapters(decoder))
+    if asked is True and not four_bits:
         return []
     key = "quantize_base"
     unpacked = sum(p.numel() * 2 for p in decoder.parameters() if not p.requires_grad) // ranks
@@ -138,23 +139,30 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
         UserError: parameters are missing, unexpected or of another shape, or have values that are not finite.
     """
     frozen = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
-    state, shapes = weights.state, on_meta(weights.state)
     buffers = decoder.buffers_to_load()
-    if (converted := decoder.converted(state)) is not None:
-        state, shapes = converted, converted.on_meta()
+    state = weights.state
+    converted = decoder.converted(state)
+    if converted is None:
+        shapes = on_meta(state)
+    else:
+        state = converted
+        shapes = converted.on_meta()
     owned = isinstance(state, StoredWeights)  # every access allocates; others may be maps or parts of a larger tensor
-    if misfits := _misfits({plain(name): p for name, p in (frozen | buffers).items()}, shapes, "the checkpoint"):
+    expected = {plain(name): tensor for name, tensor in (frozen | buffers).items()}
+    misfits = _misfits(expected, shapes, "the checkpoint")
+    if misfits:
         raise UserError(f"the checkpoint does not fit model: {misfits}. {_way_out(decoder, weights.state)}")
     for name, buffer in buffers.items():
         buffer.copy_(state[plain(name)])
     extremes: dict[str, Tensor] = {}
     quantized = {f"{name}.weight" for name, layer in adapters(decoder) if layer._quantize_base}
-    joined = _joined(decoder, {plain(n): p for n, p in frozen.items() if plain(n) not in quantized}, ranks.device)
+    dense_weights = {plain(name): p for name, p in frozen.items() if plain(name) not in quantized}
+    joined = _joined(decoder, dense_weights, ranks.device)
     larger: list[str] = []  # weights that config.json says are quantised, and the files have in 16 bits
-    for name, parameter in frozen.items():
-        full = state[plain(name)]
-        rows = joined.get(plain(name))
-        if plain(name) in quantized:
+    for wrapped, parameter in frozen.items():
+        name = plain(wrapped)
+        full = state[name]
+        if name in quantized:
             from torchtune.modules.low_precision.nf4_linear import to_nf4  # torchao's, wherever it has it
 
             shard = full.to(ranks.device, torch.bfloat16).to(parameter.dtype)
@@ -166,14 +174,18 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
             placed = full.with_parts(lambda part: part.to(ranks.device), parameter.dtype)
             shard = placed.finite_part()
         else:
-            larger += [plain(name)] * isinstance(parameter, Quantized)
+            if isinstance(parameter, Quantized):
+                larger.append(name)
             full = dense(full)
-            placed = ranks.shard_like(full, parameter, copy=not owned) if rows is None else rows.copy_(full)
+            if name in joined:
+                placed = joined[name].copy_(full)
+            else:
+                placed = ranks.shard_like(full, parameter, copy=not owned)
             shard = placed.to_local() if hasattr(placed, "to_local") else placed  # type: ignore[operator]
         if shard.numel():
             lowest, highest = shard.aminmax()  # unlike a sum, without a copy in fp32
-            extremes[plain(name)] = lowest.float() + highest.float()
-        owner, _, leaf = name.rpartition(".")
+            extremes[name] = lowest.float() + highest.float()
+        owner, _, leaf = wrapped.rpartition(".")
         setattr(decoder.get_submodule(owner), leaf, nn.Parameter(placed, requires_grad=False))
     _check_finite(extremes, state)
     if larger:
@@ -193,8 +205,8 @@ def _joined(decoder: Decoder, frozen: Mapping[str, Tensor], device: torch.device
     rows: dict[str, Tensor] = {}
     for group in decoder.joined_weights():
         if all(name in frozen and is_plain(frozen[name]) for name in group):
-            weights = [frozen[name] for name in group]
-            sizes, first = [len(weight) for weight in weights], weights[0]
+            first = frozen[group[0]]
+            sizes = [len(frozen[name]) for name in group]
             tensor = torch.empty(sum(sizes), *first.shape[1:], dtype=first.dtype, device=device)
             rows.update(zip(group, tensor.split(sizes), strict=True))
     return rows
@@ -203,9 +215,11 @@ def _joined(decoder: Decoder, frozen: Mapping[str, Tensor], device: torch.device
 def _way_out(decoder: Decoder, state: Mapping[str, Tensor]) -> str:
     if decoder.names is None:
         return "Set model._component_ to the builder of these weights (size, base or instruct)"
-    gguf = [file for file in state.files if file.endswith(SUFFIX)] if isinstance(state, StoredWeights) else []
-    again = "config.json and the weights must be of one model: download both again"
-    return f"Download {gguf[0]} again" if gguf else again
+    if isinstance(state, StoredWeights):
+        for file in state.files:
+            if file.endswith(SUFFIX):
+                return f"Download {file} again"
+    return "config.json and the weights must be of one model: download both again"
 
 
 def _check_finite(extremes: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -213,29 +227,33 @@ def _check_finite(extremes: Mapping[str, Tensor], state: Mapping[str, Tensor]) -
     if not extremes or torch.stack(list(extremes.values())).isfinite().all():
         return
     bad = [name for name, value in extremes.items() if not value.isfinite()]
-    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-    damaged = not all(state[name].isfinite().all() for name in bad)
-    raise UserError(
-        f"checkpointer: base weights {', '.join(bad[:3])}{more} have values that are not finite"
-        + ("; the files are damaged: download them again" if damaged else " in this dtype; set dtype=bf16 or fp32")
-    )
+    if all(state[name].isfinite().all() for name in bad):
+        advice = " in this dtype; set dtype=bf16 or fp32"
+    else:
+        advice = "; the files are damaged: download them again"
+    raise UserError(f"checkpointer: base weights {_first_three(bad, ', ')} have values that are not finite{advice}")
 
 
 def _misfits(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor], where: str) -> str:
-    """Name the first three tensors of ``state`` that are missing, unexpected or of another shape; empty: it fits."""
+    """Name the first three tensors of ``state`` that are missing, unexpected or of another shape, if there are any."""
     problems = [f"missing {name}" for name in parameters if name not in state]
     problems += [f"unexpected {name}" for name in state if name not in parameters]
-    problems += [
-        f"{name} is {list(state[name].shape)} in {where}, {list(p.shape)} in the model"
-        for name, p in parameters.items()
-        if name in state and state[name].shape != p.shape
-    ]
-    return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
+    for name, parameter in parameters.items():
+        if name in state and state[name].shape != parameter.shape:
+            shape = list(state[name].shape)
+            problems.append(f"{name} is {shape} in {where}, {list(parameter.shape)} in the model")
+    return _first_three(problems, "; ")
+
+
+def _first_three(words: list[str], separator: str) -> str:
+    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
+    return separator.join(words[:3]) + more
 
 
 def check_adapter(decoder: Decoder, state: Mapping[str, Tensor], source: str) -> None:
     """Check that adapter weights ``state``, by torchtune's names, fit ``decoder``; ``source`` is for the message."""
-    if misfits := _misfits(adapter_parameters(decoder), state, "the adapter"):
+    misfits = _misfits(adapter_parameters(decoder), state, "the adapter")
+    if misfits:
         raise UserError(f"adapter {source} does not fit model: {misfits}")
 
 

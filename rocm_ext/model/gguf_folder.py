@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rocm_ext.base.errors import UserError, explain_errors, refuse
+from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.base.files import disk_errors
 from rocm_ext.base.hub import REPO_ID
 from rocm_ext.base.log import log
@@ -40,57 +40,76 @@ def folder_of(name: str) -> Path | None:
     Raises:
         UserError: the file is damaged, or its model or tokenizer cannot be read from GGUF files.
     """
-    if (path := _file_of(Path(name))) is None:
+    path = _file_of(Path(name))
+    if path is None:
         return None
     files = parts_of(Path(os.path.abspath(path)))  # links are not followed: their targets may have other names
-    beside = [file for name in _BESIDE if (file := path.parent / name).is_file()]
-    facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in [*files, *beside]]
-    key = hashlib.sha256(json.dumps([_VERSION, *facts]).encode()).hexdigest()[:16]
-    if (cache := cache_folder()) is None:
+    beside = [path.parent / name for name in _BESIDE if (path.parent / name).is_file()]
+    cache = cache_folder()
+    if cache is None:
         raise UserError(f"{path} needs a folder for its config.json and tokenizer; set XDG_CACHE_HOME")
-    folder = cache / "gguf" / f"{path.stem[:100]}-{key}"
+    folder = cache / "gguf" / f"{path.stem[:100]}-{_key([*files, *beside])}"
     if not (folder / CONFIG).is_file():
         opened = [GgufFile(file) for file in files]
         with disk_errors(folder):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as aside:
-                made = Path(aside) / folder.name
-                made.mkdir()
-                try:
-                    _write(made, opened, beside)
-                except UserError as error:  # the message names a file that the user never sees
-                    raise UserError(str(error).replace(str(made / CONFIG), f"the model in {path}")) from error
-                try:
-                    made.rename(folder)
-                except OSError:
-                    if not (folder / CONFIG).is_file():  # no other program was faster
-                        raise
+            _make(folder, opened, beside, path)
     return folder
 
 
+def _key(files: Sequence[Path]) -> str:
+    """Return a hash that changes with the files."""
+    facts: list[Any] = [_VERSION]
+    for file in files:
+        stat = file.stat()
+        facts.append((str(file), stat.st_size, stat.st_mtime_ns))
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+def _make(folder: Path, files: list[GgufFile], beside: list[Path], path: Path) -> None:
+    """Write ``folder``, which appears once it is complete; ``path`` is the model's file for messages."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as aside:
+        made = Path(aside) / folder.name
+        made.mkdir()
+        try:
+            _write(made, files, beside)
+        except UserError as error:  # the message names a file that the user never sees
+            raise UserError(str(error).replace(str(made / CONFIG), f"the model in {path}")) from error
+        try:
+            made.rename(folder)
+        except OSError:
+            if not (folder / CONFIG).is_file():  # no other program was faster
+                raise
+
+
 def _file_of(path: Path) -> Path | None:
-    if path.suffix.lower() == SUFFIX and path.is_file():
-        return path
-    if path.suffix.lower() == SUFFIX and path.exists() and not path.is_dir():
-        raise UserError(f"{path} is a pipe, socket or device; expected a GGUF file")
+    if path.suffix.lower() == SUFFIX:
+        if path.is_file():
+            return path
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path} is a pipe, socket or device; expected a GGUF file")
     if not path.is_dir() or (path / LINKS).is_file():
         return None
-    weights = [file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern)]
-    files = [] if weights else sorted(path.glob(f"*{SUFFIX}"))
+    if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+        return None
+    files = sorted(path.glob(f"*{SUFFIX}"))
     models = {parts_of(file)[0] for file in files if not file.name.startswith("mmproj")}  # vision encoders
     if len(models) > 1:
-        raise UserError(f"{path} has {len(models)} models, {', '.join(file.name for file in files[:3])}; name one")
+        some = ", ".join(file.name for file in files[:3])
+        raise UserError(f"{path} has {len(models)} models, {some}; name one")
     return models.pop() if models else None
 
 
 def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
-    first, copies = files[0], {file.name: file for file in beside}
-    split = [(file.metadata.get("split.no", n), file.metadata.get("split.count", 0)) for n, file in enumerate(files)]
-    refuse(
-        f"{file.path} is part {at} of {count} of a split model, and the names of the parts have changed"
-        for number, (file, (at, count)) in enumerate(zip(files, split, strict=True))
-        if (count or 1) != len(files) or at != number
-    )
+    first = files[0]
+    copies = {file.name: file for file in beside}
+    for number, file in enumerate(files):
+        part = file.metadata.get("split.no", number)
+        count = file.metadata.get("split.count", 0)
+        if (count or 1) != len(files) or part != number:
+            raise UserError(
+                f"{file.path} is part {part} of {count} of a split model, and the names of the parts have changed"
+            )
     made = True
     try:
         with explain_errors(f"{first.path} has metadata that cannot be read"):  # values may have any type
@@ -111,10 +130,12 @@ def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
         if name in copies:
             shutil.copy(copies[name], folder)
         else:
-            (folder / name).write_text(json.dumps(make(first), ensure_ascii=False) + "\n", encoding="utf-8")
+            text = json.dumps(make(first), ensure_ascii=False)
+            (folder / name).write_text(text + "\n", encoding="utf-8")
     if _TEMPLATE in copies:
         shutil.copy(copies[_TEMPLATE], folder)
-    (folder / LINKS).write_text(json.dumps({"files": [str(file.path) for file in files], "made": made}) + "\n")
+    links = {"files": [str(file.path) for file in files], "made": made}
+    (folder / LINKS).write_text(json.dumps(links) + "\n")
     (folder / REPO_ID).write_text(json.dumps({"repo_id": str(first.path)}) + "\n")
 
 
@@ -126,50 +147,63 @@ def _tokenizer(file: GgufFile) -> Json:
             raise UserError(f"{file.path} {problem}; put the model's {TOKENIZER} and {_SETTINGS} into its folder")
 
     of = file.metadata
-    kind, pre = of.get("tokenizer.ggml.model"), pre_tokenizers.known_as(str(of.get("tokenizer.ggml.pre")))
-    rules, pieces = pre_tokenizers.of_name(pre), kind in _PIECES
+    kind = of.get("tokenizer.ggml.model")
+    pre = pre_tokenizers.known_as(str(of.get("tokenizer.ggml.pre")))
+    rules = pre_tokenizers.of_name(pre)
+    pieces = kind in _PIECES
     known = pieces or (kind == "gpt2" and rules is not None)
     check(known, f"has the tokenizer {kind} with the rules {pre}, which are not known")
-    tokens, types, merges = (of.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type", "merges"))
+    tokens = of.get("tokenizer.ggml.tokens") or []
+    types = of.get("tokenizer.ggml.token_type") or []
+    merges = of.get("tokenizer.ggml.merges") or []
     lists = all(isinstance(part, list) for part in (tokens, types, merges))
-    check(
-        lists and bool(tokens) and len(tokens) == len(types) == len(set(tokens)), "describes its tokenizer in part only"
-    )
-    added = [
-        {"id": number, "content": text, "special": type_ != _USER}
-        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        for number, (text, type_) in enumerate(zip(tokens, types, strict=True))
-        if type_ in (_UNKNOWN, _CONTROL, _USER)
-    ]
+    is_complete = lists and bool(tokens) and len(tokens) == len(types) == len(set(tokens))
+    check(is_complete, "describes its tokenizer in part only")
     vocabulary = {text: number for number, text in enumerate(tokens) if types[number] != _UNUSED}
     if kind == "llama":
         pairs = _merges_of(vocabulary, types, of.get("tokenizer.ggml.scores"))
     else:
-        pairs = [merge.split(" ") for merge in map(str, merges)]
+        pairs = [str(merge).split(" ") for merge in merges]
     usable = [pair for pair in pairs if len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys()]
     check(bool(usable), "describes no merges of its tokenizer")
-    begins = pieces or pre in pre_tokenizers.BEGINS
-    bos = _id(of, "bos") if of.get("tokenizer.ggml.add_bos_token", begins) is True else None
     if pieces:
-        unknown = next((text for text, type_ in zip(tokens, types, strict=True) if type_ == _UNKNOWN), None)
-        steps = _of_pieces(kind == "llama" and of.get("tokenizer.ggml.add_space_prefix", True) is True)
+        unknown = tokens[types.index(_UNKNOWN)] if _UNKNOWN in types else None
+        has_prefix = of.get("tokenizer.ggml.add_space_prefix", True) is True
+        steps = _of_pieces(kind == "llama" and has_prefix)
         model = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False}
     else:
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
         steps = {"normalizer": None, "pre_tokenizer": rules, "post_processor": level, "decoder": level}
         takes_words = pre in pre_tokenizers.TAKES_WORDS
         model = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": takes_words}
-    if bos is not None:
-        text = tokens[bos]
-        first, rest = {"SpecialToken": {"id": text, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-        steps["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": [first, rest],
-            "pair": [first, rest, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {text: {"id": text, "ids": [bos], "tokens": [text]}},
-        }
-    head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    begins = pieces or pre in pre_tokenizers.BEGINS
+    bos = _id(of, "bos")
+    if bos is not None and of.get("tokenizer.ggml.add_bos_token", begins) is True:
+        steps["post_processor"] = _with_bos(bos, tokens[bos])
+    head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(tokens, types)}
     return {**head, **steps, "model": {"type": "BPE", **model, "vocab": vocabulary, "merges": usable}}
+
+
+def _added(tokens: Sequence[str], types: Sequence[int]) -> list[Json]:
+    """Return the tokens that no merges make."""
+    added = []
+    for number, (text, kind) in enumerate(zip(tokens, types, strict=True)):
+        if kind in (_UNKNOWN, _CONTROL, _USER):
+            switches = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            added.append({"id": number, "content": text, "special": kind != _USER, **switches})
+    return added
+
+
+def _with_bos(number: int, text: str) -> Json:
+    """Return the step that puts a token before a text."""
+    first = {"SpecialToken": {"id": text, "type_id": 0}}
+    rest = {"Sequence": {"id": "A", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, rest],
+        "pair": [first, rest, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {text: {"id": text, "ids": [number], "tokens": [text]}},
+    }
 
 
 def _merges_of(vocabulary: Mapping[str, int], types: Sequence[int], scores: Any) -> list[list[str]]:
@@ -178,19 +212,26 @@ def _merges_of(vocabulary: Mapping[str, int], types: Sequence[int], scores: Any)
         return []
     pieces = {text: number for text, number in vocabulary.items() if types[number] in (_NORMAL, _USER)}
     ranked = sorted(pieces, key=lambda text: (-scores[pieces[text]], pieces[text]))
-    splits = ([text[:at], text[at:]] for text in ranked for at in range(1, len(text)))
-    return [pair for pair in splits if pieces.keys() >= {*pair}]
+    merges = []
+    for text in ranked:
+        for at in range(1, len(text)):
+            first, second = text[:at], text[at:]
+            if first in pieces and second in pieces:
+                merges.append([first, second])
+    return merges
 
 
 def _of_pieces(prefix: bool) -> Json:
     """Return the steps before and after SentencePiece's merges; ``prefix``: a space comes before the text."""
     into = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-    before = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
-    after = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
-    decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *after]
+    normalizers = [into]
+    decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if prefix:
+        normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
-        "normalizer": {"type": "Sequence", "normalizers": [*before, into]},
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
         "post_processor": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
@@ -199,23 +240,36 @@ def _of_pieces(prefix: bool) -> Json:
 
 def _settings(file: GgufFile) -> dict[str, str]:
     """Return the ``tokenizer_config.json``: special tokens and chat template."""
-    tokens, template = file.metadata.get("tokenizer.ggml.tokens"), file.metadata.get("tokenizer.chat_template")
-    special = {name: _id(file.metadata, name) for name in ("bos", "eos", "pad")}
-    content = {f"{name}_token": tokens[at] for name, at in special.items() if at is not None}  # type: ignore[index]
-    return content | ({"chat_template": template} if isinstance(template, str) else {})
+    tokens: Any = file.metadata.get("tokenizer.ggml.tokens")
+    content = {}
+    for name in ("bos", "eos", "pad"):
+        number = _id(file.metadata, name)
+        if number is not None:
+            content[f"{name}_token"] = tokens[number]
+    template = file.metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        content["chat_template"] = template
+    return content
 
 
 def _generation(file: GgufFile) -> dict[str, int | list[int]]:
     """Return the ``generation_config.json`` with the tokens that end an answer."""
-    ends = [number for name in ("eos", "eot") if (number := _id(file.metadata, name)) is not None]
+    ids = {name: _id(file.metadata, name) for name in ("eos", "eot", "bos", "pad")}
+    ends = [number for number in (ids["eos"], ids["eot"]) if number is not None]
     if not ends:
         raise UserError(f"{file.path} names no EOS token; put the model's generation_config.json into its folder")
-    others = {f"{name}_token_id": at for name in ("bos", "pad") if (at := _id(file.metadata, name)) is not None}
-    return {"eos_token_id": list(dict.fromkeys(ends)), **others}
+    content: dict[str, int | list[int]] = {"eos_token_id": list(dict.fromkeys(ends))}
+    for name in ("bos", "pad"):
+        number = ids[name]
+        if number is not None:
+            content[f"{name}_token_id"] = number
+    return content
 
 
 def _id(metadata: Metadata, name: str) -> int | None:
     key = {"pad": "padding"}.get(name, name)
-    at = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    number = metadata.get(f"tokenizer.ggml.{key}_token_id")
     tokens = metadata.get("tokenizer.ggml.tokens")
-    return at if type(at) is int and isinstance(tokens, list) and 0 <= at < len(tokens) else None
+    if type(number) is not int or not isinstance(tokens, list):
+        return None
+    return number if 0 <= number < len(tokens) else None

@@ -41,13 +41,12 @@ class Lora(LoRALinear):
         """[..., in_dim] -> [..., out_dim]."""
         if self.disabled:
             return base_linear(self, x)
-        a, b, scale = self.lora_a.weight, self.lora_b.weight, self.scale
+        a, b = self.lora_a.weight, self.lora_b.weight
         drops = self.training and isinstance(self.dropout, nn.Dropout)
         # torch 2.11 compiles an operation in place in an autograd function to one without gradients (pytorch#180642)
         if self._quantize_base or drops or torch.compiler.is_compiling():
-            low = F.linear(self.dropout(x), a.to(x.dtype))
-            return base_linear(self, x) + F.linear(low, (scale * b).to(x.dtype))
-        out = _LoraFunction.apply(x, self.weight, self.bias, a, b, scale)
+            return base_linear(self, x) + low_rank(self.dropout(x), a, self.scale * b)
+        out = _LoraFunction.apply(x, self.weight, self.bias, a, b, self.scale)
         return out.view(*x.shape[:-1], -1)  # here, because torch refuses to change a view from a function in place
 
 
@@ -60,18 +59,22 @@ class _LoraFunction(torch.autograd.Function):
         out = F.linear(x2, weight, bias)
         out.addmm_(x2 @ a.to(x.dtype).T, (scale * b).to(x.dtype).T)
         ctx.save_for_backward(x2, weight, a, b)
-        ctx.scale, ctx.shape = scale, x.shape
+        ctx.scale = scale
+        ctx.shape = x.shape
         return out
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[override]
         x2, weight, a, b = ctx.saved_tensors
-        a_, b_ = a.to(g.dtype), (ctx.scale * b).to(g.dtype)
+        a_ = a.to(g.dtype)
+        b_ = (ctx.scale * b).to(g.dtype)
         low = g @ b_  # [n, rank]
-        grad_x = (g @ weight).addmm_(low, a_).view(ctx.shape) if ctx.needs_input_grad[0] else None
-        grad_a = (low.T @ x2).to(a.dtype)
-        grad_b = (g.T @ (x2 @ a_.T)).to(b.dtype).mul_(ctx.scale)
-        return grad_x, None, None, grad_a, grad_b, None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (g @ weight).addmm_(low, a_).view(ctx.shape)
+        grad_a = low.T @ x2
+        grad_b = g.T @ (x2 @ a_.T)
+        return grad_x, None, None, grad_a.to(a.dtype), grad_b.to(b.dtype).mul_(ctx.scale), None
 
 
 class Dora(DoRALinear):
@@ -92,9 +95,10 @@ class Dora(DoRALinear):
         """[..., in_dim] -> [..., out_dim]."""
         if self.disabled:
             return base_linear(self, x)
-        a, b = self.lora_a.weight, self.lora_b.weight
-        base = base_linear(self, x) if self.bias is None else base_linear(self, x) - self.bias
-        low = F.linear(F.linear(self.dropout(x), a.to(x.dtype)), (self.scale * b).to(x.dtype))
+        base = base_linear(self, x)
+        if self.bias is not None:
+            base = base - self.bias
+        low = low_rank(self.dropout(x), self.lora_a.weight, self.scale * self.lora_b.weight)
         # The backward pass treats the norm as a constant (section 4.3 of the paper).
         factor = (self.magnitude / self.weight_norm()).to(x.dtype)
         out = factor * (base + low)
@@ -138,7 +142,10 @@ class ExpertLora(nn.Module):
         super().__init__()
         self.experts, first, second = shape
         self.in_dim, self.out_dim = (first, second) if transposed else (second, first)
-        self.transposed, self.rank, self.alpha, self.disabled = transposed, rank, alpha, False
+        self.transposed = transposed
+        self.rank = rank
+        self.alpha = alpha
+        self.disabled = False
         self.lora_a = nn.Linear(self.in_dim, self.experts * rank, bias=False)
         self.lora_b = nn.Linear(rank * self.experts, self.out_dim, bias=False)
 
@@ -153,12 +160,15 @@ class ExpertLora(nn.Module):
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A, [experts, r, in], and scale * B, [experts, out, r], in ``dtype``."""
-        return expert_factors(self.lora_a.weight.to(dtype), (self.scale * self.lora_b.weight).to(dtype), self.experts)
+        a, b = self.lora_a.weight, self.scale * self.lora_b.weight
+        return expert_factors(a.to(dtype), b.to(dtype), self.experts)
 
 
 def expert_factors(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """Split the parameters of an :class:`ExpertLora` by expert: A is [experts, r, in], B is [experts, out, r]."""
-    return a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1).contiguous()
+    a_by_expert = a.unflatten(0, (experts, -1))  # [experts, r, in]
+    b_by_rank = b.unflatten(1, (-1, experts))  # [out, r, experts]
+    return a_by_expert, b_by_rank.permute(2, 0, 1).contiguous()
 
 
 Adapter = Lora | Dora | ExpertLora
@@ -186,9 +196,9 @@ class Sizes:
     def of(self, name: str) -> tuple[int, float]:
         """Return r and alpha of a linear layer, or of a fused weight of experts, by its published name."""
         name = self._matched(name)
-        rank = next((rank for key, rank in self.rank_pattern.items() if names_layer(key, name)), self.rank)
+        ranks = (rank for key, rank in self.rank_pattern.items() if names_layer(key, name))
         alphas = (alpha for key, alpha in self.alpha_pattern.items() if names_layer(key, name))
-        return rank, next(alphas, self.alpha)
+        return next(ranks, self.rank), next(alphas, self.alpha)
 
     def check_keys(self, names: Iterable[str]) -> None:
         """Check that every key matches one of the adapted layers ``names``."""
@@ -202,8 +212,10 @@ class Sizes:
         )
 
     def _matched(self, name: str) -> str:
-        names = name, f"{name}.weight"  # a fused weight of experts; a linear layer
-        return next((known for known in names if any(ends_with(known, p) for p in self.parameters)), name)
+        for known in (name, f"{name}.weight"):  # a fused weight of experts, and a linear layer
+            if any(ends_with(known, parameter) for parameter in self.parameters):
+                return known
+        return name
 
 
 def ends_with(name: str, target: str) -> bool:
@@ -212,7 +224,8 @@ def ends_with(name: str, target: str) -> bool:
 
 
 def _end(name: str) -> str:
-    return ".".join(name.split(".")[-2 if name.endswith(".weight") else -1 :])
+    parts = 2 if name.endswith(".weight") else 1
+    return ".".join(name.split(".")[-parts:])
 
 
 def described(sizes: Mapping[str, tuple[int, float]]) -> dict[str, float | dict[str, float]]:
@@ -221,16 +234,23 @@ def described(sizes: Mapping[str, tuple[int, float]]) -> dict[str, float | dict[
     Equal sizes give equal settings. ``r`` and ``lora_alpha`` are most layers' values. The keys for other layers are the
     ends of their names, if all layers with this end have the same value, else the names.
     """
-    (r, ranks), (alpha, alphas) = (_described({name: size[i] for name, size in sizes.items()}) for i in (0, 1))
-    return {"r": r, "lora_alpha": alpha, "rank_pattern": ranks, "alpha_pattern": alphas}
+    rank, rank_pattern = _described({name: rank for name, (rank, _) in sizes.items()})
+    alpha, alpha_pattern = _described({name: alpha for name, (_, alpha) in sizes.items()})
+    return {"r": rank, "lora_alpha": alpha, "rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern}
 
 
 def _described(values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
-    usual, ends = Counter(values.values()).most_common(1)[0][0], dict[str, set[float]]()
+    """Return the most common value, and a pattern for the others."""
+    ((usual, _),) = Counter(values.values()).most_common(1)
+    by_end: dict[str, set[float]] = {}
     for name, value in values.items():
-        ends.setdefault(_end(name), set()).add(value)
-    others = {name: value for name, value in values.items() if value != usual}
-    return usual, {_end(name) if len(ends[_end(name)]) == 1 else name: value for name, value in others.items()}
+        by_end.setdefault(_end(name), set()).add(value)
+    pattern = {}
+    for name, value in values.items():
+        if value != usual:
+            end = _end(name)
+            pattern[end if len(by_end[end]) == 1 else name] = value
+    return usual, pattern
 
 
 def adapted_linear(
@@ -258,7 +278,8 @@ def merged_linear(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude:
     """
     full = weight.float() + scale * (b.float() @ a.float())
     if magnitude is not None:
-        full *= (magnitude.float() / torch.linalg.vector_norm(full, dim=1))[:, None]
+        norms = torch.linalg.vector_norm(full, dim=1)
+        full *= (magnitude.float() / norms)[:, None]
     return full.to(weight.dtype)
 
 
@@ -267,6 +288,12 @@ def merged_layer(layer: Lora | Dora, weight: Tensor) -> Tensor:
     """Return ``weight``, the layer's W as an ordinary tensor, with the layer's update merged into it."""
     magnitude = layer.magnitude if isinstance(layer, Dora) else None
     return merged_linear(weight, layer.lora_a.weight, layer.lora_b.weight, layer.scale, magnitude)
+
+
+def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Multiply [..., in] with A [r, in] and B [out, r], in the dtype of x: [..., out]."""
+    low = F.linear(x, a.to(x.dtype))  # [..., r]
+    return F.linear(low, b.to(x.dtype))
 
 
 def base_linear(layer: LoRALinear | DoRALinear, x: Tensor) -> Tensor:
@@ -286,7 +313,9 @@ def dense(weight: Tensor) -> Tensor:
     """Return ``weight`` as an ordinary tensor: gather a sharded one from all ranks, dequantise a quantised one."""
     if hasattr(weight, "full_tensor"):
         weight = weight.full_tensor()  # type: ignore[operator]
-    return weight.get_original_weight() if hasattr(weight, "get_original_weight") else weight  # type: ignore
+    if hasattr(weight, "get_original_weight"):
+        weight = weight.get_original_weight()  # type: ignore[operator]
+    return weight
 
 
 def adopt(model: nn.Module, cfg_model) -> None:
@@ -339,17 +368,23 @@ def trained(model: nn.Module) -> Iterator[tuple[str, Adapter | TokenRows]]:
 
 def changed_weights(model: nn.Module) -> dict[str, Adapter | TokenRows]:
     """Return the trained parts of ``model`` by the names of the weights that they change."""
-    parts: dict[str, Adapter | TokenRows] = {
-        name.removesuffix(ExpertLora.SUFFIX) if isinstance(layer, ExpertLora) else f"{name}.weight": layer
-        for name, layer in adapters(model)
-    }
-    return parts | {f"{plain(name)}.weight": rows for name, rows in token_rows(model)}
+    parts: dict[str, Adapter | TokenRows] = {}
+    for name, layer in trained(model):
+        if isinstance(layer, ExpertLora):
+            parts[name.removesuffix(ExpertLora.SUFFIX)] = layer
+        else:
+            module = name.removesuffix(f".{TokenRows.NAME}")
+            parts[f"{module}.weight"] = layer
+    return parts
 
 
 def expert_loras(model: nn.Module) -> dict[str, ExpertLora]:
     """Return the LoRA of adapted experts' weights by the weights' names, such as ``…experts.gate_up_proj``."""
-    loras = (pair for pair in adapters(model) if isinstance(pair[1], ExpertLora))
-    return {name.removesuffix(ExpertLora.SUFFIX): layer for name, layer in loras}
+    loras = {}
+    for name, layer in adapters(model):
+        if isinstance(layer, ExpertLora):
+            loras[name.removesuffix(ExpertLora.SUFFIX)] = layer
+    return loras
 
 
 @torch.no_grad()
@@ -370,9 +405,11 @@ def plain(name: str) -> str:
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters by name, e.g. ``layers.0.attn.q_proj.lora_a.weight``."""
-    return {
-        f"{name}.{key}": layer.get_parameter(key) for name, layer in trained(model) for key in layer.adapter_params()
-    }
+    parameters = {}
+    for name, layer in trained(model):
+        for key in layer.adapter_params():
+            parameters[f"{name}.{key}"] = layer.get_parameter(key)
+    return parameters
 
 
 @torch.no_grad()
@@ -382,12 +419,13 @@ def init_adapters(model: nn.Module, seed: int, device: torch.device) -> None:
     DoRA's m and rows of tokens are zero here; :func:`reset` sets them once the weights are loaded. The values depend
     only on ``seed`` and the order of layers: they are the same on every device and rank.
     """
-    generator, meta = torch.Generator().manual_seed(seed), device.type == "meta"
+    generator = torch.Generator().manual_seed(seed)
+    has_values = device.type != "meta"
     for _, layer in trained(model):
         for key in layer.adapter_params():
             shape = layer.get_parameter(key).shape
-            value = torch.zeros(shape, dtype=torch.float32, device=device if meta else "cpu")
-            if key == "lora_a.weight" and not meta:
+            value = torch.zeros(shape, dtype=torch.float32, device="cpu" if has_values else device)
+            if has_values and key == "lora_a.weight":
                 nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
             owner, _, leaf = key.rpartition(".")
             setattr(layer.get_submodule(owner), leaf, nn.Parameter(value.to(device)))
@@ -395,6 +433,9 @@ def init_adapters(model: nn.Module, seed: int, device: torch.device) -> None:
 
 def rank_and_alpha(layer: Adapter) -> tuple[int, float]:
     """Return LoRA's r and alpha of a layer."""
-    rank = layer.rank if isinstance(layer, ExpertLora) else layer.lora_a.weight.shape[0]
-    alpha = round(layer.scaling * rank, 6) if isinstance(layer, Dora) else layer.alpha  # DoRALinear stores alpha / r
-    return rank, alpha
+    if isinstance(layer, ExpertLora):
+        return layer.rank, layer.alpha
+    rank = len(layer.lora_a.weight)
+    if isinstance(layer, Dora):  # DoRALinear stores alpha / r
+        return rank, round(layer.scaling * rank, 6)
+    return rank, layer.alpha

@@ -4,6 +4,7 @@ The copy has the same modules without wrappers, hooks and dropout, so it compute
 adapters merged or separate. Sampling never writes to the weights under training.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -74,13 +75,18 @@ class Sampler(ABC):
     def __init__(
         self, decoder: Any, adapted: list[tuple[Any, list[Any]]], memory: SequenceMemory, heads: int, tied: bool
     ) -> None:
-        self.decoder, self._adapted, self.memory, self._heads = decoder, adapted, memory, heads
+        self.decoder = decoder
+        self._adapted = adapted
+        self.memory = memory
+        self._heads = heads
         embeddings = decoder.tok_embeddings.weight
-        self.device, self.dtype = embeddings.device, embeddings.dtype
-        self.max_seq_len, self.vocabulary = memory.positions, len(embeddings)
-        matrices = {id(p): p for p in decoder.parameters() if p.ndim > 1 and (tied or p is not embeddings)}
-        self.weight_bytes = sum(p.nbytes for p in matrices.values())
-        self.flops_per_token = 2.0 * sum(p.numel() * self._share(p) for p in matrices.values())
+        self.device = embeddings.device
+        self.dtype = embeddings.dtype
+        self.max_seq_len = memory.positions
+        self.vocabulary = len(embeddings)
+        multiplied = [p for p in decoder.parameters() if p.ndim > 1 and (tied or p is not embeddings)]
+        self.weight_bytes = sum(p.nbytes for p in multiplied)
+        self.flops_per_token = 2.0 * sum(p.numel() * self._share(p) for p in multiplied)
 
     def _share(self, parameter: Tensor) -> float:
         """Return the share of a weight that a product with one token uses."""
@@ -110,8 +116,11 @@ class Sampler(ABC):
 
     def cache_bytes(self, length: float) -> float:
         """Bytes of a slot of ``length`` positions."""
-        rings = ((size, length if window is None else self._ring(window)) for size, window in self.memory.keys)
-        return self.memory.states + sum(size * min(length, ring) for size, ring in rings)
+        total: float = self.memory.states
+        for size, window in self.memory.keys:
+            stored = length if window is None else min(length, self._ring(window))
+            total += size * stored
+        return total
 
     def _ring(self, window: int) -> int:
         """Positions that a slot stores for a sliding window."""
@@ -119,11 +128,14 @@ class Sampler(ABC):
 
     @property
     def _score_bytes(self) -> int:
-        return self._heads * (3 * self.dtype.itemsize + 5) if self.memory.scores else 0
+        if not self.memory.scores:
+            return 0
+        return self._heads * (3 * self.dtype.itemsize + 5)
 
     def step_bytes(self, length: int) -> int:
         """Bytes that a step holds per slot of ``length`` positions, without logits."""
-        return self.bytes_per_row + length * (self.mask_bytes + self._score_bytes + _EXPANDED * self.memory.expanded)
+        per_position = self.mask_bytes + self._score_bytes + _EXPANDED * self.memory.expanded
+        return self.bytes_per_row + length * per_position
 
     @property
     @abstractmethod
@@ -195,7 +207,9 @@ def sampler_of(decoder: Decoder, merge: bool | None = None) -> Iterator[Sampler]
 
 def merges(source: Decoder, merge: bool | None) -> bool:
     """Return whether a sampler adds the adapters' updates to the weights."""
-    return source.tok_embeddings.weight.dtype == torch.float32 if merge is None else merge
+    if merge is None:
+        return source.tok_embeddings.weight.dtype == torch.float32
+    return merge
 
 
 def stays_quantized(weight: Tensor) -> bool:
@@ -207,30 +221,39 @@ def copied_bytes(source: Decoder, merge: bool | None = None) -> int:
     """Bytes that a :class:`Sampler` allocates for weights that it merges, gathers, dequantises or joins."""
     weights = {plain(name): p for name, p in source.named_parameters()}
     small = quantized(source)
-    copied = {name for name, p in weights.items() if (p in small or not is_plain(p)) and not stays_quantized(p)}
+    copied = set()
+    for name, weight in weights.items():
+        needs_copy = weight in small or not is_plain(weight)
+        if needs_copy and not stays_quantized(weight):
+            copied.add(name)
     adapted = {name: layer for name, layer in changed_weights(source).items() if isinstance(layer, Lora | Dora)}
     groups = source.joined_weights()
-    separate = sum(2 * rows.weight.numel() for _, rows in token_rows(source))  # numbers; fp32 counts twice
+    numbers = sum(2 * rows.weight.numel() for _, rows in token_rows(source))  # fp32 counts twice
     if merges(source, merge):
         copied.update(adapted)
     else:
         joined = {name: group for group in groups for name in group}
         for name, layer in adapted.items():
-            rows = sum(weights[other].shape[0] for other in joined.get(name, [name]))  # of B, see SamplingLinear
-            separate += layer.lora_a.weight.numel() + rows * layer.lora_b.weight.shape[1]
+            rows = sum(len(weights[other]) for other in joined.get(name, [name]))  # of B, see SamplingLinear
+            numbers += layer.lora_a.weight.numel() + rows * layer.lora_b.weight.shape[1]
     for group in groups:
         parts = [weights[name] for name in group]
         if not copied.isdisjoint(group) or not (parts[0].is_meta or _is_one(parts)):
             copied.update(group)
-    return source.tok_embeddings.weight.dtype.itemsize * (separate + sum(weights[name].numel() for name in copied))
+    numbers += sum(weights[name].numel() for name in copied)
+    return numbers * source.tok_embeddings.weight.dtype.itemsize
 
 
 def _is_one(weights: Sequence[Tensor]) -> bool:
     """Return whether the rows of ``weights`` lie one after the other in memory."""
-    ends = [w.data_ptr() + w.nbytes for w in weights]
-    follow = all(w.data_ptr() == end for w, end in zip(weights[1:], ends, strict=False))
-    of_one = len({w.untyped_storage().data_ptr() for w in weights}) == 1
-    return follow and of_one and all(w.is_contiguous() for w in weights)
+    storage = weights[0].untyped_storage().data_ptr()
+    end = weights[0].data_ptr()
+    for weight in weights:
+        follows = weight.data_ptr() == end and weight.untyped_storage().data_ptr() == storage
+        if not follows or not weight.is_contiguous():
+            return False
+        end += weight.nbytes
+    return True
 
 
 def _as_one(weights: Sequence[Tensor]) -> Tensor:
@@ -238,7 +261,8 @@ def _as_one(weights: Sequence[Tensor]) -> Tensor:
     if len(weights) == 1:
         return weights[0]
     if _is_one(weights):
-        first, rows = weights[0], sum(map(len, weights))
+        first = weights[0]
+        rows = sum(map(len, weights))
         return first.as_strided((rows, *first.shape[1:]), first.stride())
     return torch.cat(list(weights))
 
@@ -265,19 +289,26 @@ class SamplingLinear(nn.Module):
     def __init__(self, layers: Sequence[Any], merge: bool) -> None:
         super().__init__()
         weights = [dense(layer.weight.detach()) for layer in layers]
-        biases = [getattr(layer, "bias", None) for layer in layers]
-        adapted = [isinstance(layer, Lora | Dora) for layer in layers]
         self.a = self.b = self.factor = self.bias = self.rows = None
+        adapted = [isinstance(layer, Lora | Dora) for layer in layers]
         if merge:
-            parts = zip(layers, weights, adapted, strict=True)
-            weights = [merged_layer(layer, weight) if changed else weight for layer, weight, changed in parts]
+            for i, layer in enumerate(layers):
+                if adapted[i]:
+                    weights[i] = merged_layer(layer, weights[i])
         elif any(adapted):
             dtype = weights[0].dtype
-            self.a, self.b, self.factor = (t if t is None else frozen(t.to(dtype)) for t in _factors(layers))
+            a, b, factor = _factors(layers)
+            self.a = frozen(a.to(dtype))
+            self.b = frozen(b.to(dtype))
+            if factor is not None:
+                self.factor = frozen(factor.to(dtype))
         self.weight = frozen(_as_one(weights))
+        biases = [getattr(layer, "bias", None) for layer in layers]
         if any(bias is not None for bias in biases):
-            rows = zip(biases, weights, strict=True)
-            self.bias = frozen(torch.cat([w.new_zeros(len(w)) if b is None else dense(b.detach()) for b, w in rows]))
+            values = []
+            for bias, weight in zip(biases, weights, strict=True):
+                values.append(weight.new_zeros(len(weight)) if bias is None else dense(bias.detach()))
+            self.bias = frozen(torch.cat(values))
 
     @torch.no_grad()
     def refresh(self, layers: Sequence[Any]) -> None:
@@ -287,7 +318,8 @@ class SamplingLinear(nn.Module):
                 if mine is not None:
                     mine.copy_(value)
             return
-        for rows, layer in zip(self.weight.split([len(layer.weight) for layer in layers]), layers, strict=True):
+        sizes = [len(layer.weight) for layer in layers]
+        for rows, layer in zip(self.weight.split(sizes), layers, strict=True):
             if isinstance(layer, Lora | Dora):
                 rows.copy_(merged_layer(layer, dense(layer.weight.detach())))
 
@@ -295,10 +327,10 @@ class SamplingLinear(nn.Module):
         """[..., in] -> [..., out]."""
         if x.ndim > 2:
             return self.forward(x.flatten(0, -2)).view(*x.shape[:-1], -1)
-        if x.is_cuda or x.shape[0] <= MAX_ROWS:
+        if x.is_cuda or len(x) <= MAX_ROWS:
             return self._product(x)
-        # nearly equal parts have at least MIN_ROWS
-        return torch.cat([self._product(part) for part in x.tensor_split(-(-len(x) // MAX_ROWS))])
+        parts = x.tensor_split(math.ceil(len(x) / MAX_ROWS))  # nearly equal ones have at least MIN_ROWS
+        return torch.cat([self._product(part) for part in parts])
 
     __call__ = forward
 
@@ -308,26 +340,29 @@ class SamplingLinear(nn.Module):
             out.addmm_(F.linear(x, self.a), self.b.T)
         if self.factor is not None:
             out.mul_(self.factor)
-            out = out if self.bias is None else out.add_(self.bias)
+            if self.bias is not None:
+                out.add_(self.bias)
         return out if self.rows is None else self.rows.logits(x, out)
 
 
 def _factors(layers: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return A, B and factor of :class:`SamplingLinear`, in fp32; layers without adapters have rank 0."""
     like = next(layer.lora_a.weight.detach() for layer in layers if isinstance(layer, Lora | Dora))
-    parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    lows, highs, ratios = [], [], []
     for layer in layers:
-        ratio = layer.magnitude.detach() / layer.weight_norm() if isinstance(layer, Dora) else None
+        out, width = layer.weight.shape
         if isinstance(layer, Lora | Dora):
-            parts.append((layer.lora_a.weight.detach(), layer.scale * layer.lora_b.weight.detach(), ratio))
+            lows.append(layer.lora_a.weight.detach())  # [r, in]
+            highs.append(layer.scale * layer.lora_b.weight.detach())  # [out, r]
         else:
-            out, width = layer.weight.shape
-            parts.append((like.new_empty(0, width), like.new_empty(out, 0), None))
-    lows, highs, ratios = zip(*parts, strict=True)
-    factor = None
-    if any(ratio is not None for ratio in ratios):
-        factor = torch.cat([like.new_ones(len(b)) if r is None else r for b, r in zip(highs, ratios, strict=True)])
-    return torch.cat(lows), torch.block_diag(*highs), factor
+            lows.append(like.new_empty(0, width))
+            highs.append(like.new_empty(out, 0))
+        if isinstance(layer, Dora):
+            ratios.append(layer.magnitude.detach() / layer.weight_norm())
+        else:
+            ratios.append(like.new_ones(out))
+    has_factor = any(isinstance(layer, Dora) for layer in layers)
+    return torch.cat(lows), torch.block_diag(*highs), torch.cat(ratios) if has_factor else None
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.data.encoder import TOKENIZER, TextEncoder
-from rocm_ext.model.names import EMBEDDINGS, OUTPUT, TOKEN_ROWS
+from rocm_ext.model.names import EMBEDDINGS, OUTPUT, TOKEN_ROWS, last_part
 
 _EMPTY = "trainable_tokens is empty; expected null or some tokens"
 
@@ -37,10 +37,12 @@ class TokenRows(nn.Module):
 
     def __init__(self, tokens: list[int], layer: Any) -> None:
         super().__init__()
-        self.tokens, self.disabled = tokens, False
+        self.tokens = tokens
+        self.disabled = False
         self.embeds = isinstance(layer, nn.Embedding)
         self._layer = (layer,)  # a tuple keeps it out of torch's list of parts
-        self.weight = nn.Parameter(layer.weight.new_empty(len(tokens), layer.weight.shape[1]))
+        _, width = layer.weight.shape
+        self.weight = nn.Parameter(layer.weight.new_empty(len(tokens), width))
         self.register_buffer("ids", torch.tensor(tokens, device="cpu"), persistent=False)
 
     def adapter_params(self) -> list[str]:
@@ -51,7 +53,8 @@ class TokenRows(nn.Module):
     def reset(self) -> None:
         """Take the base model's rows. With sharded weights every rank calls this."""
         weight: Any = self._layer[0].weight
-        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        if hasattr(weight, "full_tensor"):
+            weight = weight.full_tensor()
         self.weight.copy_(F.embedding(self.ids, weight))
 
     def embedded(self, tokens: Tensor, base: Tensor, scale: Any = None) -> Tensor:
@@ -65,21 +68,25 @@ class TokenRows(nn.Module):
         at = torch.searchsorted(self.ids, tokens).clamp_(max=len(self.tokens) - 1)
         same = self.ids[at] == tokens
         rows = F.embedding(at, self.weight).to(base.dtype)  # an arbitrary row for other tokens
-        if scale is not None:
-            rows = rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
+        if isinstance(scale, Tensor):
+            rows = rows * scale.to(rows.dtype)
+        elif scale is not None:
+            rows = rows * scale
         return torch.where(same[..., None], rows, base)
 
     def logits(self, hidden: Tensor, base: Tensor) -> Tensor:
         """Replace logits in ``base`` [..., v] by the trained rows' logits of ``hidden`` [..., d]."""
         if self.disabled:
             return base
-        return base.index_copy_(-1, self.ids, F.linear(hidden, self.weight.to(hidden.dtype)))
+        values = F.linear(hidden, self.weight.to(hidden.dtype))  # [..., rows]
+        return base.index_copy_(-1, self.ids, values)
 
     @torch.no_grad()
     def copy(self) -> "TokenRows":
         """Return a copy for sampling, which changes only in :meth:`refresh`."""
         made = TokenRows(self.tokens, self._layer[0])
-        made.weight, made.ids = nn.Parameter(self.weight.detach().clone(), requires_grad=False), self.ids
+        made.weight = nn.Parameter(self.weight.detach().clone(), requires_grad=False)
+        made.ids = self.ids
         return made
 
     def refresh(self, layers: list["TokenRows"]) -> None:
@@ -90,11 +97,13 @@ class TokenRows(nn.Module):
 def attach(rows: TokenRows, layer: nn.Module, tied: Any = None) -> None:
     """Let the embeddings or the output layer, and the layer ``tied`` to it, compute with ``rows``."""
     layer.add_module(TokenRows.NAME, rows)
+    changed = [layer]
     if tied is not None:
         vars(tied)[TokenRows.NAME] = rows  # not a submodule, so that torch registers the rows once
-    for changed in (layer, tied) if tied is not None else (layer,):
-        kind: Any = type(changed)
-        changed.__class__ = _with_rows(kind)  # keeps parameters, names and hooks
+        changed.append(tied)
+    for part in changed:
+        kind: Any = type(part)
+        part.__class__ = _with_rows(kind)  # keeps parameters, names and hooks
 
 
 @cache
@@ -103,7 +112,8 @@ def _with_rows(kind: Any) -> type:
     compute = getattr(kind, name)
 
     def embed(self: Any, tokens: Tensor) -> Tensor:
-        return self.token_rows.embedded(tokens, compute(self, tokens), getattr(self, "embed_scale", None))
+        scale = getattr(self, "embed_scale", None)
+        return self.token_rows.embedded(tokens, compute(self, tokens), scale)
 
     def output(self: Any, hidden: Tensor) -> Tensor:
         return self.token_rows.logits(hidden, compute(self, hidden))
@@ -137,9 +147,11 @@ def train_tokens(decoder: Any, wanted: Any, folder: Path) -> None:
     if not wanted:
         raise UserError(_EMPTY)
     numbers = {str(name): _numbers(tokens, folder, decoder) for name, tokens in wanted.items()}
+    tied = decoder.output_layer if is_tied(decoder) else None
     for name, tokens in by_layer(decoder, numbers).items():
-        layer, tied = _layers(decoder)[name], decoder.output_layer if is_tied(decoder) else None
-        refuse(f"trainable_tokens {problem}" for part in (layer, tied) for problem in _problems(part, tokens))
+        layer = _layers(decoder)[name]
+        for part in (layer, tied):
+            refuse(f"trainable_tokens {problem}" for problem in _problems(part, tokens))
         attach(TokenRows(tokens, layer), layer, tied)
 
 
@@ -152,10 +164,12 @@ def _problems(layer: Any, tokens: list[int]) -> Iterator[str]:
         )
     if getattr(layer, "bias", None) is not None:
         yield "cannot train the output layer, because it has a bias, which PEFT leaves out with such rows"
-    head = not isinstance(layer, nn.Embedding) and "weight" in getattr(layer, "_parameters", ())
-    special = isinstance(layer, nn.Embedding) and type(layer).forward is not nn.Embedding.forward
-    if (head and type(layer).forward is not nn.Linear.forward) or (special and not hasattr(layer, "embed_scale")):
-        yield f"does not support {'output layers' if head else 'embeddings'} of the class {type(layer).__name__}"
+    name = type(layer).__name__
+    if isinstance(layer, nn.Embedding):
+        if type(layer).forward is not nn.Embedding.forward and not hasattr(layer, "embed_scale"):
+            yield f"does not support embeddings of the class {name}"
+    elif "weight" in getattr(layer, "_parameters", ()) and type(layer).forward is not nn.Linear.forward:
+        yield f"does not support output layers of the class {name}"
 
 
 def by_layer(decoder: Any, given: Mapping[str, list[int]]) -> dict[str, list[int]]:
@@ -164,11 +178,14 @@ def by_layer(decoder: Any, given: Mapping[str, list[int]]) -> dict[str, list[int
     ``given`` has ids by the ends of layers' names, as in PEFT's dictionaries. Other layers are refused, and different
     tokens for tied layers.
     """
+    if not given:
+        return {}
     known = {EMBEDDINGS: EMBEDDINGS, OUTPUT: OUTPUT}
-    known |= {name.rpartition(".")[2]: layer for layer, name in (layer_names(decoder) if given else {}).items()}
-    strange = (name for name in given if name.rpartition(".")[2] not in known)
+    for layer, name in layer_names(decoder).items():
+        known[last_part(name)] = layer
+    strange = (name for name in given if last_part(name) not in known)
     refuse(f"trainable_tokens has {name!r}; expected {EMBEDDINGS} or {OUTPUT}" for name in strange)
-    ids = {known[name.rpartition(".")[2]]: sorted(tokens) for name, tokens in given.items()}
+    ids = {known[last_part(name)]: sorted(tokens) for name, tokens in given.items()}
     if is_tied(decoder) and OUTPUT in ids and ids.pop(OUTPUT) != ids.get(EMBEDDINGS):
         raise UserError(f"trainable_tokens: {OUTPUT} is {EMBEDDINGS} in this model; give both the same tokens")
     return ids
@@ -176,15 +193,19 @@ def by_layer(decoder: Any, given: Mapping[str, list[int]]) -> dict[str, list[int
 
 def trained_tokens(decoder: Any) -> dict[str, list[int]]:
     """Return the ids of trained rows by layer, see :func:`by_layer`."""
-    return {name: layer.token_rows.tokens for name, layer in _layers(decoder).items() if hasattr(layer, TokenRows.NAME)}
+    layers = _layers(decoder)
+    return {name: layer.token_rows.tokens for name, layer in layers.items() if hasattr(layer, TOKEN_ROWS)}
 
 
 def layer_names(decoder: Any) -> dict[str, str]:
     """Return the published names of :data:`EMBEDDINGS` and :data:`OUTPUT`."""
     names = {module: name for name, module in decoder.named_modules()}
-    both = {EMBEDDINGS: names[decoder.tok_embeddings], OUTPUT: names.get(decoder.output_layer, "output")}
-    published = {layer: decoder.names.published(f"{name}.weight") for layer, name in both.items()}
-    return {layer: weight.removesuffix(".weight") for layer, weight in published.items()}
+    embeddings = names[decoder.tok_embeddings]
+    output = names.get(decoder.output_layer, "output")
+    published = {}
+    for layer, name in ((EMBEDDINGS, embeddings), (OUTPUT, output)):
+        published[layer] = decoder.names.published(f"{name}.weight").removesuffix(".weight")
+    return published
 
 
 def is_tied(decoder: Any) -> bool:
@@ -194,7 +215,10 @@ def is_tied(decoder: Any) -> bool:
 
 
 def _layers(decoder: Any) -> dict[str, Any]:
-    return {EMBEDDINGS: decoder.tok_embeddings, **({} if is_tied(decoder) else {OUTPUT: decoder.output_layer})}
+    layers = {EMBEDDINGS: decoder.tok_embeddings}
+    if not is_tied(decoder):
+        layers[OUTPUT] = decoder.output_layer
+    return layers
 
 
 def _numbers(tokens: Any, folder: Path, decoder: Any) -> list[int]:
@@ -208,21 +232,24 @@ def _numbers(tokens: Any, folder: Path, decoder: Any) -> list[int]:
     if not given:
         raise UserError(_EMPTY)
     encoder = TextEncoder(folder / TOKENIZER) if texts else None
-    rows, numbers = decoder.tok_embeddings.num_embeddings, set()
+    rows = decoder.tok_embeddings.num_embeddings
+    numbers = set()
     for token in given:
-        pieces = encoder.encode(token) if encoder is not None and isinstance(token, str) else [token]
-        problem = "; expected a token's text or its id"
-        if len(pieces) != 1:
-            problem = (
-                f", which is {len(pieces)} tokens of {folder / TOKENIZER}; add it once with transformers (add_tokens, "
-                "resize_token_embeddings), or name one of the tokenizer's"
+        number = token
+        if encoder is not None and isinstance(token, str):
+            ids = encoder.encode(token)
+            if len(ids) != 1:
+                raise UserError(
+                    f"trainable_tokens has {token!r}, which is {len(ids)} tokens of {folder / TOKENIZER}; add it once "
+                    "with transformers (add_tokens, resize_token_embeddings), or name one of the tokenizer's"
+                )
+            (number,) = ids
+        if type(number) is not int or number < 0:
+            raise UserError(f"trainable_tokens has {token!r}; expected a token's text or its id")
+        if number >= rows:
+            raise UserError(
+                f"trainable_tokens has {token!r}, id {number}, but the model's embeddings have {rows} rows; add rows "
+                "once with transformers (resize_token_embeddings), or use one of the spare ids"
             )
-        elif type(pieces[0]) is int and pieces[0] >= rows:
-            problem = (
-                f", id {pieces[0]}, but the model's embeddings have {rows} rows; add rows once with transformers "
-                "(resize_token_embeddings), or use one of the spare ids"
-            )
-        if len(pieces) != 1 or type(pieces[0]) is not int or not 0 <= pieces[0] < rows:
-            raise UserError(f"trainable_tokens has {token!r}{problem}")
-        numbers.add(pieces[0])
+        numbers.add(number)
     return sorted(numbers)

@@ -46,18 +46,23 @@ class Mask:
     """
 
     def __init__(self, lengths: Lengths, rule: Callable[..., Any], window: int | None, kernel: str) -> None:
-        self.lengths, self.kernel, self._rule, self._window = lengths, kernel, rule, window
+        self.lengths = lengths
+        self.kernel = kernel
+        self._rule = rule
+        self._window = window
         self.plain = rule is causal_mask_function
         self._dense: dict[int, Tensor] = {}
 
     def of(self, length: int, device: torch.device) -> Tensor | None:
         """Return the mask within a sequence of ``length`` tokens: [s, s], True where tokens attend; None: causal."""
-        if self.plain or (self._window is not None and length <= self._window):
+        in_window = self._window is not None and length <= self._window
+        if self.plain or in_window:
             return None
         if length not in self._dense:
             index = torch.arange(length, device=device)
             zero = index.new_zeros(())
-            self._dense[length] = self._rule(zero, zero, index[:, None], index[None, :]).expand(length, length)
+            attends = self._rule(zero, zero, index[:, None], index[None, :])
+            self._dense[length] = attends.expand(length, length)
         return self._dense[length]
 
 
@@ -76,11 +81,15 @@ class _EachSequence(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         limit = self.config.rope_parameters["original_max_position_embeddings"]  # type: ignore[union-attr, index]
-        beyond = [length > limit for length in _packed.get()[0].values for _ in range(length)]
+        lengths, _ = _packed.get()
+        beyond: list[bool] = []  # for each token, whether its sequence is long
+        for length in lengths.values:
+            beyond += [bool(length > limit)] * length
         if all(beyond) or not any(beyond):
             return super().forward(x, position_ids)
-        is_long = torch.tensor([beyond]).to(x.device, non_blocking=True)
-        near, far = (super(_EachSequence, self).forward(x, p) for p in (position_ids * ~is_long, position_ids))
+        is_long = torch.tensor([beyond]).to(x.device, non_blocking=True)  # [1, s]
+        near = super().forward(x, position_ids * ~is_long)
+        far = super().forward(x, position_ids)
         return tuple(torch.where(is_long[..., None], b, a) for a, b in zip(near, far, strict=True))
 
 
@@ -91,7 +100,8 @@ def scale_each_sequence(model: nn.Module) -> None:
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) == "longrope":
-            module.__class__ = type(type(module).__name__, (_EachSequence, type(module)), {})
+            kind = type(module)
+            module.__class__ = type(kind.__name__, (_EachSequence, kind), {})
 
 
 def packed_mask(
@@ -197,8 +207,9 @@ def slots_mask(
     now.windows |= local_size is not None
     query = now.positions[:, None, :, None]
     index = torch.arange(kv_length, device=query.device)
-    # the newest position stored at every index; negative: none yet
-    key = index if now.ring is None else query - (query - index) % now.ring(local_size)
+    key = index
+    if now.ring is not None:  # the newest position stored at every index, or a negative number
+        key = query - (query - index) % now.ring(local_size)
     zero = index.new_zeros(())
     return mask_function(zero, zero, query, key) & (key >= 0)
 
@@ -209,15 +220,17 @@ def _attend_to_slots(
     """Attend within the slots: key and value are [n, kv_heads, places, head_dim], query has s tokens per slot."""
     if mask is None or mask.shape[1:] != (1, query.shape[2], key.shape[2]):
         raise UserError(f"{type(module).__name__} makes masks of its own")
+    n, heads, s, head_dim = query.shape
+    kv_heads = key.shape[1]
     now = _pass.get()
     now.layers += 1
-    now.read = max(now.read, key.shape[1] * (key.shape[-1] + value.shape[-1]))
+    now.read = max(now.read, kv_heads * (key.shape[-1] + value.shape[-1]))
     now.scores |= softcap is not None or sinks is not None
-    n, heads, s, _ = query.shape
-    groups = heads // key.shape[1]
     if s == 1:  # the heads of a group become queries of one kv head, so keys and values are not expanded
-        query = query.view(n, -1, groups, query.shape[-1])
-    sinks = None if sinks is None else sinks.view(1, *((-1, groups) if s == 1 else (heads, 1)), 1)
+        query = query.view(n, kv_heads, heads // kv_heads, head_dim)
+    if sinks is not None:
+        first, second = query.shape[1:3] if s == 1 else (heads, 1)
+        sinks = sinks.view(1, first, second, 1)
     out = sdpa(query, key, value, now.kernel, mask=mask, scale=scaling, softcap=softcap, sinks=sinks)
     return out.reshape(n, heads, s, -1).transpose(1, 2)
 
@@ -257,7 +270,8 @@ def attention(
         TypeError: an argument is unknown.
         UserError: the layer's code does not use the mask.
     """
-    if unknown := sorted(name for name, value in others.items() if name not in _KNOWN and value is not None):
+    unknown = sorted(name for name, value in others.items() if name not in _KNOWN and value is not None)
+    if unknown:
         raise TypeError(f"{type(module).__name__} asks attention for {', '.join(unknown)}, which is not known here")
     if isinstance(attention_mask, Mask):
         return _attend(query, key, value, attention_mask, dropout, scaling, softcap, s_aux), None

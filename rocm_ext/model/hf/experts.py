@@ -42,9 +42,12 @@ def sorted_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
     if ROUTES in vars(self) and decodes():
         vars(self)[ROUTES][: len(top_k_index)] = top_k_index
     experts = len(self.down_proj)
-    rows = Rows.all(top_k_index, experts) if has_fixed_shapes() else Rows.of(top_k_index, experts, hidden_states.dtype)
-    everything = hidden_states.expand(experts, *hidden_states.shape)
-    x = everything if rows.every else _Spread.apply(hidden_states, rows.order, rows.back)
+    if has_fixed_shapes():
+        rows = Rows.all(top_k_index, experts)
+        x = hidden_states.expand(experts, *hidden_states.shape)  # [experts, t, d]
+    else:
+        rows = Rows.of(top_k_index, experts, hidden_states.dtype)
+        x = _Spread.apply(hidden_states, rows.order, rows.back)  # [n, d]
     if self.has_gate:
         x = self._apply_gate(_products(self, "gate_up_proj", x, rows))
     else:
@@ -58,10 +61,13 @@ def sorted_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
 def _products(self: Any, name: str, x: Tensor, rows: Rows) -> Tensor:
     """Multiply every expert's rows with its weight, and add bias and LoRA: [n, in] -> [n, out]."""
     weight = getattr(self, name)
-    weight = weight if self.is_transposed else weight.transpose(1, 2)
+    if not self.is_transposed:
+        weight = weight.transpose(1, 2)
     bias = getattr(self, f"{name}_bias") if self.has_bias else None
     lora: ExpertLora | None = self._modules.get(f"{name}{ExpertLora.SUFFIX}")
-    a, b = (None, None) if lora is None or lora.disabled else lora.factors(x.dtype)
+    a = b = None
+    if lora is not None and not lora.disabled:
+        a, b = lora.factors(x.dtype)
     return _Products.apply(x, weight, bias, a, b, rows)
 
 
@@ -70,9 +76,11 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, order, back):  # type: ignore[override]
+        tokens = len(x)
+        chosen = len(back) // tokens
         ctx.save_for_backward(back)
-        ctx.shape = len(x), len(back) // len(x)
-        return _with_zeros(x, order, back)[order // ctx.shape[1]]
+        ctx.shape = tokens, chosen
+        return _with_zeros(x, order, back)[order // chosen]
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
@@ -82,7 +90,9 @@ class _Spread(torch.autograd.Function):
 
 def _with_zeros(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """Add a row of zeros, [n, d] -> [n + 1, d], if ``order`` has padding."""
-    return pad(x, (0, 0, 0, 1)) if len(order) > len(back) else x
+    if len(order) == len(back):
+        return x
+    return pad(x, (0, 0, 0, 1))
 
 
 class _Products(torch.autograd.Function):
@@ -91,21 +101,27 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, rows):  # type: ignore[override]
         """Shapes: x [n, in], weight [e, in, out], bias [e, out], a [e, r, in], b [e, out, r]."""
-        low = None if a is None else rows.products((x, a.mT))
-        out = rows.products((x, weight), *([] if low is None else [(low, b.mT)]), bias=bias)
-        ctx.save_for_backward(weight, a, b, low, None if a is None else x)
         ctx.rows = rows
-        return out
+        if a is None:
+            ctx.save_for_backward(weight, None, None, None, None)
+            return rows.products((x, weight), bias=bias)
+        low = rows.products((x, a.mT))  # [n, r]
+        ctx.save_for_backward(weight, a, b, low, x)
+        return rows.products((x, weight), (low, b.mT), bias=bias)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
         weight, a, b, low, x = ctx.saved_tensors
-        rows, pairs, grad_a, grad_b = ctx.rows, [(grad, weight.mT)], None, None
+        rows = ctx.rows
+        grad_x = grad_a = grad_b = None
+        pairs = [(grad, weight.mT)]
         if a is not None:
-            down = rows.products((grad, b))
-            grad_a, grad_b = rows.gradient(down, x), rows.gradient(grad, low)
+            down = rows.products((grad, b))  # [n, r]
+            grad_a = rows.gradient(down, x)
+            grad_b = rows.gradient(grad, low)
             pairs.append((down, a))
-        grad_x = rows.products(*pairs) if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[0]:
+            grad_x = rows.products(*pairs)
         return grad_x, None, None, grad_a, grad_b, None
 
 
@@ -115,14 +131,18 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out, weights, order, back):  # type: ignore[override]
         ctx.save_for_backward(out, weights, order, back)
-        return (out[back].view(*weights.shape, -1) * weights[..., None]).sum(1)
+        by_token = out[back].view(*weights.shape, -1)  # [t, k, d]
+        return (by_token * weights[..., None]).sum(1)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
         out, weights, order, back = ctx.saved_tensors
-        by_row = _with_zeros(grad, order, back)[order // weights.shape[1]]
-        grad_weights = (by_row * out).sum(1)[back].view_as(weights).to(weights.dtype)
-        grad_out = (by_row * _with_zeros(weights.reshape(-1, 1), order, back)[order]).to(out.dtype)
+        chosen = weights.shape[1]
+        by_row = _with_zeros(grad, order, back)[order // chosen]  # [n, d]
+        of_rows = (by_row * out).sum(1)  # [n]
+        grad_weights = of_rows[back].view_as(weights).to(weights.dtype)
+        factors = _with_zeros(weights.reshape(-1, 1), order, back)[order]  # [n, 1]
+        grad_out = (by_row * factors).to(out.dtype)
         return grad_out, grad_weights, None, None
 
 
@@ -159,20 +179,23 @@ class Replay:
         self._given: Tensor | None = None
         self._differs: list[Tensor] | None = None
         every = experts_of(model)
-        blocks = [model.get_submodule(name.rpartition(".")[0]) for name in every]
-        self.layers = len(blocks)
+        self.layers = len(every)
         self.counts = [0] * self.layers
-        for layer, (block, experts) in enumerate(zip(blocks, every.values(), strict=True)):
-            run = partial(self._run, layer, len(experts.down_proj), block.forward)  # type: ignore[arg-type]
-            block.forward = run  # type: ignore[method-assign]
+        for layer, (name, experts) in enumerate(every.items()):
+            owner, _, _ = name.rpartition(".")
+            block: Any = model.get_submodule(owner)
+            count = len(experts.down_proj)  # type: ignore[arg-type]
+            block.forward = partial(self._run, layer, count, block.forward)
 
     def begin(self, routes: Tensor | None) -> None:
         """Begin a forward pass, whose backward pass may compute layers again.
 
         ``routes`` [..., layers * chosen] are the tokens' experts by number; if negative or None, routers choose.
         """
-        self._given = None if routes is None else routes.reshape(-1, self.layers, self.chosen)
         self._differs = []
+        self._given = None
+        if routes is not None:
+            self._given = routes.reshape(-1, self.layers, self.chosen)
 
     def differing(self) -> tuple[Tensor, Tensor] | None:
         """Return where the given choices differ from the routers', and where choices are given; None: nowhere.
@@ -181,7 +204,9 @@ class Replay:
         count.
         """
         differs, self._differs = self._differs, None
-        return (torch.stack(differs, 1), self._given >= 0) if self._given is not None and differs else None
+        if self._given is None or not differs:
+            return None
+        return torch.stack(differs, 1), self._given >= 0
 
     def _run(self, layer: int, experts: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._given is None:
@@ -195,7 +220,8 @@ class Replay:
         assert self._given is not None
         given = self._given[:, layer].to(routers)
         if self._differs is not None:
-            self._differs.append((given[..., None] != routers[:, None]).all(-1) & (given >= 0))
+            is_new = (given[..., None] != routers[:, None]).all(-1)
+            self._differs.append(is_new & (given >= 0))
         return torch.where(given < 0, routers, given)
 
 
@@ -204,14 +230,16 @@ class _Chooses(TorchFunctionMode):
 
     def __init__(self, experts: int, chosen: int, choose: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._experts, self._chosen, self._choose = experts, chosen, choose
+        self._experts = experts
+        self._chosen = chosen
+        self._choose = choose
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return out
         values = args[0] if args else kwargs["input"]
-        if values.ndim != 2 or values.shape[1] != self._experts or out.indices.shape[1] != self._chosen:
+        if values.shape[1:] != (self._experts,) or out.indices.shape[1] != self._chosen:
             return out
         index = self._choose(out.indices)
         return topk((values.gather(1, index), index))

@@ -50,25 +50,32 @@ class Rows:
     @classmethod
     def of(cls, top_k_index: Tensor, experts: int, dtype: torch.dtype) -> "Rows":
         """Sort the choices, [t, k], for products in ``dtype``."""
-        by_expert, order = top_k_index.reshape(-1).sort(stable=True)
-        device, n = order.device, len(order)
-        row, back = torch.arange(n, device=device), torch.empty_like(order)
-        ends = torch.searchsorted(by_expert, torch.arange(experts, device=device), right=True, out_int32=True)
+        by_expert, choices = top_k_index.reshape(-1).sort(stable=True)
+        device = choices.device
+        n = len(choices)
+        order = choices
+        row = torch.arange(n, device=device)
+        numbers = torch.arange(experts, device=device)
+        ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
         many = n >= _FEW * experts
-        if many and device.type == "cpu" and dtype != torch.float32 and not isinstance(order, FakeTensor):
+        on_cpu = device.type == "cpu" and not isinstance(choices, FakeTensor)
+        if many and on_cpu and dtype != torch.float32:
             # oneDNN takes a millisecond or more to build a kernel for a new number of rows: allow few numbers. Decoding
             # has few anyway, and rows of zeros would cost up to half as much again. A plan, perhaps for a GPU, leaves
             # these rows out.
-            unit = max(_FEW, 2 ** int(math.log2(max(n // experts // 4, 1))))
+            quarter = max(n // experts // 4, 1)
+            unit = max(_FEW, 2 ** int(math.log2(quarter)))
             counts = ends.diff(prepend=ends.new_zeros(1))
             padded = (counts + unit - 1) // unit * unit
-            row += (padded.cumsum(0) - padded - ends + counts)[by_expert]
+            begins = ends - counts
+            padded_begins = padded.cumsum(0) - padded
+            row += (padded_begins - begins)[by_expert]
             ends = padded.cumsum(0, dtype=torch.int32)
-            order = order.new_full((int(ends[-1]),), n).index_copy_(0, row, order)
-            back[order[row]] = row
-        else:
-            back[order] = row
-        return cls(order, back, ends, on_gpu(order) and dtype == torch.bfloat16 and grouped_products())
+            order = choices.new_full((int(ends[-1]),), n).index_copy_(0, row, choices)
+        back = torch.empty_like(choices)
+        back[choices] = row
+        grouped = on_gpu(order) and dtype == torch.bfloat16 and grouped_products()
+        return cls(order, back, ends, grouped)
 
     @classmethod
     def all(cls, top_k_index: Tensor, experts: int) -> "Rows":
@@ -76,40 +83,70 @@ class Rows:
 
         Reading the experts' weights bounds a decoding step of up to some hundred tokens, which choose most experts.
         """
-        (t, k), device = top_k_index.shape, top_k_index.device
+        t, k = top_k_index.shape
+        device = top_k_index.device
         token = torch.arange(t, device=device)
+        order = (k * token).repeat(experts)
+        back = t * top_k_index + token[:, None]  # [t, k]
         ends = t * torch.arange(1, experts + 1, device=device, dtype=torch.int32)
-        return cls((k * token).repeat(experts), (t * top_k_index + token[:, None]).flatten(), ends, False, True)
+        return cls(order, back.flatten(), ends, grouped=False, every=True)
 
     @cached_property
     def parts(self) -> list[tuple[int, slice]]:
         """Experts with rows, and where these are. It waits for the device."""
-        n, experts = len(self.order), len(self.ends)
         if self.every or isinstance(self.ends, FakeTensor) or self.ends.is_meta:  # in plans there are no values
-            ends = [n * (i + 1) // experts for i in range(experts)]
+            experts = len(self.ends)
+            ends = [len(self.order) * (i + 1) // experts for i in range(experts)]
         else:
             ends = self.ends.tolist()
-        starts = [0, *ends]
-        return [(i, slice(starts[i], end)) for i, end in enumerate(ends) if end > starts[i]]
+        parts = []
+        begin = 0
+        for i, end in enumerate(ends):
+            if end > begin:
+                parts.append((i, slice(begin, end)))
+            begin = end
+        return parts
 
     def products(self, *pairs: tuple[Tensor, Tensor], bias: Tensor | None = None) -> Tensor:
         """Multiply rows with their experts' weights, and add up: pairs of [n, in] and [experts, in, out] -> [n, out].
 
         ``bias`` is [experts, out]. The widths ``in`` may differ. With :attr:`every`, rows may be [experts, t, in].
         """
-        (x, weight), *others = pairs
+        _, weight = pairs[0]
         if self.every and is_plain(weight):
-            by_expert = [(x.view(len(self.ends), -1, x.shape[-1]), weight) for x, weight in pairs]
-            out = torch.bmm(*by_expert[0]) if bias is None else torch.baddbmm(bias[:, None], *by_expert[0])
-            for x, weight in by_expert[1:]:
-                out.baddbmm_(x, weight)
-            return out.flatten(0, 1)
-        if self.grouped and _aligned(*chain(*pairs)) and is_plain(weight):  # else one expert is dequantised at a time
-            out = _grouped_mm(x, weight, offs=self.ends)
-            for x, weight in others:
-                out.add_(_grouped_mm(x, weight, offs=self.ends))
-            row = torch.arange(len(x), device=x.device)
-            return out if bias is None else out.add_(bias[torch.searchsorted(self.ends, row, right=True)])
+            return self._in_batches(pairs, bias)
+        if self.grouped and is_plain(weight) and _aligned(*chain(*pairs)):  # else one expert is dequantised at a time
+            return self._in_groups(pairs, bias)
+        return self._by_expert(pairs, bias)
+
+    def _in_batches(self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None) -> Tensor:
+        """Compute :meth:`products` where every expert has rows for all tokens."""
+        out: Any = None
+        for x, weight in pairs:
+            rows = x.view(len(self.ends), -1, x.shape[-1])  # [experts, t, in]
+            if out is not None:
+                out.baddbmm_(rows, weight)
+            elif bias is not None:
+                out = torch.baddbmm(bias[:, None], rows, weight)
+            else:
+                out = torch.bmm(rows, weight)
+        return out.flatten(0, 1)
+
+    def _in_groups(self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None) -> Tensor:
+        """Compute :meth:`products` by torch's grouped product."""
+        (x, weight), *others = pairs
+        out = _grouped_mm(x, weight, offs=self.ends)
+        for x2, weight2 in others:
+            out.add_(_grouped_mm(x2, weight2, offs=self.ends))
+        if bias is None:
+            return out
+        row = torch.arange(len(x), device=x.device)
+        expert = torch.searchsorted(self.ends, row, right=True)
+        return out.add_(bias[expert])
+
+    def _by_expert(self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None) -> Tensor:
+        """Compute :meth:`products` by one product for each expert."""
+        (x, weight), *others = pairs
         x = x.reshape(-1, x.shape[-1])
         out = x.new_empty(len(x), weight.shape[2])
         for i, part in ALIKE.get()(self.parts):
@@ -133,7 +170,11 @@ class Rows:
 
 def _aligned(*matrices: Tensor) -> bool:
     """Whether rows and columns begin at multiples of 16 bytes, as the grouped product expects."""
-    return all(size * m.element_size() % 16 == 0 for m in matrices for size in m.shape[-(m.ndim - 1) :])
+    for matrix in matrices:
+        sizes = matrix.shape[-1:] if matrix.ndim == 2 else matrix.shape[1:]
+        if any(size * matrix.element_size() % 16 for size in sizes):
+            return False
+    return True
 
 
 # ---- whether this machine computes grouped products
@@ -158,7 +199,9 @@ def trial(device: torch.device) -> str:
     def some(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng).to(device, torch.bfloat16)
 
-    x, low, w, a, wide = some(2048, d), some(2048, rank), some(experts, f, d), some(experts, rank, d), some(2048, f)
+    x, low = some(2048, d), some(2048, rank)
+    w, a = some(experts, f, d), some(experts, rank, d)
+    wide = some(2048, f)
     by_loop = Rows.of(index, experts, torch.float32)
     grouped = replace(by_loop, grouped=True)
     calls: list[Callable[[Rows], Tensor]] = [
@@ -171,7 +214,7 @@ def trial(device: torch.device) -> str:
     def times(rows: Rows, call: Callable[[Rows], Tensor]) -> Tensor:
         return call(replace(rows))  # a copy, because rows remember the experts' parts
 
-    return trials.compare(_WHAT, [(partial(times, grouped, c), partial(times, by_loop, c)) for c in calls], 1e-2)
+    return trials.compare(_WHAT, [(partial(times, grouped, run), partial(times, by_loop, run)) for run in calls], 1e-2)
 
 
 if __name__ == "__main__":

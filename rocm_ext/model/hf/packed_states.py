@@ -8,6 +8,7 @@ kernels of packages compute tensors on GPUs only, and none in plans.
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -41,7 +42,8 @@ def _chosen(
 ) -> Callable[..., Any]:
     """Return ``theirs`` where the package's kernel computes it, else the same function ``in_torch``."""
     packs = any(options.get(name) is not None for name in ("seq_idx", "cu_seqlens"))  # refused without the package
-    return theirs if packs or (_installed(package) and on_gpu(x)) else in_torch
+    has_kernel = _installed(package) and on_gpu(x)
+    return theirs if packs or has_kernel else in_torch
 
 
 @torch.compiler.disable  # lengths differ between batches
@@ -86,14 +88,18 @@ def _delta_rule(theirs: Callable[..., Any], largest: int = _LARGEST) -> Callable
     ) -> Any:
         function = _chosen(theirs, in_torch, "fla", query, options)
 
-        def compute(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
-            size = min(chunk_size, largest, max(_SMALLEST, 1 << (q.shape[1] - 1).bit_length()))
-            return function(q, k, v, g, beta, chunk_size=size, **options)  # fla's sixth argument is another
+        def compute(q: Tensor, *others: Tensor) -> Any:
+            length = q.shape[1]
+            power = 1 << (length - 1).bit_length()  # the next power of 2
+            size = min(chunk_size, largest, max(_SMALLEST, power))
+            return function(q, *others, chunk_size=size, **options)  # fla's sixth argument is another
 
         inputs = (query, key, value, g, beta)
         if packed_rows is None:
             return compute(*inputs)
-        return _apart(packed_rows, [t[0] for t in inputs], lambda *call: compute(*call)[0])[None], None
+        packed = [tensor[0] for tensor in inputs]
+        out = _apart(packed_rows, packed, lambda *call: compute(*call)[0])
+        return out[None], None
 
     return rule
 
@@ -118,7 +124,10 @@ def _scan(theirs: Callable[..., Any]) -> Callable[..., Any]:
             return function(x, dt, A, b, c, chunk_size=chunk_size, **options)
 
         inputs = (hidden_states, dt, B, C)
-        return compute(*inputs) if packed_rows is None else _apart(packed_rows, [t[0] for t in inputs], compute)[None]
+        if packed_rows is None:
+            return compute(*inputs)
+        packed = [tensor[0] for tensor in inputs]
+        return _apart(packed_rows, packed, compute)[None]
 
     return scan
 
@@ -157,12 +166,16 @@ def chunk_scan(
     Returns:
         [b, s, heads, d] in fp32, or this and the states [b, heads, d, n].
     """
-    length, d, groups = x.shape[1], x.shape[3], B.shape[2]
+    length = x.shape[1]
+    d = x.shape[3]
+    groups = B.shape[2]
     size = min(_LARGEST, length)
-    count = -(-length // size)
+    count = math.ceil(length / size)
 
-    def chunks(t: Tensor) -> Tensor:
-        return pad(t.float(), (0, 0) * (t.dim() - 2) + (0, count * size - length)).unflatten(1, (count, size))
+    def chunks(t: Tensor) -> Tensor:  # [b, s, heads, ...] -> [b, chunks, heads, size, ...]
+        behind = count * size - length
+        padded = pad(t.float(), (0, 0) * (t.dim() - 2) + (0, behind))
+        return padded.unflatten(1, (count, size))
 
     def joined(t: Tensor) -> Tensor:  # [b, chunks, heads, i, d] -> [b, chunks, groups, i, heads of a group x d]
         return t.unflatten(2, (groups, -1)).transpose(3, 4).flatten(4)
@@ -170,36 +183,56 @@ def chunk_scan(
     def by_head(t: Tensor) -> Tensor:  # and back
         return t.unflatten(4, (-1, d)).transpose(3, 4).flatten(2, 3)
 
-    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = softplus(dt)
+    dt = dt.clamp(*dt_limit).float()
     values = chunks(x.float() * dt[..., None]).transpose(2, 3)  # [b, chunks, heads, size, d]
-    decay = chunks(dt * A.float()).cumsum(2).transpose(2, 3)  # logs, since the chunk began
-    b, c = chunks(B).transpose(2, 3), chunks(C).transpose(2, 3)  # [b, chunks, groups, size, n]
+    decay = chunks(dt * A.float()).cumsum(2).transpose(2, 3)  # [b, chunks, heads, size]: logs, since the chunk began
+    b = chunks(B).transpose(2, 3)  # [b, chunks, groups, size, n]
+    c = chunks(C).transpose(2, 3)
 
+    # what tokens read from earlier ones of their chunk
     later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
-    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
-    scores = (c @ b.transpose(-1, -2))[:, :, :, None] * between.unflatten(2, (groups, -1))
+    logs = decay[..., :, None] - decay[..., None, :]  # [b, chunks, heads, size, size]
+    between = logs.masked_fill(later, -torch.inf).exp()
+    products = c @ b.transpose(-1, -2)  # [b, chunks, groups, size, size]
+    scores = products[:, :, :, None] * between.unflatten(2, (groups, -1))
     out = scores.flatten(2, 3) @ values
 
+    # what each chunk adds to the states, and the states before each chunk
     end = decay[..., -1:]
-    written = by_head(b.transpose(-1, -2) @ joined(values * (end - decay).exp()[..., None]))  # [..., heads, n, d]
-    state = torch.zeros_like(written[:, 0]) if initial_states is None else initial_states.float().transpose(-1, -2)
+    left = (end - decay).exp()[..., None]
+    written = by_head(b.transpose(-1, -2) @ joined(values * left))  # [b, chunks, heads, n, d]
+    if initial_states is None:
+        state = torch.zeros_like(written[:, 0])
+    else:
+        state = initial_states.float().transpose(-1, -2)
     before = []
     for i in range(count):
         before.append(state)
-        state = state * end[:, i, :, :, None].exp() + written[:, i]
+        kept = end[:, i, :, :, None].exp()
+        state = state * kept + written[:, i]
     if count > 1 or initial_states is not None:
-        out = out + by_head(c @ joined(torch.stack(before, 1))) * decay.exp()[..., None]
-    out = out.transpose(2, 3).flatten(1, 2)[:, :length].contiguous()  # models take views of it
-    out = out if D is None else out + D[..., None] * x.float()
-    return (out, state.transpose(-1, -2)) if return_final_states else out
+        read = by_head(c @ joined(torch.stack(before, 1)))  # [b, chunks, heads, size, d]
+        out = out + read * decay.exp()[..., None]
+    out = out.transpose(2, 3).flatten(1, 2)
+    out = out[:, :length].contiguous()  # models take views of it
+    if D is not None:
+        out = out + D[..., None] * x.float()
+    if return_final_states:
+        return out, state.transpose(-1, -2)
+    return out
 
 
 def _fused(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a kernel that computes a complete layer; the layer calls the other functions where it returns None."""
 
     def fused(x: Tensor, *arguments: Any, packed_rows: Lengths | None = None, **options: Any) -> Any:
-        return theirs(x, *arguments, **options) if packed_rows is None and on_gpu(x) else None
+        if packed_rows is not None or not on_gpu(x):
+            return None
+        return theirs(x, *arguments, **options)
 
     return fused
 
@@ -208,20 +241,24 @@ def _fused(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _conv_inputs(rng: Generator, dtype: torch.dtype) -> list[Tensor]:
-    x, weight = torch.randn(2, 96, 64, generator=rng), torch.randn(64, 4, generator=rng)
-    return [x.to(dtype).transpose(1, 2), weight.to(dtype)]
+    x = torch.randn(2, 96, 64, generator=rng).to(dtype)
+    weight = torch.randn(64, 4, generator=rng).to(dtype)
+    return [x.transpose(1, 2), weight]
 
 
 def _rule_inputs(rng: Generator, dtype: torch.dtype, of_decay: tuple[int, ...] = ()) -> list[Tensor]:
     q, k, v = torch.randn(3, 2, 96, 2, 32, generator=rng).to(dtype)
     decay = logsigmoid(torch.randn(2, 96, 2, *of_decay, generator=rng))
-    return [q, k, v, decay, torch.rand(2, 96, 2, generator=rng).to(dtype)]
+    beta = torch.rand(2, 96, 2, generator=rng).to(dtype)
+    return [q, k, v, decay, beta]
 
 
 def _scan_inputs(rng: Generator, dtype: torch.dtype) -> list[Tensor]:
-    x, (b, c) = torch.randn(2, 96, 4, 32, generator=rng), torch.randn(2, 2, 96, 1, 32, generator=rng)
-    dt, a = torch.rand(2, 96, 4, generator=rng), -torch.rand(4, generator=rng)
-    return [x.to(dtype), dt.to(dtype), a, b.to(dtype), c.to(dtype)]
+    x = torch.randn(2, 96, 4, 32, generator=rng).to(dtype)
+    b, c = torch.randn(2, 2, 96, 1, 32, generator=rng).to(dtype)
+    dt = torch.rand(2, 96, 4, generator=rng).to(dtype)
+    a = -torch.rand(4, generator=rng)
+    return [x, dt, a, b, c]
 
 
 @dataclass(frozen=True)
@@ -248,7 +285,8 @@ class _Function:
             return out[0] if isinstance(out, tuple) else out
 
         assert self.inputs is not None
-        compute, reference = (functools.partial(call, function) for function in (theirs, inspect.unwrap(theirs)))
+        compute = functools.partial(call, theirs)
+        reference = functools.partial(call, inspect.unwrap(theirs))
         return Kernel(_PIP[self.package], name, compute, reference, self.inputs)
 
 
@@ -278,16 +316,19 @@ def keep_apart(model: nn.Module) -> tuple[bool, list[Kernel]]:
     Returns:
         Whether any layer has a state, and the kernels of installed packages that the functions call.
     """
-    has_states, kernels = False, []
+    has_states = False
+    kernels = []
     for path in sorted({type(part).__module__ for part in model.modules()}):
         module = sys.modules[path]
         for name, function in _FUNCTIONS.items():
-            if theirs := getattr(module, name, None):
-                has_states = True
-                if not hasattr(theirs, ROWS):
-                    ours = functools.wraps(theirs)(function.wrap(theirs))
-                    setattr(ours, ROWS, True)
-                    setattr(module, name, ours)
-                if function.inputs and _installed(function.package):
-                    kernels.append(function.trial(name, getattr(module, name)))
+            theirs = getattr(module, name, None)
+            if theirs is None:
+                continue
+            has_states = True
+            if not hasattr(theirs, ROWS):
+                ours = functools.wraps(theirs)(function.wrap(theirs))
+                setattr(ours, ROWS, True)
+                setattr(module, name, ours)
+            if function.inputs and _installed(function.package):
+                kernels.append(function.trial(name, getattr(module, name)))
     return has_states, kernels

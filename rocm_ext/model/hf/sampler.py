@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ _CHUNK_BYTES = 8 * 64 * 4  # linear attention over chunks of 64 tokens: fp32 mat
 _TOGETHER = 2048  # tokens of prompts that run together, with padding
 _PROBE = 2  # tokens of the prefill that shows the cache's shapes
 _ATTENTION = "its attention is not that of transformers' interface"
+_ADAPTED = (".lora_a", ".lora_b", f".{TokenRows.NAME}")  # ends of the names of an adapter's modules
 _SERVER = "sample on a server: engine._component_=rocm_ext.sampling.OpenAIEngine"
 
 
@@ -103,18 +105,22 @@ class _Recurrent(LinearAttentionLayer):
 
     def put(self, rows: slice, prefix: Any, known: int) -> None:
         """Copy the states of one sequence into slots."""
-        for kind, ready in (("conv_states", "is_conv_states_initialized"),
-                            ("recurrent_states", "is_recurrent_states_initialized")):  # fmt: skip
+        for kind in ("conv_states", "recurrent_states"):
             for index, tensor in getattr(prefix, kind).items():
                 if tensor is None:
                     continue
                 if (kind, index) not in self._all:
-                    self._all[kind, index] = tensor.new_zeros(self._slots, *tensor.shape[1:])
-                    getattr(self, ready)[index] = self.has_previous_state[index] = True
-                    self.device, self.dtype = tensor.device, tensor.dtype
-                    if kind == "conv_states":
-                        self.conv_kernel_size[index] = tensor.shape[-1]
+                    self._allocate(kind, index, tensor)
                 self._all[kind, index][rows] = tensor if known else 0
+
+    def _allocate(self, kind: str, index: int, row: Tensor) -> None:
+        self._all[kind, index] = row.new_zeros(self._slots, *row.shape[1:])
+        getattr(self, f"is_{kind}_initialized")[index] = True
+        self.has_previous_state[index] = True
+        self.device = row.device
+        self.dtype = row.dtype
+        if kind == "conv_states":
+            self.conv_kernel_size[index] = row.shape[-1]
 
     def held(self, known: int) -> list[Tensor]:
         return list(self._all.values())
@@ -208,19 +214,23 @@ def layers_of(config: Any) -> list[Any]:
 
 def row_of(layers: list[Any], row: int, known: int) -> Cache:
     """Return a copy of the first ``known`` positions of one row of a prefill's cache."""
-    kept: list[Any] = []
+    rows = slice(row, row + 1)
+
+    def states_of(states: dict[int, Tensor | None]) -> dict[int, Tensor | None]:
+        return {i: None if state is None else state[rows].clone() for i, state in states.items()}
+
+    copies: list[Any] = []
     layer: Any
     for layer in layers:
         one: Any = copy.copy(layer)
         if isinstance(layer, DynamicLayer) and layer.is_initialized:
-            for name in ("keys", "values"):
-                setattr(one, name, getattr(layer, name)[row : row + 1, :, :known].clone())
+            one.keys = layer.keys[rows, :, :known].clone()
+            one.values = layer.values[rows, :, :known].clone()
         if isinstance(layer, LinearAttentionLayer):
-            for kind in ("conv_states", "recurrent_states"):
-                states = getattr(layer, kind)
-                setattr(one, kind, {i: None if t is None else t[row : row + 1].clone() for i, t in states.items()})
-        kept.append(one)
-    return Cache(layers=kept)
+            one.conv_states = states_of(layer.conv_states)
+            one.recurrent_states = states_of(layer.recurrent_states)
+        copies.append(one)
+    return Cache(layers=copies)
 
 
 # ---- the sampler
@@ -243,7 +253,8 @@ class TransformersSampler(Sampler):
     mask_bytes = 40
 
     def __init__(self, source: Any, merge: bool | None, device: torch.device | None) -> None:
-        device = source.tok_embeddings.weight.device if device is None else device
+        if device is None:
+            device = source.tok_embeddings.weight.device
         self.together = device.type != "cpu" and not source.memory.states
         self._rounded = partial(span_for, device)
         state, linear = _weights(source, merges(source, merge))
@@ -262,15 +273,18 @@ class TransformersSampler(Sampler):
         self._config = model.config
         layers = dict(adapters(source))
         adapted: list[Any] = [(layer, [layers[name]]) for name, layer in linear.items()]
+        tied = decoder.output_layer if decoder.tied else None
         for name, rows in token_rows(source):
             copied = rows.copy()
             adapted.append((copied, [rows]))
-            attach(copied, decoder.get_submodule(name), decoder.output_layer if decoder.tied else None)
+            attach(copied, decoder.get_submodule(name), tied)
         self._chosen = chosen_of(self._config)
         super().__init__(decoder, adapted, source.memory, source.num_heads, bool(decoder.tied))
 
     def _share(self, parameter: Tensor) -> float:  # experts' weights are [experts, …]
-        return 1.0 if parameter.ndim == 2 else min(1.0, self._chosen / len(parameter))
+        if parameter.ndim == 2:
+            return 1.0
+        return min(1.0, self._chosen / len(parameter))
 
     @property
     def bytes_per_row(self) -> int:
@@ -284,28 +298,36 @@ class TransformersSampler(Sampler):
         width = self.decoder.tok_embeddings.weight.shape[1]
         widest = 0
         for layer in self.decoder.layers:
-            shapes = [p.shape for p in layer.parameters()]
-            outputs = sum(shape[0] for shape in shapes if len(shape) == 2)
-            experts = sum((shape[0] if every else self._chosen) * (shape[1] + shape[2])
-                          for shape in shapes if len(shape) == 3)  # fmt: skip
-            widest = max(widest, outputs + experts)
-        # in and out, and fp32 in norms and activations
-        return int(_SLACK * (widest + 6 * width) * (2 * self.dtype.itemsize + 4))
+            numbers = 0
+            for parameter in layer.parameters():
+                if parameter.ndim == 2:
+                    numbers += len(parameter)
+                elif parameter.ndim == 3:
+                    experts, first, second = parameter.shape
+                    numbers += (experts if every else self._chosen) * (first + second)
+            widest = max(widest, numbers)
+        per_number = 2 * self.dtype.itemsize + 4  # in and out, and fp32 in norms and activations
+        return int(_SLACK * (widest + 6 * width) * per_number)
 
     def _ring(self, window: int) -> int:
         return self._rounded(window)
 
     def prefill_bytes(self, prompts: Sequence[int], most: int) -> int:
-        held = max(min(most, sum(prompts)), max(prompts))
-        at_once = held if self.together else max(prompts)
+        longest = max(prompts)
+        total = sum(prompts)
+        held = max(min(most, total), longest)
+        at_once = held if self.together else longest
         per_position = sum(size for size, _ in self.memory.keys)  # prompts keep more than the window
-        states = self.memory.states * (1 + held * len(prompts) // sum(prompts))
-        scores = max(prompts) ** 2 * (8 + self._score_bytes) * max(1, at_once // max(prompts))
+        states = self.memory.states * (1 + held * len(prompts) // total)
+        rows = max(1, at_once // longest)
+        scores = rows * longest**2 * (8 + self._score_bytes)
         chunks = self._heads * _CHUNK_BYTES if self.memory.states else 0
-        return held * per_position + states + at_once * (per_position + self.bytes_per_row + chunks) + scores
+        working = at_once * (per_position + self.bytes_per_row + chunks)
+        return held * per_position + states + working + scores
 
     def new_cache(self, slots: int, length: int) -> TransformersSlots:
-        return TransformersSlots(self._config, slots, length, self._rounded if self.memory.windows else None)
+        rounded = self._rounded if self.memory.windows else None
+        return TransformersSlots(self._config, slots, length, rounded)
 
     def keep_routes(self, slots: int) -> Tensor:
         experts = experts_of(self.decoder).values()
@@ -316,21 +338,27 @@ class TransformersSampler(Sampler):
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Cache]:
-        groups: list[list[Sequence[int]]] = []
-        for prompt in prompts:
-            new = [*groups[-1], prompt] if groups else []
-            if self.together and new and len(new) * max(map(len, new)) <= _TOGETHER:
-                groups[-1] = new
-            else:
-                groups.append([prompt])
         caches = []
-        for group in groups:
+        for group in self._groups(prompts):
             longest = max(1, *map(len, group))
-            padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in group]
-            tokens = torch.tensor(padded, device=self.device)
-            layers, _ = _prefill(self.decoder.body, self._config, tokens, self.decoder.kernel)
+            tokens = torch.zeros(len(group), longest, dtype=torch.long)
+            for row, prompt in enumerate(group):
+                tokens[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long)
+            layers, _ = _prefill(self.decoder.body, self._config, tokens.to(self.device), self.decoder.kernel)
             caches += [row_of(layers, row, len(prompt)) for row, prompt in enumerate(group)]
         return caches
+
+    def _groups(self, prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
+        """Divide prompts among calls."""
+        groups: list[list[Sequence[int]]] = []
+        for prompt in prompts:
+            if groups and self.together:
+                larger = [*groups[-1], prompt]
+                if len(larger) * max(map(len, larger)) <= _TOGETHER:
+                    groups[-1] = larger
+                    continue
+            groups.append([prompt])
+        return groups
 
     @torch.no_grad()
     def step(self, tokens: Tensor, positions: Tensor, cache: TransformersSlots, span: int) -> Tensor:
@@ -344,7 +372,11 @@ class TransformersSampler(Sampler):
 def chosen_of(config: Any) -> int:
     """Return the experts of a token in a layer, from transformers' config of a model."""
     config = config.get_text_config()
-    return next((n for key in _CHOSEN if isinstance(n := getattr(config, key, None), int)), 1)
+    for key in _CHOSEN:
+        count = getattr(config, key, None)
+        if isinstance(count, int):
+            return count
+    return 1
 
 
 def _prefill(run: Callable[..., Any], config: Any, tokens: Tensor, kernel: str) -> tuple[list[Any], ForwardPass]:
@@ -362,8 +394,9 @@ def _fake_prefill(decoder: Any, replay: Replay | None = None) -> tuple[list[Any]
     with FakeTensorMode():
         if replay is not None:
             replay.begin(torch.zeros(_PROBE, replay.layers * replay.chosen, dtype=torch.long))
-        tensors = [*body.named_parameters(), *body.named_buffers()]
-        fakes = {key: torch.empty(t.shape, dtype=t.dtype) for key, t in tensors}
+        fakes = {}
+        for name, tensor in chain(body.named_parameters(), body.named_buffers()):
+            fakes[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         run = partial(functional_call, body, fakes, ())
         tokens = torch.zeros(1, _PROBE, dtype=torch.long)
         return _prefill(lambda **given: run(given), decoder.model_.config, tokens, "auto")  # type: ignore[union-attr]
@@ -380,12 +413,15 @@ def replay_of(source: Any) -> Replay:
     decoder = source.wrapped(source.empty_model(SLOTS)).eval()
     chosen = chosen_of(decoder.model_.config)  # type: ignore[union-attr]
     trial = Replay(decoder, chosen)
-    problem = "has no experts"
-    if trial.layers:
-        _fake_prefill(decoder, trial)
-        problem = "" if trial.counts == [1] * trial.layers else "does not choose experts with one topk in each layer"
-    if problem:
-        raise UserError(f"router_replay is True, and {type(source.model_).__name__} {problem}; set router_replay=False")
+    name = type(source.model_).__name__
+    if not trial.layers:
+        raise UserError(f"router_replay is True, and {name} has no experts; set router_replay=False")
+    _fake_prefill(decoder, trial)
+    if trial.counts != [1] * trial.layers:
+        raise UserError(
+            f"router_replay is True, and {name} does not choose experts with one topk in each layer; "
+            "set router_replay=False"
+        )
     return Replay(source, chosen)
 
 
@@ -410,26 +446,37 @@ def memory_of(source: Any) -> SequenceMemory:
         cause = _ATTENTION if SLOTS in str(error) else one_line(error)  # its code does not know this attention
         raise UserError(f"{name} cannot be sampled from in this process: {cause}; {_SERVER}") from error
     keys = [(size, window) for size, window in memory.keys]
-    return memory._replace(keys=keys, scores=memory.scores or source.kernel in ("math", "eager"))
+    scores = memory.scores or source.kernel in ("math", "eager")
+    return memory._replace(keys=keys, scores=scores)
 
 
 def _memory_of(decoder: Any) -> tuple[int, int, SequenceMemory]:
     """Simulate a prefill: return the numbers of layers with an unknown cache and with attention, and the memory."""
     layers, prefill = _fake_prefill(decoder)
-    keys, states, used, most = [], 0, 0, 0
+    keys: list[tuple[int, int | None]] = []
+    states = unknown = 0
+    most = 0  # numbers per position in the largest layer
     for layer in layers:
-        used += getattr(layer, "is_initialized", False) or any(getattr(layer, "has_previous_state", {}).values())
+        has_state = any(getattr(layer, "has_previous_state", {}).values())
+        if not has_state and not getattr(layer, "is_initialized", False):
+            unknown += 1
         if isinstance(layer, DynamicLayer) and layer.is_initialized:
             size = (layer.keys.nbytes + layer.values.nbytes) // _PROBE  # type: ignore[union-attr]
             most = max(most, size // layer.keys.element_size())  # type: ignore[union-attr]
-            keys.append((size, getattr(layer, "sliding_window", None) if prefill.windows else None))
+            window = getattr(layer, "sliding_window", None) if prefill.windows else None
+            keys.append((size, window))
         if isinstance(layer, LinearAttentionLayer):
-            every = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-            states += sum(t.nbytes for t in every if t is not None)
-    expanded = 4 * prefill.read if prefill.read > most else 0
-    positions = min(decoder.max_seq_len, _short(decoder.body))
-    memory = SequenceMemory(keys, states, prefill.windows, prefill.scores, expanded, positions)
-    return len(layers) - used, prefill.layers, memory
+            for state in chain(layer.conv_states.values(), layer.recurrent_states.values()):
+                states += 0 if state is None else state.nbytes
+    memory = SequenceMemory(
+        keys=keys,
+        states=states,
+        windows=prefill.windows,
+        scores=prefill.scores,
+        expanded=4 * prefill.read if prefill.read > most else 0,
+        positions=min(decoder.max_seq_len, _short(decoder.body)),
+    )
+    return unknown, prefill.layers, memory
 
 
 @torch.no_grad()
@@ -474,14 +521,22 @@ class _NoCopies(TorchDispatchMode):
 @torch.no_grad()
 def _weights(source: Any, merge: bool) -> tuple[dict[str, Tensor], dict[str, SamplingLinear]]:
     """Return the copy's weights by name, and its layers that have an adapter."""
-    layers = ((name, layer) for name, layer in adapters(source) if isinstance(layer, Lora | Dora))
-    linear = {name: SamplingLinear([layer], merge) for name, layer in layers}
-    state = {f"{name}.{key}": p.detach() for name, layer in linear.items() for key, p in layer.named_parameters()}
-    for key, parameter in source.named_parameters():
-        owner = plain(key).rpartition(".")[0]
-        if owner not in linear and owner.rpartition(".")[2] not in ("lora_a", "lora_b", TokenRows.NAME):
-            state[plain(key)] = parameter.detach() if stays_quantized(parameter) else dense(parameter.detach())
-    state.update({plain(name): buffer for name, buffer in persistent_buffers(source).items()})
+    linear: dict[str, SamplingLinear] = {}
+    state: dict[str, Tensor] = {}
+    for name, layer in adapters(source):
+        if isinstance(layer, Lora | Dora):
+            linear[name] = SamplingLinear([layer], merge)
+            for key, parameter in linear[name].named_parameters():
+                state[f"{name}.{key}"] = parameter.detach()
+    for wrapped, parameter in source.named_parameters():
+        name = plain(wrapped)
+        owner, _, _ = name.rpartition(".")
+        if owner in linear or owner.endswith(_ADAPTED):
+            continue
+        weight = parameter.detach()
+        state[name] = weight if stays_quantized(parameter) else dense(weight)
+    for wrapped, buffer in persistent_buffers(source).items():
+        state[plain(wrapped)] = buffer
     return state, linear
 
 
@@ -490,5 +545,9 @@ def _short(model: nn.Module) -> int:
 
     In a longer row LongRoPE uses other frequencies for all positions, also for keys that the cache holds.
     """
-    scaled = (module for module in model.modules() if getattr(module, "rope_type", None) == "longrope")
-    return min((module.config.rope_parameters["original_max_position_embeddings"] for module in scaled), default=2**31)  # type: ignore
+    limit = 2**31
+    module: Any
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            limit = min(limit, module.config.rope_parameters["original_max_position_embeddings"])
+    return limit

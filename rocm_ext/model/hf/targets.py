@@ -12,6 +12,7 @@ from torch import nn
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.model.hf.experts import experts_of
 from rocm_ext.model.lora import ExpertLora, Sizes, adapted_linear, ends_with
+from rocm_ext.model.names import last_part
 
 ALL, ALL_EXPERTS = "all-linear", "all-experts"
 _ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -37,16 +38,22 @@ def put_in(
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     if targets is None or targets == ALL:
         names = [name for name in linears if name.startswith(f"{layers}.") and not _left_out(model, name)]
+        if not names:
+            raise UserError(f"no linear layer of {type(model).__name__} can be adapted")
     else:
-        names = _matches(model, linears, [targets] if isinstance(targets, str) else list(map(str, targets)))
+        names = _matches(model, linears, _listed(targets))
     for name in names:
         linear = linears[name]
-        layer = adapted_linear(adapted, sizes, name, linear.in_features, linear.out_features, linear.bias is not None)
-        layer.weight, layer.bias = linear.weight, linear.bias
+        has_bias = linear.bias is not None
+        layer = adapted_linear(adapted, sizes, name, linear.in_features, linear.out_features, has_bias)
+        layer.weight = linear.weight
+        layer.bias = linear.bias
         model.set_submodule(name, layer)
-    if not names and (targets is None or targets == ALL):
-        raise UserError(f"no linear layer of {type(model).__name__} can be adapted")
     return names
+
+
+def _listed(targets: Iterable[str] | str) -> list[str]:
+    return [targets] if isinstance(targets, str) else list(map(str, targets))
 
 
 def put_in_experts(model: nn.Module, targets: Any, sizes: Sizes, adapted: Iterable[str]) -> list[str]:
@@ -63,10 +70,13 @@ def put_in_experts(model: nn.Module, targets: Any, sizes: Sizes, adapted: Iterab
         UserError: a target matches no parameter, or a parameter that is not a fused weight of experts.
     """
     experts = fused_experts(model)
-    known = {f"{name}.weight" for name in adapted}
-    names = list(experts) if targets == ALL_EXPERTS else _matching_parameters(model, list(experts), targets, known)
-    if not names and targets == ALL_EXPERTS:
-        raise UserError(f"target_parameters is {targets}, but {type(model).__name__} has no fused experts to adapt")
+    if targets == ALL_EXPERTS:
+        names = list(experts)
+        if not names:
+            raise UserError(f"target_parameters is {targets}, but {type(model).__name__} has no fused experts to adapt")
+    else:
+        known = {f"{name}.weight" for name in adapted}
+        names = _matching_parameters(model, list(experts), _listed(targets), known)
     for name in names:
         module, key = experts[name]
         lora = ExpertLora(module.get_parameter(key).shape, bool(module.is_transposed), *sizes.of(name))
@@ -76,32 +86,30 @@ def put_in_experts(model: nn.Module, targets: Any, sizes: Sizes, adapted: Iterab
 
 def fused_experts(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Return the fused weights of experts that LoRA can adapt: module and attribute, by the weight's name."""
-    return {
-        f"{name}.{key}": (module, key)
-        for name, module in experts_of(model).items()
-        for key, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3
-    }
+    fused = {}
+    for name, module in experts_of(model).items():
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 3:
+                fused[f"{name}.{key}"] = module, key
+    return fused
 
 
-def _matching_parameters(model: nn.Module, experts: list[str], targets: Any, adapted: set[str]) -> list[str]:
-    targets = [targets] if isinstance(targets, str) else list(map(str, targets))
+def _matching_parameters(model: nn.Module, experts: list[str], targets: list[str], adapted: set[str]) -> list[str]:
     if not targets:
         raise UserError(f"target_parameters is empty; expected null, {ALL_EXPERTS} or names of experts' weights")
     every = [name for name, _ in model.named_parameters()]
     for target in targets:
-        matching, problem = [name for name in every if ends_with(name, target)], ""
+        matching = [name for name in every if ends_with(name, target)]
         if not matching:
-            known = sorted({".".join(name.split(".")[-2:]) for name in experts})
-            problem = f"which is no parameter{nearest(target, known)}"
-        elif other := next((name for name in matching if name not in adapted.union(experts)), None):
-            module = type(model.get_submodule(other.rpartition(".")[0])).__name__
-            problem = (
-                f"but {other} of {module} is no fused weight of experts that LoRA can adapt; target_modules adapts "
-                "linear layers"
+            ends = sorted({".".join(name.split(".")[-2:]) for name in experts})
+            raise UserError(f"target_parameters has {target!r}, which is no parameter{nearest(target, ends)}")
+        others = [name for name in matching if name not in adapted and name not in experts]
+        if others:
+            owner, _ = _owner_of(model, others[0])
+            raise UserError(
+                f"target_parameters has {target!r}, but {others[0]} of {owner.__name__} is no fused weight of experts "
+                "that LoRA can adapt; target_modules adapts linear layers"
             )
-        if problem:
-            raise UserError(f"target_parameters has {target!r}, {problem}")
     return [name for name in experts if any(ends_with(name, target) for target in targets)]
 
 
@@ -114,9 +122,14 @@ def frozen_kinds(model: nn.Module, adapted: Iterable[str]) -> Counter[str]:
 
 
 def _left_out(model: nn.Module, name: str) -> bool:
-    owner, _, leaf = name.rpartition(".")
-    kind: Any = type(model.get_submodule(owner))
+    kind, leaf = _owner_of(model, name)
     return leaf in _ROUTERS or "router" in kind.__name__.lower() or leaf in _read_past(kind)
+
+
+def _owner_of(model: nn.Module, name: str) -> tuple[Any, str]:
+    """Return the class of the module that has the part ``name``, and the part's name in it."""
+    owner, _, leaf = name.rpartition(".")
+    return type(model.get_submodule(owner)), leaf
 
 
 @cache
@@ -132,17 +145,15 @@ def _matches(model: nn.Module, linears: dict[str, nn.Linear], targets: list[str]
     every = [name for name, _ in model.named_modules()]
     names: set[str] = set()
     for target in targets:
-        matching, problem = [name for name in linears if ends_with(name, target)], ""
+        matching = [name for name in linears if ends_with(name, target)]
         for name in matching:
-            owner, _, leaf = name.rpartition(".")
-            kind: Any = type(model.get_submodule(owner))
+            kind, leaf = _owner_of(model, name)
             if leaf in _read_past(kind):
-                problem = problem or f"but the model reads the weight of {name} past LoRA"
+                raise UserError(f"target_modules has {target!r}, but the model reads the weight of {name} past LoRA")
         if not matching:
-            problem = f"which is no layer{nearest(target, {name.rpartition('.')[2] for name in linears})}"
+            problem = f"no layer{nearest(target, {last_part(name) for name in linears})}"
             if any(ends_with(name, target) for name in every):
-                problem = "which is no linear layer, or shares its weights"
-        if problem:
-            raise UserError(f"target_modules has {target!r}, {problem}")
+                problem = "no linear layer, or shares its weights"
+            raise UserError(f"target_modules has {target!r}, which is {problem}")
         names.update(matching)
     return [name for name in linears if name in names]

@@ -5,6 +5,7 @@ Models of a folder keep Hugging Face's row order, so weights and PEFT adapters o
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -89,8 +90,11 @@ class NativeDecoder(TransformerDecoder, Decoder):
             rope = getattr(module, "pos_embeddings", None)
             if rope is None or not hasattr(rope, "rope_init"):
                 continue
-            plain = {k: v for k, v in vars(rope).items() if isinstance(v, int | float | str | bool | type(None))}
-            key = (type(rope), tuple(sorted(plain.items(), key=lambda item: item[0])))
+            settings = []
+            for name, value in sorted(vars(rope).items(), key=lambda item: item[0]):
+                if value is None or isinstance(value, int | float | str):
+                    settings.append((name, value))
+            key = type(rope), tuple(settings)
             module.pos_embeddings = shared.setdefault(key, rope)
         # Llama's tables need real values
         with torch.device("cpu") if device.type == "meta" else device:
@@ -100,11 +104,12 @@ class NativeDecoder(TransformerDecoder, Decoder):
             rows.ids = rows.ids.to(device)
 
     def joined_weights(self) -> list[list[str]]:
-        return [
-            [f"{plain(name)}.{part}.weight" for part in kind.parts]
-            for name, module in self.named_modules()
-            if (kind := _joined_kind(module)) is not None
-        ]
+        groups = []
+        for name, module in self.named_modules():
+            kind = _joined_kind(module)
+            if kind is not None:
+                groups.append([f"{plain(name)}.{part}.weight" for part in kind.parts])
+        return groups
 
     def check_sampling(self) -> int:
         for layer in self.layers:
@@ -168,8 +173,12 @@ class _Builder:
     def __init__(
         self, architecture: Architecture, targets: frozenset[str], kind, sizes: Sizes, quantize_base: bool
     ) -> None:
-        self.architecture, self._targets, self._kind, self._sizes = architecture, targets, kind, sizes
-        self._4bit, self._adapted = quantize_base, list[str]()  # published names of the adapted layers
+        self.architecture = architecture
+        self._targets = targets
+        self._kind = kind
+        self._sizes = sizes
+        self._4bit = quantize_base
+        self._adapted: list[str] = []  # published names of the adapted layers
 
     def decoder(self) -> NativeDecoder:
         a = self.architecture
@@ -196,8 +205,12 @@ class _Builder:
             up_proj=self._linear(f"{name}.mlp.up_proj", a.width, a.intermediate),
             down_proj=self._linear(f"{name}.mlp.down_proj", a.intermediate, a.width),
         )
-        norms = {"sa_norm": self._norm(a.width), "mlp_norm": self._norm(a.width)}
-        return TransformerSelfAttentionLayer(attn=self._attention(f"{name}.self_attn"), mlp=mlp, **norms)
+        return TransformerSelfAttentionLayer(
+            attn=self._attention(f"{name}.self_attn"),
+            mlp=mlp,
+            sa_norm=self._norm(a.width),
+            mlp_norm=self._norm(a.width),
+        )
 
     def _attention(self, name: str) -> Attention:
         a = self.architecture
@@ -243,12 +256,20 @@ class NativeSampler(Sampler):
     @torch.no_grad()
     def __init__(self, source: Any, merge: bool | None) -> None:
         copies = _Copies(merges(source, merge))
-        decoder, shape = copies.of(source), _bare(source.layers[0]).attn
-        weight = decoder.tok_embeddings.weight
-        size = 2 * shape.num_kv_heads * shape.head_dim * weight.dtype.itemsize
-        scores = source.kernel in ("math", "eager")
-        memory = SequenceMemory([(size, None)] * len(source.layers), 0, False, scores, 0, source.max_seq_len)
-        super().__init__(decoder, copies.adapted, memory, shape.num_heads, isinstance(source.output, TiedLinear))
+        decoder = copies.of(source)
+        attention = _bare(source.layers[0]).attn
+        dtype = decoder.tok_embeddings.weight.dtype
+        size = 2 * attention.num_kv_heads * attention.head_dim * dtype.itemsize
+        memory = SequenceMemory(
+            keys=[(size, None)] * len(source.layers),
+            states=0,
+            windows=False,
+            scores=source.kernel in ("math", "eager"),
+            expanded=0,
+            positions=source.max_seq_len,
+        )
+        tied = isinstance(source.output, TiedLinear)
+        super().__init__(decoder, copies.adapted, memory, attention.num_heads, tied)
 
     @property
     def bytes_per_row(self) -> int:
@@ -257,14 +278,19 @@ class NativeSampler(Sampler):
         The larger of two parts: attention holds its input, q, k and v, a sequence's k and v with a copy per query head,
         and its output; the MLP holds attention's result, gate, up, the activation, and one more tensor.
         """
-        attention, mlp = self.decoder.layers[0].attn, self.decoder.layers[0].mlp
-        width, wide = mlp.w2.weight.shape
-        q, k = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-        return max(3 * width + 5 * q + 2 * k, 4 * width + 4 * wide) * self.dtype.itemsize
+        layer = self.decoder.layers[0]
+        width, wide = layer.mlp.w2.weight.shape
+        q = layer.attn.num_heads * layer.attn.head_dim
+        k = layer.attn.num_kv_heads * layer.attn.head_dim
+        of_attention = 3 * width + 5 * q + 2 * k
+        of_mlp = 4 * width + 4 * wide
+        return max(of_attention, of_mlp) * self.dtype.itemsize
 
     def prefill_bytes(self, prompts: Sequence[int], most: int) -> int:
-        rows = max(min(most, sum(prompts)), max(prompts))
-        return int(rows * (self.cache_bytes(1) + self.bytes_per_row)) + max(prompts) ** 2 * self._score_bytes
+        longest = max(prompts)
+        rows = max(min(most, sum(prompts)), longest)
+        scores = longest**2 * self._score_bytes
+        return int(rows * (self.cache_bytes(1) + self.bytes_per_row)) + scores
 
     def new_cache(self, slots: int, length: int) -> SlotCache:
         cache = SlotCache(len(self.decoder.layers), slots, length)
@@ -277,13 +303,16 @@ class NativeSampler(Sampler):
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[PrefixCache]:
         """Compute the keys and values of ``prompts``, packed end to end."""
-        lengths = [len(prompt) for prompt in prompts]
-        padding = max(0, MIN_ROWS - sum(lengths))
-        spans = [*lengths, padding] if padding else lengths
-        tokens = torch.tensor([token for prompt in prompts for token in prompt] + [0] * padding, device=self.device)
-        positions = torch.cat([torch.arange(n, device=self.device) for n in spans])
+        sequences = [list(prompt) for prompt in prompts]
+        padding = MIN_ROWS - sum(map(len, sequences))
+        if padding > 0:
+            sequences.append([0] * padding)
+        lengths = [len(sequence) for sequence in sequences]
+        tokens = torch.tensor(list(chain.from_iterable(sequences)), device=self.device)
+        positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
         caches = [PrefixCache() for _ in prompts]
-        self.decoder.run(tokens[None], positions[None], [Prompts(spans, caches)] * len(self.decoder.layers))
+        masks = [Prompts(lengths, caches)] * len(self.decoder.layers)
+        self.decoder.run(tokens[None], positions[None], masks)
         return caches
 
     @torch.no_grad()
@@ -307,10 +336,13 @@ class SamplingAttention(Attention):
 
     def project(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
         """As in the base class; q and k are one tensor unless they have norms."""
-        qkv, kv_heads = self.joined(x).view(*x.shape[:-1], -1, self.head_dim), self.num_kv_heads
-        sizes = (self.num_heads + kv_heads,) if self.q_norm is None else (self.num_heads, kv_heads)
-        *qk, v = qkv.split_with_sizes((*sizes, kv_heads), dim=-2)
-        return qk, v
+        qkv = self.split_heads(self.joined(x))  # [..., heads + 2 kv_heads, head_dim]
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        if self.q_norm is None:
+            qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), dim=-2)
+            return [qk], v
+        q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=-2)
+        return [q, k], v
 
 
 class SamplingMLP(FeedForward):
@@ -326,10 +358,12 @@ class SamplingMLP(FeedForward):
 
 
 def _joined_kind(module: nn.Module) -> Any:
-    """Return the class of a module's copy that has one product for several linear layers; None: it has none."""
+    """Return the class of a module's copy that has one product for several linear layers, if it has one."""
     if type(module) is Attention:
         return SamplingAttention
-    return SamplingMLP if type(module) is FeedForward and module.w3 is not None else None
+    if type(module) is FeedForward and module.w3 is not None:
+        return SamplingMLP
+    return None
 
 
 class _Copies:
@@ -343,7 +377,8 @@ class _Copies:
     """
 
     def __init__(self, merge: bool) -> None:
-        self._merge, self._made = merge, dict[Any, Any]()
+        self._merge = merge
+        self._made: dict[Any, Any] = {}
         self.adapted: list[tuple[Any, list[Any]]] = []
 
     def of(self, module: Any) -> Any:
@@ -356,8 +391,10 @@ class _Copies:
     def _new(self, module: Any) -> Any:
         made: Any
         if isinstance(module, TiedLinear | nn.Linear | LoRALinear | DoRALinear):
-            tied = isinstance(module, TiedLinear)
-            made = SamplingLinear([self.of(module.tied_module)], False) if tied else self._linear([module])
+            if isinstance(module, TiedLinear):
+                made = SamplingLinear([self.of(module.tied_module)], False)
+            else:
+                made = self._linear([module])
             if hasattr(module, TokenRows.NAME):
                 made.rows = self.of(module.token_rows)
             return made
@@ -372,7 +409,10 @@ class _Copies:
         made = object.__new__(_without_hooks(kind or type(module)))  # type: ignore[arg-type]
         vars(made).update({**vars(module), **vars(nn.Module()), "training": False})
         made._buffers = dict(module._buffers)
-        made._parameters = {k: p if p is None else frozen(dense(p.detach())) for k, p in module._parameters.items()}
+        made._parameters = dict(module._parameters)
+        for name, parameter in made._parameters.items():
+            if parameter is not None:
+                made._parameters[name] = frozen(dense(parameter.detach()))
         parts = getattr(kind, "parts", ())
         made._modules = {name: self.of(child) for name, child in module._modules.items() if name not in parts}
         if parts:
@@ -412,6 +452,8 @@ class _SteadySiLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d] -> [..., d]."""
-        return F.silu(x) if x.is_cuda or x.dtype != torch.float32 else x / (1 + torch.exp(-x))
+        if x.is_cuda or x.dtype != torch.float32:
+            return F.silu(x)
+        return x / (1 + torch.exp(-x))
 
     __call__ = forward

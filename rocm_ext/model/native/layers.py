@@ -48,10 +48,13 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         x, scale, factor = ctx.saved_tensors
-        x32, grad32 = x.float(), grad * scale.float()
+        x32 = x.float()
+        grad32 = grad * scale.float()
         # d factor / dx = -factor^3 x / d
-        along = torch.linalg.vecdot(grad32, x32).unsqueeze(-1) * factor.pow(3) / x.shape[-1]
-        return grad32.mul_(factor).addcmul_(x32, along, value=-1).to(x.dtype), None, None
+        dot = torch.linalg.vecdot(grad32, x32).unsqueeze(-1)  # [..., 1]
+        along = dot * factor.pow(3) / x.shape[-1]
+        grad_x = grad32.mul_(factor).addcmul_(x32, along, value=-1)
+        return grad_x.to(x.dtype), None, None
 
 
 def use_fused_norms(model: nn.Module) -> None:
@@ -115,11 +118,13 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        return (grad * cos).sub_(_swapped(grad).mul_(sin)), None, None  # the rotation back
+        grad_x = (grad * cos).sub_(_swapped(grad).mul_(sin))  # the rotation back
+        return grad_x, None, None
 
 
 def _swapped(x: Tensor) -> Tensor:
-    return x.roll(x.shape[-1] // 2, -1)
+    half = x.shape[-1] // 2
+    return x.roll(half, -1)
 
 
 class Prefix(NamedTuple):
@@ -146,15 +151,21 @@ class Prompts(Pass):
 
     def __init__(self, lengths: Sequence[int], caches: Sequence[PrefixCache]) -> None:
         super().__init__()
-        self._lengths, self._caches = Lengths(tuple(lengths)), caches
+        self._lengths = Lengths(tuple(lengths))
+        self._caches = caches
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
         """Keep k and v in the caches, and attend within each prompt; for shapes see :func:`attend`."""
-        pieces = zip(*(t.transpose(1, 2).split(self._lengths.values, dim=2) for t in (k, v)), strict=True)
-        for cache, (key, value) in zip(self._caches, pieces, strict=False):
+        lengths = self._lengths.values
+        keys = k.transpose(1, 2).split(lengths, dim=2)  # each [1, kv_heads, s, head_dim]
+        values = v.transpose(1, 2).split(lengths, dim=2)
+        for cache, key, value in zip(self._caches, keys, values, strict=False):
             # copies, because views would keep the other prompts' tensors alive
-            cache.layers.append(Prefix(*(t.clone(memory_format=torch.contiguous_format) for t in (key, value))))
-        return attend(q, k, v, self._lengths, kernel=kernel, together=False)  # else others' lengths would change a sum
+            key = key.clone(memory_format=torch.contiguous_format)
+            value = value.clone(memory_format=torch.contiguous_format)
+            cache.layers.append(Prefix(key, value))
+        # not together, because others' lengths would change a sum
+        return attend(q, k, v, self._lengths, kernel=kernel, together=False)
 
 
 class Attention(MultiHeadAttention):
@@ -206,15 +217,24 @@ class Attention(MultiHeadAttention):
         elif isinstance(mask, Lengths):
             out = attend(q, k, v, mask, dropout, self.kernel)
         else:
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            q = q.transpose(1, 2)  # [b, heads, s, head_dim]
+            k = k.transpose(1, 2)
+            v = v.transpose(1, 2)
             allowed = mask[:, None] if isinstance(mask, Tensor) else None
-            out = sdpa(q, k, v, "auto", mask=allowed, dropout=dropout).transpose(1, 2)
+            out = sdpa(q, k, v, "auto", mask=allowed, dropout=dropout)
+            out = out.transpose(1, 2)
         return self.output_proj(out.flatten(-2))
 
     def project(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
         """Return q and k, with heads, as two tensors or as one joined tensor, and v."""
-        q, k, v = (p(x).view(*x.shape[:-1], -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q = self.split_heads(self.q_proj(x))  # [..., heads, head_dim]
+        k = self.split_heads(self.k_proj(x))  # [..., kv_heads, head_dim]
+        v = self.split_heads(self.v_proj(x))  # [..., kv_heads, head_dim]
         return [q, k], v
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[..., heads * head_dim] -> [..., heads, head_dim]."""
+        return x.unflatten(-1, (-1, self.head_dim))
 
     def heads(
         self, x: Tensor, input_pos: Tensor | None, sampling: Slots | Prompts | None
@@ -230,17 +250,21 @@ class Attention(MultiHeadAttention):
         """
         qk, v = self.project(x)
         if self.norms_first:
-            qk = [norm(t) for norm, t in zip((self.q_norm, self.k_norm), qk, strict=True)]
+            q, k = qk
+            qk = [self.q_norm(q), self.k_norm(k)]
         rope: Any = self.pos_embeddings
         if isinstance(rope, HalvesRoPE) and not torch.compiler.is_compiling():
             make = partial(rope.tables, x.dtype, x.shape[-2], input_pos)
             tables = make() if sampling is None else sampling.once(rope, make)
-            qk = [rotated(t, tables) for t in qk]
+            qk = [rotated(heads, tables) for heads in qk]
         elif rope is not None and x.ndim == 2:  # torchtune's take rows
-            qk = [rope(t[None], input_pos=None if input_pos is None else input_pos[None])[0] for t in qk]
+            positions = None if input_pos is None else input_pos[None]
+            qk = [rope(heads[None], input_pos=positions)[0] for heads in qk]
         elif rope is not None:
-            qk = [rope(t, input_pos=input_pos) for t in qk]
-        q, k = qk if len(qk) == 2 else qk[0].split_with_sizes((self.num_heads, self.num_kv_heads), dim=-2)
+            qk = [rope(heads, input_pos=input_pos) for heads in qk]
+        if len(qk) == 1:
+            qk = list(qk[0].split_with_sizes((self.num_heads, self.num_kv_heads), dim=-2))
+        q, k = qk
         # torchtune applies these norms to [b, h, s, head_dim]. They act only on head_dim, so the result is the same.
         if self.q_norm is not None and not self.norms_first:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -4,6 +4,7 @@ A :class:`Quantized` can replace any weight. An operation that needs its values 
 backward pass, because autograd saves the quantised weight.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,7 +21,8 @@ from rocm_ext.model.families import StoredFormat
 from rocm_ext.model.weights.unpack import BLOCKS, unpack
 
 # OCP Microscaling Formats (MX) 1.0, table 5: a sign and E2M1. The first value of a byte is in its low bits
-_E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+_MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+_E2M1 = [*_MAGNITUDES, *(-value for value in _MAGNITUDES)]
 _PAIRS = [[_E2M1[byte % 16], _E2M1[byte // 16]] for byte in range(256)]
 _WHAT = "the product in FP8"
 _SAID = ("quantize_base=fp8: products in FP8", "quantize_base=fp8: weights are dequantised")
@@ -94,8 +96,13 @@ class Quantized(Tensor):
         if transposed:
             shape[-2:] = shape[:-3:-1]
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)  # type: ignore
-        made.packed, made.scale, made.block = packed, scale, block
-        made.transposed, made.multiplies, made.kind, made.heads = transposed, multiplies, kind, heads
+        made.packed = packed
+        made.scale = scale
+        made.block = block
+        made.transposed = transposed
+        made.multiplies = multiplies
+        made.kind = kind
+        made.heads = heads
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -130,13 +137,17 @@ class Quantized(Tensor):
     def finite_part(self) -> Tensor:
         """Return numbers that are all finite if the weight is: scales, or extremes of ggml's blocks."""
         if self.kind:  # an unpacked weight of experts would take gigabytes
-            rows = self.packed.reshape(-1, self.packed.shape[-1])
-            pieces = rows.split(max(_PIECE // self.packed.shape[-1], 1))
-            return torch.cat([torch.stack(unpack(piece, self.kind, self.dtype).aminmax()) for piece in pieces])
+            rows = self.packed.flatten(0, -2)
+            width = rows.shape[-1]
+            extremes: list[Tensor] = []
+            for piece in rows.split(max(_PIECE // width, 1)):
+                extremes += unpack(piece, self.kind, self.dtype).aminmax()
+            return torch.stack(extremes)
         scales = self.scales()
         if self.packed.dtype != torch.float8_e4m3fn:  # MXFP4 has no NaN
             return scales
-        return torch.where((self.packed.view(torch.uint8) & 0x7F == 0x7F).any(), torch.nan, scales)
+        is_nan = self.packed.view(torch.uint8) & 0x7F == 0x7F
+        return torch.where(is_nan.any(), torch.nan, scales)
 
     def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "Quantized":
         """Return a copy with ``change`` applied to values and scales, for a tensor of ``dtype``."""
@@ -144,40 +155,56 @@ class Quantized(Tensor):
 
     def get_original_weight(self) -> Tensor:
         """Dequantise, with one rounding from fp32. torchao's NF4 has a method of this name."""
-        if self.kind:
-            kept, key = _OPEN.get(), (id(self.packed), self.dtype)
-            if kept is not None and key in kept:
-                values = kept[key][1]
-            else:
-                values = unpack(self.packed, self.kind, self.dtype)
-                if kept is not None:
-                    kept[key] = self.packed, values
-            if self.heads is not None:
-                values = values.unflatten(-1, self.heads).transpose(-3, -2).flatten(-3)
-            return values.mT if self.transposed else values
+        values = self._unpacked() if self.kind else self._scaled()
+        return values.mT if self.transposed else values
+
+    def _unpacked(self) -> Tensor:
+        """Return the values of ggml's blocks: [..., out, in]."""
+        kept = _OPEN.get()
+        key = id(self.packed), self.dtype
+        if kept is not None and key in kept:
+            _, values = kept[key]
+        else:
+            values = unpack(self.packed, self.kind, self.dtype)
+            if kept is not None:
+                kept[key] = self.packed, values
+        if self.heads is None:
+            return values
+        by_head = values.unflatten(-1, self.heads)  # [..., out, a, b, width]
+        return by_head.transpose(-3, -2).flatten(-3)
+
+    def _scaled(self) -> Tensor:
+        """Return the values of FP8 or MXFP4, multiplied by their scales: [..., out, in]."""
         if self.packed.dtype == torch.uint8:
-            made = _pairs.__wrapped__ if isinstance(self.packed, FakeTensor) else _pairs  # do not cache a fake table
-            pairs = made(self.dtype, self.device).index_select(0, self.packed.flatten().int())
+            table = _pairs.__wrapped__ if isinstance(self.packed, FakeTensor) else _pairs  # do not cache a fake table
+            numbers = self.packed.flatten().int()
+            pairs = table(self.dtype, self.device).index_select(0, numbers)  # [pairs, 2]
             values = pairs.view(*self.packed.shape[:-2], -1)
         else:
             values = self.packed.to(self.dtype)
-        scales, blocks = self.scales(), values
-        for dim, size in ((-2, self.block[0]), (-1, self.block[1])):
-            if values.shape[dim] == scales.shape[dim] * size:
-                blocks, scales = blocks.unflatten(dim, (-1, size)), scales.unsqueeze(scales.ndim + 1 + dim)
+        scales = self.scales()
+        blocks = values  # gets a dimension for the rows of a block, and one for its columns
+        for dim, size in zip((-2, -1), self.block, strict=True):
+            length = values.shape[dim]
+            if length == scales.shape[dim] * size:
+                blocks = blocks.unflatten(dim, (-1, size))
+                scales = scales.unsqueeze(scales.ndim + 1 + dim)
             else:
-                scales = scales.repeat_interleave(size, dim).narrow(dim, 0, values.shape[dim])
+                scales = scales.repeat_interleave(size, dim).narrow(dim, 0, length)
         blocks.mul_(scales)
-        return values.mT if self.transposed else values
+        return values
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
         kwargs = kwargs or {}
-        if func in _KEPT and (kept := _KEPT[func](*args, **kwargs)) is not None:
-            return kept
+        if func in _KEPT:
+            kept = _KEPT[func](*args, **kwargs)
+            if kept is not None:
+                return kept
         if func._schema.is_mutable:
             for value, argument in zip(args, func._schema.arguments, strict=False):
-                if isinstance(value, Quantized) and argument.alias_info and argument.alias_info.is_write:
+                written = argument.alias_info and argument.alias_info.is_write
+                if written and isinstance(value, Quantized):
                     raise RuntimeError(f"{func} cannot write into a quantised weight")
         args, kwargs = tree_map_only(Quantized, Quantized.get_original_weight, (args, kwargs))
         return func(*args, **kwargs)
@@ -203,21 +230,27 @@ def _swap(weight: Quantized, first: int = 0, second: int = 1) -> Quantized | Non
 
 
 def _select(weight: Quantized, dim: int, index: int) -> Quantized | None:
-    return weight.with_parts(lambda part: part[index]) if weight.ndim == 3 and dim % 3 == 0 else None
+    if weight.ndim != 3 or dim % 3:
+        return None
+    return weight.with_parts(lambda part: part[index])
 
 
 def _joined(join: Callable[..., Tensor], weights: Sequence[Any], dim: int) -> Quantized | None:
     """Join weights of one format along a dimension before their columns."""
     first = weights[0]
-    like = [isinstance(w, Quantized) and w._rest() == first._rest() for w in weights]
-    if not all(like) or first.transposed or dim > first.ndim - 2:
+    if first.transposed or dim > first.ndim - 2:
         return None
-    packed, scale = (join([getattr(w, part) for w in weights], dim) for part in ("packed", "scale"))
+    if not all(isinstance(weight, Quantized) and weight._rest() == first._rest() for weight in weights):
+        return None
+    packed = join([weight.packed for weight in weights], dim)
+    scale = join([weight.scale for weight in weights], dim)
     return Quantized(packed, scale, *first._rest())
 
 
 def _stack(weights: Sequence[Any], dim: int = 0) -> Quantized | None:
-    return _joined(torch.stack, weights, dim) if isinstance(weights[0], Quantized) and dim == 0 else None
+    if dim or not isinstance(weights[0], Quantized):
+        return None
+    return _joined(torch.stack, weights, dim)
 
 
 def _cat(weights: Sequence[Any], dim: int = 0) -> Quantized | None:
@@ -225,14 +258,16 @@ def _cat(weights: Sequence[Any], dim: int = 0) -> Quantized | None:
     if not isinstance(first, Quantized):
         return None
     dim %= first.ndim
-    if dim == first.ndim - 2 and any(w.shape[dim] % first.block[0] for w in weights):
+    rows, _ = first.block
+    if dim == first.ndim - 2 and any(weight.shape[dim] % rows for weight in weights):
         return None
     return _joined(torch.cat, weights, dim)
 
 
 def _mm(x: Tensor, weight: Any) -> Tensor | None:
-    takes = isinstance(weight, Quantized) and weight.multiplies and not isinstance(x, Quantized)
-    return scaled_product(x, weight) if takes else None
+    if isinstance(x, Quantized) or not isinstance(weight, Quantized) or not weight.multiplies:
+        return None
+    return scaled_product(x, weight)
 
 
 def _embedding(weight: Any, tokens: Tensor, *_: Any, **__: Any) -> Tensor | None:
@@ -243,7 +278,9 @@ def _embedding(weight: Any, tokens: Tensor, *_: Any, **__: Any) -> Tensor | None
 
 
 def _addmm(bias: Tensor, x: Tensor, weight: Any, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
-    out = _mm(x, weight) if beta == alpha == 1 else None
+    if beta != 1 or alpha != 1:
+        return None
+    out = _mm(x, weight)
     return None if out is None else out.add_(bias)
 
 
@@ -284,20 +321,29 @@ def stored(name: str, packed: Tensor, scale: Tensor, block: tuple[int, int] = (0
     if scale.ndim < 2:
         scale = scale.reshape(-1, 1)
     *before, rows, columns = packed.shape
-    for sides in (block, (0, 0), (1, 0)):  # one scale for all, or one per row, is unambiguous
-        sides = sides[0] or rows or 1, sides[1] or columns or 1
-        if list(scale.shape) == [*before, -(-rows // sides[0]), -(-columns // sides[1])]:
+    for high, wide in (block, (0, 0), (1, 0)):  # one scale for all, or one per row, is unambiguous
+        sides = high or rows or 1, wide or columns or 1
+        if list(scale.shape) == [*before, *_counts(rows, columns, sides)]:
             return Quantized(packed, scale, sides, torch.bfloat16)
-    by_config = f"with weight_block_size {list(block) if any(block) else None}"
-    raise ValueError(f"{name} has values {list(packed.shape)} and scales {list(scale.shape)}, {by_config}")
+    size = list(block) if any(block) else None
+    raise ValueError(
+        f"{name} has values {list(packed.shape)} and scales {list(scale.shape)}, with weight_block_size {size}"
+    )
+
+
+def _counts(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
+    """Return the numbers of blocks along both sides of a matrix; the last ones may be smaller."""
+    high, wide = block
+    return math.ceil(rows / high), math.ceil(columns / wide)
 
 
 def of_blocks(
     packed: Tensor, kind: str, dtype: torch.dtype = torch.float32, heads: tuple[int, int, int] | None = None
 ) -> Quantized:
     """Return the weight of ggml's blocks, ``packed`` [..., out, bytes]; for arguments see :class:`Quantized`."""
-    nothing = packed.new_empty(*packed.shape[:-1], 0)
-    return Quantized(packed, nothing, (1, BLOCKS[kind][0]), dtype, kind=kind, heads=heads)
+    no_scales = packed.new_empty(*packed.shape[:-1], 0)
+    values, _ = BLOCKS[kind]
+    return Quantized(packed, no_scales, (1, values), dtype, kind=kind, heads=heads)
 
 
 def fp8_rows(weight: Tensor, transposed: bool = False, multiplies: bool = False) -> Quantized:
@@ -305,8 +351,9 @@ def fp8_rows(weight: Tensor, transposed: bool = False, multiplies: bool = False)
 
     A row's scale maps its largest value to the format's largest. For ``multiplies`` see :class:`Quantized`.
     """
-    dtype, weight = weight.dtype, weight.mT.contiguous() if transposed else weight
-    return Quantized(*_by_rows(weight), (1, weight.shape[-1]), dtype, transposed, multiplies)
+    rows = weight.mT.contiguous() if transposed else weight  # [..., out, in]
+    values, scale = _by_rows(rows)
+    return Quantized(values, scale, (1, rows.shape[-1]), weight.dtype, transposed, multiplies)
 
 
 def _by_rows(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -314,7 +361,8 @@ def _by_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     kind = torch.float8_e4m3fn
     if values.is_cuda and torch.version.hip:
         arch = torch.cuda.get_device_properties(values.device).gcnArchName
-        kind = torch.float8_e4m3fnuz if arch.startswith("gfx94") else kind  # CDNA 3's; CDNA 4 has the standard's
+        if arch.startswith("gfx94"):  # CDNA 3; CDNA 4 has the standard's
+            kind = torch.float8_e4m3fnuz
     largest = values.abs().amax(-1, keepdim=True).float()
     scale = torch.where(largest == 0, 1.0, largest / torch.finfo(kind).max)  # NaN stays, for finite_part
     return (values / scale).to(kind), scale
@@ -330,17 +378,17 @@ def stand_in(weight: Tensor, kind: str, block: tuple[int, int], transposed: bool
     ``block`` is the rows and columns of a block; 0: all. For ``transposed`` see :class:`Quantized`.
     """
     *before, rows, columns = weight.mT.shape if transposed else weight.shape
-    block = (block[0] or rows, block[1] or columns)
-    blocks = (-(-rows // block[0]), -(-columns // block[1]))
-    small, meta = kind == "mxfp4", torch.device("meta")
-    packed = (rows, blocks[1], 16) if small else (rows, columns)
-    made = Quantized(
-        torch.empty(*before, *packed, dtype=torch.uint8 if small else torch.float8_e4m3fn, device=meta),
-        torch.empty(*before, *blocks, dtype=torch.uint8 if small else torch.float32, device=meta),
-        block,
-        weight.dtype,
-        transposed,
-    )
+    high, wide = block
+    block = high or rows, wide or columns
+    scales = _counts(rows, columns, block)
+    if kind == "mxfp4":
+        _, blocks = scales
+        packed = torch.empty(*before, rows, blocks, 16, dtype=torch.uint8, device="meta")
+        scale = torch.empty(*before, *scales, dtype=torch.uint8, device="meta")
+    else:
+        packed = torch.empty(*before, rows, columns, dtype=torch.float8_e4m3fn, device="meta")
+        scale = torch.empty(*before, *scales, dtype=torch.float32, device="meta")
+    made = Quantized(packed, scale, block, weight.dtype, transposed)
     return nn.Parameter(made, requires_grad=False)
 
 
@@ -351,9 +399,11 @@ def expect_blocks(decoder: Any, blocks: Mapping[str, Quantized]) -> Any:
     """
     for name, parameter in list(decoder.named_parameters()):
         owner, _, leaf = name.rpartition(".")
-        made = None if owner.endswith((".lora_a", ".lora_b")) else blocks.get(decoder.names.published(name))
-        if made is not None and made.shape == parameter.shape:  # loading refuses others
-            weight = made.with_parts(torch.clone, parameter.dtype)
+        if owner.endswith((".lora_a", ".lora_b")):
+            continue
+        stored = blocks.get(decoder.names.published(name))
+        if stored is not None and stored.shape == parameter.shape:  # loading refuses others
+            weight = stored.with_parts(torch.clone, parameter.dtype)
             setattr(decoder.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
     return decoder
 
@@ -373,11 +423,12 @@ def expect(decoder: Any, form: StoredFormat | None, quantizes: bool = False) -> 
         if not name.startswith(inside) or name.endswith((".lora_a", ".lora_b")):
             continue
         transposed = bool(getattr(module, "is_transposed", False))
+        keys = []
         if isinstance(module, nn.Linear | LoRALinear | DoRALinear):
-            keys = ["weight"] * (form.kind == "fp8")
-        else:
-            experts = hasattr(module, "is_transposed")  # transformers' mark of fused experts
-            keys = [key for key, p in module.named_parameters(recurse=False) if experts and p.ndim == 3]
+            if form.kind == "fp8":
+                keys = ["weight"]
+        elif hasattr(module, "is_transposed"):  # transformers' mark of fused experts
+            keys = [key for key, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
         for key in keys:
             published = decoder.names.published(f"{name}.{key}")
             if not form.skips(published.removesuffix(".weight")):
@@ -394,40 +445,48 @@ def scaled_product(x: Tensor, weight: Quantized) -> Tensor | None:
     Where the sum is over the weight's rows, as for the gradient of an input, x is first multiplied by their scales.
     """
     size = 16  # divides the weight's sides in torch._scaled_mm
-    if x.dtype != torch.bfloat16 or not len(x) or any(side % size for side in weight.packed.shape):
+    stored = weight.packed  # [rows, columns]
+    if x.dtype != torch.bfloat16 or not len(x) or any(side % size for side in stored.shape):
         return None
+    scale = weight.scale.t()  # [1, rows]
     if weight.transposed:
-        values, scale = weight.packed.t(), weight.scale.t()
+        values = stored.t()
     else:
-        x = x * weight.scale.t().to(x.dtype)
-        values, scale = weight.packed.t().contiguous().t(), weight.scale.new_ones(1, weight.packed.shape[1])
+        x = x * scale.to(x.dtype)
+        values = stored.t().contiguous().t()
+        scale = scale.new_ones(1, stored.shape[1])
     rows, scales = _by_rows(x)
     return torch._scaled_mm(rows, values, scale_a=scales, scale_b=scale.contiguous(), out_dtype=x.dtype)
 
 
 def scaled_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether ``device`` multiplies in FP8 where a model's dtype is ``dtype``."""
-    return device.type == "cuda" and dtype == torch.bfloat16 and trials.works("scaled_mm", _WHAT, __name__, *_SAID)
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return False
+    return trials.works("scaled_mm", _WHAT, __name__, *_SAID)
 
 
 def trial(device: torch.device) -> str:
     """Compare products in FP8 with dequantised weights: return a failure, or ""."""
     rng = torch.Generator().manual_seed(0)
-    x, grad, weight = (torch.randn(*s, generator=rng).to(device, torch.bfloat16) for s in
-                       ((2048, 1024), (2048, 1536), (1536, 1024)))  # fmt: skip
-    small = fp8_rows(weight, multiplies=True)
-    pairs: list[tuple[Tensor, Any]] = [(x, small.t()), (grad, small)]
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng).to(device, torch.bfloat16)
 
     def product(x: Tensor, weight: Quantized) -> Tensor:
-        if (out := scaled_product(x, weight)) is None:
+        out = scaled_product(x, weight)
+        if out is None:
             raise NotImplementedError("shapes")
         return out
 
     def dequantised(x: Tensor, weight: Quantized) -> Tensor:
         return x @ weight.get_original_weight()
 
+    x, grad = random(2048, 1024), random(2048, 1536)
+    weight: Any = fp8_rows(random(1536, 1024), multiplies=True)
+    calls = [(x, weight.t()), (grad, weight)]
     # rounding x to FP8 changes a product by 2.6 %, and the weight's error is in both
-    return trials.compare(_WHAT, [(partial(product, *p), partial(dequantised, *p)) for p in pairs], 0.04)
+    return trials.compare(_WHAT, [(partial(product, *call), partial(dequantised, *call)) for call in calls], 0.04)
 
 
 if __name__ == "__main__":

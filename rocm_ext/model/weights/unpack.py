@@ -37,17 +37,21 @@ def unpack(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 
     ``kind`` is a key of :data:`BLOCKS`.
     """
+    shape = _shape(packed, kind)
+    if not packed.numel():
+        return packed.new_empty(shape, dtype=dtype)
     values, size = BLOCKS[kind]
-    blocks = packed.reshape(-1, size) if packed.numel() else packed.new_empty(0, size)
+    blocks = packed.reshape(-1, size)
     kernel = _kernel(kind, dtype) if packed.is_cuda else None
     function = kernel or _function(kind)
     count = _PIECE.get(packed.device.type, _LARGE_PIECE) // values
     if kernel and len(blocks) <= count:
-        return kernel(blocks).view(_shape(packed, kind))
+        return kernel(blocks).view(shape)
     out = torch.empty(len(blocks), values, dtype=dtype, device=packed.device)
-    for made, piece in zip(out.split(count), blocks.split(count), strict=True) if len(blocks) else ():
-        made.copy_(function(piece).view(-1, values))
-    return out.view(_shape(packed, kind))
+    for begin in range(0, len(blocks), count):
+        piece = slice(begin, begin + count)
+        out[piece] = function(blocks[piece]).view(-1, values)
+    return out.view(shape)
 
 
 @unpack.register_fake
@@ -57,21 +61,24 @@ def _(packed: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 
 def _shape(packed: Tensor, kind: str) -> tuple[int, ...]:
     values, size = BLOCKS[kind]
-    return *packed.shape[:-1], packed.shape[-1] // size * values
+    *rows, nbytes = packed.shape
+    return *rows, nbytes // size * values
 
 
 @cache
 def _kernel(kind: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """Return a compiled function; None: compiling does not work on this machine."""
-    return compiled(kind, dtype) if trials.works("unpack", _WHAT, __name__, *_SAID) else None
+    """Return a compiled function, or None if compiling does not work on this machine."""
+    works = trials.works("unpack", _WHAT, __name__, *_SAID)
+    return compiled(kind, dtype) if works else None
 
 
 def compiled(kind: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Return a compiled function that unpacks blocks of a kind: [n, bytes] to [n, values] of ``dtype``."""
     function = _function(kind)
+    values, _ = BLOCKS[kind]
 
     def unpacked(blocks: Tensor) -> Tensor:
-        return function(blocks).reshape(-1, BLOCKS[kind][0]).to(dtype)
+        return function(blocks).reshape(-1, values).to(dtype)
 
     # torch.compile keeps eight graphs per code object: every kind and dtype gets a new one
     code = unpacked.__code__.replace(co_name=f"unpacked_{kind}_{dtype}")
@@ -84,15 +91,21 @@ def trial(device: torch.device) -> str:
     rng = torch.Generator().manual_seed(0)
     pairs: list[tuple[Callable[[], Tensor], Callable[[], Tensor]]] = []
     for kind, (_, size) in BLOCKS.items():
-        blocks = torch.randint(0, 120, (4096, size), generator=rng, dtype=torch.uint8).to(device)  # no infinite scales
-        pairs.append((partial(compiled(kind, torch.bfloat16), blocks), partial(_plain, kind, blocks)))
+        # bytes below 120 make no infinite scales
+        blocks = torch.randint(0, 120, (4096, size), generator=rng, dtype=torch.uint8).to(device)
+        fast = partial(compiled(kind, torch.bfloat16), blocks)
+        slow = partial(_plain, kind, blocks)
+        pairs.append((fast, slow))
     failure = trials.compare(_WHAT, pairs, 1e-3)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return failure or ("" if graphs >= len(BLOCKS) else f"{_WHAT} has {graphs} graphs for {len(BLOCKS)} kinds")
+    if not failure and graphs < len(BLOCKS):
+        failure = f"{_WHAT} has {graphs} graphs for {len(BLOCKS)} kinds"
+    return failure
 
 
 def _plain(kind: str, blocks: Tensor) -> Tensor:
-    return _function(kind)(blocks).reshape(-1, BLOCKS[kind][0]).bfloat16()
+    values, _ = BLOCKS[kind]
+    return _function(kind)(blocks).reshape(-1, values).bfloat16()
 
 
 def _function(kind: str) -> Callable[[Tensor], Tensor]:
@@ -110,34 +123,43 @@ def _function(kind: str) -> Callable[[Tensor], Tensor]:
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    return blocks[:, at : at + 2].view(torch.float16).float()
+    """The number in fp16 at byte ``at`` of each block: [n, 1]."""
+    two_bytes = blocks[:, at : at + 2]
+    return two_bytes.view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """The low halves of all bytes of a block, then the high ones."""
-    return torch.cat([packed & 15, packed >> 4], dim=1)
+    """The low halves of all bytes of a block, then the high ones: [n, bytes] -> [n, 2 bytes]."""
+    low, high = packed & 15, packed >> 4
+    return torch.cat([low, high], dim=1)
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
     """Bit i of four bytes, for value i: 16 or 0."""
-    bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, :, None] >> bits & 1) << 4).flatten(1)
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = packed[:, :, None] >> places & 1  # [n, bytes, 8]
+    return (bits << 4).flatten(1)
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    values = (_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])).to(torch.int8) - 16
-    return _half(blocks, 0) * values
+    scale = _half(blocks, 0)
+    values = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return scale * (values.to(torch.int8) - 16)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
+    scale, least = _half(blocks, 0), _half(blocks, 2)
     values = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return _half(blocks, 0) * values + _half(blocks, 2)
+    return scale * values + least
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
-    levels = torch.tensor([sign * level for sign in (1.0, -1.0) for level in _E2M1], device=blocks.device)
-    half_scales = torch.ldexp(torch.ones_like(blocks[:, :1], dtype=torch.float32), blocks[:, :1].int() - 128)
-    return half_scales * levels[_nibbles(blocks[:, 1:]).int()]
+    magnitudes = torch.tensor(_E2M1, device=blocks.device)
+    levels = torch.cat([magnitudes, -magnitudes])
+    exponents = blocks[:, :1].int() - 128
+    half_scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    numbers = _nibbles(blocks[:, 1:]).int()
+    return half_scales * levels[numbers]
 
 
 _OURS: dict[str, Callable[[Tensor], Tensor]] = {"Q5_0": _q5_0, "Q5_1": _q5_1, "MXFP4": _mxfp4}
