@@ -74,13 +74,18 @@ def write_model(source: Source, out: Path, kind: str) -> None:
     if source.adapter is not None:
         merged = MergedWeights(decoder, state, source.adapter)
         merged.check(source.base)
-        read = partial(merged.weight, dtype={"f16": torch.float16, "bf16": torch.bfloat16}.get(kind, torch.float32))
-    shapes = {name: torch.empty(at.shape, device="meta") for name, at in shapes.items() if not name.endswith(TABLES)}
-    entries = list(_entries(layout, names, shapes, read, kind))
+        dtype = {"f16": torch.float16, "bf16": torch.bfloat16}.get(kind, torch.float32)
+        read = partial(merged.weight, dtype=dtype)
+    empty = {}
+    for name, weight in shapes.items():
+        if not name.endswith(TABLES):
+            empty[name] = torch.empty(weight.shape, device="meta")
+    entries = list(_entries(layout, names, empty, read, kind))
     gguf = library()
     writer = _writer(source, names, gguf.GGUFType.MODEL)
     add_keys(writer, layout.keys)
-    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if kind == 'f32' else 'MOSTLY'}_{kind.upper()}"])
+    share = "ALL" if kind == "f32" else "MOSTLY"
+    writer.add_file_type(gguf.LlamaFileType[f"{share}_{kind.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_vocabulary(writer, source, layout)
     _write(out, writer, entries)
@@ -105,7 +110,8 @@ def _entries(
     layout: Layout, names: GgufNames, shapes: Mapping[str, Tensor], read: Callable[[str], Tensor], kind: str
 ) -> Iterator[Entry]:
     """Yield the tensors of the file."""
-    if (factors := layout.factors) is not None:
+    factors = layout.factors
+    if factors is not None:
         yield Entry("rope_freqs.weight", list(factors.shape), "f32", lambda: factors)
     held: dict[str, Tensor] = {}  # the last weight, because a weight's parts are adjacent
 
@@ -117,10 +123,14 @@ def _entries(
 
     for name, stored in shapes.items():
         for part in layout.parts(name):
-            theirs, shape = names.name(part.name), list(part.of(stored).shape)
-            small = len(shape) < 2 or not theirs.endswith(".weight") or any(end in theirs for end in _ALWAYS_F32)
-            fits = kind != "q8_0" or shape[-1] % _BLOCK == 0
-            yield Entry(theirs, shape, "f32" if small else kind if fits else "f16", partial(values, name, part))
+            theirs = names.name(part.name)
+            shape = list(part.of(stored).shape)
+            stored_as = kind
+            if len(shape) < 2 or not theirs.endswith(".weight") or any(end in theirs for end in _ALWAYS_F32):
+                stored_as = "f32"
+            elif kind == "q8_0" and shape[-1] % _BLOCK:
+                stored_as = "f16"
+            yield Entry(theirs, shape, stored_as, partial(values, name, part))
 
 
 # ---- an adapter, which llama.cpp adds to the base model at its start (``--lora FILE``)
@@ -139,10 +149,13 @@ def write_adapter(source: Source, out: Path) -> None:
     merged = MergedWeights(source.decoder(), base_tensors(source.cfg.checkpointer)[2], source.adapter)
     merged.check(source.base)
     config = merged.config
-    if config.dora or merged.rows:
-        rows = "has rows of new tokens, which llama.cpp's adapters cannot have"
-        what = "is DoRA, which llama.cpp does not compute" if config.dora else rows
-        raise UserError(f"{source.adapter} {what}; set --gguf, which merges it")
+    if config.dora:
+        raise UserError(f"{source.adapter} is DoRA, which llama.cpp does not compute; set --gguf, which merges it")
+    if merged.rows:
+        raise UserError(
+            f"{source.adapter} has rows of new tokens, which llama.cpp's adapters cannot have; set --gguf, which "
+            "merges it"
+        )
     gguf = library()
     writer = _writer(source, names, gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -173,9 +186,10 @@ def _of_adapter(layout: Layout, names: GgufNames, updates: Mapping[str, tuple[Te
         if name.endswith(layout.merged_only):
             raise UserError(f"llama.cpp computes the LoRA of {name} in another way; set --gguf, which merges it")
         for part in layout.parts(name):
-            for end, tensor in (("lora_a", part.columns_of(a)), ("lora_b", b[..., part.rows, :])):
-                theirs = f"{names.name(part.name)}.{end}"
-                yield Entry(theirs, list(tensor.shape), "f32", partial(Tensor.contiguous, tensor))
+            theirs = names.name(part.name)
+            tensors = {"lora_a": part.columns_of(a), "lora_b": b[..., part.rows, :]}
+            for end, tensor in tensors.items():
+                yield Entry(f"{theirs}.{end}", list(tensor.shape), "f32", partial(Tensor.contiguous, tensor))
 
 
 # ---- the file, which appears once it is complete
@@ -231,4 +245,6 @@ def _stored(entry: Entry, gguf: Any) -> np.ndarray:
             raise UserError(f"{entry.name} has values above {_LARGEST:,.0f}, the largest of f16; set --type bf16")
         return half.numpy()
     values = tensor.float().numpy()
-    return values if entry.kind == "f32" else gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+    if entry.kind == "f32":
+        return values
+    return gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)

@@ -49,8 +49,10 @@ class TemplateParts:
         """Render a conversation that ends with a user's message."""
         around = {"system": self.system or ("", ""), "user": self.user, "assistant": self.answer}
         text = "" if messages[0]["role"] == "system" else self.start
-        turns = [around[message["role"]][0] + message["content"] + around[message["role"]][1] for message in messages]
-        return text + "".join(turns) + self.last
+        for message in messages:
+            before, after = around[message["role"]]
+            text += before + message["content"] + after
+        return text + self.last
 
     def go(self) -> str:
         """Return the template in Ollama's language."""
@@ -69,26 +71,49 @@ def parts(template: ChatTemplate, begin: str = "") -> TemplateParts | None:
     ``begin`` is the text of the token that Ollama adds before a prompt; its template must leave the token out. The
     result is None if the parts depend on more than a message's role, or cannot be written in a Modelfile.
     """
-    conversations: list[Messages] = [_TALK, _TALK[:1], [_SYSTEM, *_TALK]]
-    talk, alone, with_system = (_cut(template, conversation, begin) for conversation in conversations)
+    talk = _cut(template, _TALK, begin)
+    alone = _cut(template, _TALK[:1], begin)
+    with_system = _cut(template, [_SYSTEM, *_TALK], begin)
     if talk is None or alone is None:
         return None
-    headers = [talk[0], talk[2], *([with_system[1]] if with_system else [])]  # all end with a user's header
-    header = next(
-        end
-        for at in range(len(talk[0]) + 1)
-        if all(conversation.endswith(end := talk[0][at:]) for conversation in headers)
+    first, behind_user, behind_answer, _ = talk
+    headers = [first, behind_answer]  # all end with a user's header
+    if with_system:
+        headers.append(with_system[1])
+    backwards = _common_beginning([text[::-1] for text in headers])
+    header = backwards[::-1]
+    _, behind_last = alone
+    after = _common_beginning([behind_last, behind_user])
+    system = None
+    if with_system:
+        system = with_system[0], _without(with_system[1], header)
+    result = TemplateParts(
+        start=_without(first, header),
+        system=system,
+        user=(header, after),
+        answer=(behind_user.removeprefix(after), _without(behind_answer, header)),
+        last=behind_last.removeprefix(after),
     )
-    system = (with_system[0], _without(with_system[1], header)) if with_system else None
-    after = next(start for at in range(len(alone[1]), -1, -1) if talk[1].startswith(start := alone[1][:at]))
-    answer = (talk[1][len(after) :], _without(talk[2], header))
-    result = TemplateParts(_without(talk[0], header), system, (header, after), answer, alone[1][len(after) :])
-    conversations = [_TALK[:1], _TALK, _LONGER]
-    conversations += [[_SYSTEM, *conversation] for conversation in conversations] if system else []
+    conversations: list[Messages] = [_TALK[:1], _TALK, _LONGER]
+    if system:
+        conversations += [[_SYSTEM, *conversation] for conversation in conversations]
     text = "".join([result.start, *(system or ()), *result.user, *result.answer, result.last])
-    writes = '"""' not in text and "{{" not in text
-    same = (result.render(conversation) == _text(template, conversation, begin) for conversation in conversations)
-    return result if writes and all(same) else None
+    if '"""' in text or "{{" in text:
+        return None
+    for conversation in conversations:
+        if result.render(conversation) != _text(template, conversation, begin):
+            return None
+    return result
+
+
+def _common_beginning(texts: Sequence[str]) -> str:
+    """Return the longest text with which all ``texts`` begin."""
+    beginning = ""
+    for first, *others in zip(*texts, strict=False):
+        if any(other != first for other in others):
+            break
+        beginning += first
+    return beginning
 
 
 def _without(text: str, end: str) -> str:
@@ -120,17 +145,21 @@ def write_modelfile(source: Source, gguf: Path, adapter: bool = False) -> Path:
     texts = {number: text for text, number in encoder.ids.items()}
     lines = [f"# ollama create NAME -f {gguf.stem}.Modelfile"]
     if adapter:
-        lines += [
-            "# or: FROM a GGUF file of this base model",
-            f"FROM {(files_in(source.base) or [str(source.base.resolve())])[0]}",
-            f"ADAPTER ./{gguf.name}",
-        ]
+        files = files_in(source.base) or [str(source.base.resolve())]
+        lines.append("# or: FROM a GGUF file of this base model")
+        lines.append(f"FROM {files[0]}")
+        lines.append(f"ADAPTER ./{gguf.name}")
     else:
         lines.append(f"FROM ./{gguf.name}")
     if source.template is not None:
-        read_off = parts(source.template, "".join(texts.get(number, "") for number in encoder.prefix()))
-        other = "# The chat template has no equal in Ollama's language; the one that Ollama guesses may differ"
-        lines.append(other if read_off is None else f'TEMPLATE """{read_off.go()}"""')
+        begin = "".join(texts.get(number, "") for number in encoder.prefix())
+        read_off = parts(source.template, begin)
+        if read_off is None:
+            lines.append(
+                "# The chat template has no equal in Ollama's language; the one that Ollama guesses may differ"
+            )
+        else:
+            lines.append(f'TEMPLATE """{read_off.go()}"""')
     stops = [number for number in (end_of_turn(source), *source.tokenizer.stop_tokens) if number in texts]
     lines += [f'PARAMETER stop "{texts[number]}"' for number in dict.fromkeys(stops)]
     path = gguf.with_suffix(".Modelfile")

@@ -35,30 +35,39 @@ _CARD = "README.md"
 
 def card(source: Source, merged: bool) -> str:
     """Return the model card of a merged model, or of an adapter."""
-    head: dict[str, object] = {"tags": _TAGS, "pipeline_tag": "text-generation"}
-    head["library_name"] = "transformers" if merged else "peft"
-    name = source.name if is_hub_name(source.name) else Path(source.name).name
-    if is_hub_name(source.name):
-        head |= {"base_model": name, "base_model_relation": "finetune" if merged else "adapter"}
+    if merged:
+        library, relation, title = "transformers", "finetune", "fine-tuned"
+    else:
+        library, relation, title = "peft", "adapter", "LoRA adapter"
+    head: dict[str, object] = {"tags": _TAGS, "pipeline_tag": "text-generation", "library_name": library}
+    name = source.name
+    if is_hub_name(name):
+        head |= {"base_model": name, "base_model_relation": relation}
+    else:
+        name = Path(name).name
     licence = _licence(source.base)
     head |= licence
-    run = source.run
-    if run is not None and (named := list(filter(_is_data_set, _sources(run)))):
+    data = [] if source.run is None else _sources(source.run)
+    named = [data_set for data_set in data if _is_data_set(data_set)]
+    if named:
         head["datasets"] = list(dict.fromkeys(named))
-    terms, shown = _plain(str(licence.get("license_name", licence.get("license", "")))), _plain(name)
+    terms = _plain(str(licence.get("license_name", licence.get("license", ""))))
+    shown = _plain(name)
     lines = [
-        f"# {shown}, {'fine-tuned' if merged else 'LoRA adapter'}",
+        f"# {shown}, {title}",
         "",
         f"Base model: {shown}. Its licence{f', {terms},' if terms else ''} applies.",
         "Trained with torchtune-rocm.",
         "",
         *_table("Settings", _settings(source)),
     ]
-    if run is not None:
-        # only the file's name, because a path says more about a machine
-        data = [source if _is_data_set(source) else Path(source).name for source in _sources(run)]
-        rows = {str(number): name for number, name in enumerate(data, 1)}
-        lines += [*_table("Data", rows), *_table("Results", _results(run))]
+    if source.run is not None:
+        rows = {}
+        for number, part in enumerate(data, 1):
+            # only a file's name, because a path says more about a machine
+            rows[str(number)] = part if _is_data_set(part) else Path(part).name
+        lines += _table("Data", rows)
+        lines += _table("Results", _results(source.run))
     return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n" + "\n".join(lines)
 
 
@@ -66,12 +75,15 @@ def _licence(base: Path) -> dict[str, object]:
     """Return the licence from the base model's card."""
     path = base / "README.md"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    _, mark, rest = text.partition("---\n")
+    _, _, rest = text.partition("---\n")
+    head, _, _ = rest.partition("\n---")
     try:
-        head = yaml.safe_load(rest.partition("\n---")[0]) if mark else None
+        content = yaml.safe_load(head)
     except yaml.YAMLError:
-        head = None
-    return {key: head[key] for key in _LICENCE if key in head} if isinstance(head, Mapping) else {}
+        return {}
+    if not isinstance(content, Mapping):
+        return {}
+    return {key: content[key] for key in _LICENCE if key in content}
 
 
 def _settings(source: Source) -> dict[str, str]:
@@ -80,20 +92,29 @@ def _settings(source: Source) -> dict[str, str]:
         peft = PeftConfig.read(source.adapter)
         rows = {"rank": str(peft.rank), "alpha": f"{peft.alpha:g}"}
         for name, pattern in (("rank", peft.rank_pattern), ("alpha", peft.alpha_pattern)):
-            rows[name] += "".join(f", {value:g} of {key}" for key, value in list(pattern.items())[:_MOST])
-            rows[name] += ", …" if len(pattern) > _MOST else ""
-        rows |= {"DoRA": "yes"} if peft.dora else {}
+            for key, value in list(pattern.items())[:_MOST]:
+                rows[name] += f", {value:g} of {key}"
+            if len(pattern) > _MOST:
+                rows[name] += ", …"
+        if peft.dora:
+            rows["DoRA"] = "yes"
     if source.run is not None:
-        values = {key: source.run.setting(key) for key in _SETTINGS}
-        rows |= {key: str(value) for key, value in values.items() if value is not None}
+        for key in _SETTINGS:
+            setting = source.run.setting(key)
+            if setting is not None:
+                rows[key] = str(setting)
     return rows
 
 
 def _sources(run: RunFolder) -> list[str]:
-    components = [run.setting(key) for key in _DATA]
-    parts = [part for component in components for part in (component if isinstance(component, list) else [component])]
-    sources = [part.get("source") for part in parts if isinstance(part, Mapping)]
-    return [name for name in sources if isinstance(name, str)]
+    sources = []
+    for key in _DATA:
+        component = run.setting(key)
+        for part in component if isinstance(component, list) else [component]:
+            name = part.get("source") if isinstance(part, Mapping) else None
+            if isinstance(name, str):
+                sources.append(name)
+    return sources
 
 
 def _is_data_set(source: str) -> bool:
@@ -104,23 +125,28 @@ def _is_data_set(source: str) -> bool:
 def _results(run: RunFolder) -> dict[str, str]:
     """Return the run's results: losses, and scores on held-out prompts."""
     rows: dict[str, str] = {}
-    scores = {f"pass@1, {scored.after}": scored.scores for scored in held_out(run)}
     if run.family not in SAMPLED:
         for name, column in (("validation", run.validations["val_loss"]), ("training", run.updates["loss"])):
             values = column[~np.isnan(column)]
             if len(values):
                 rows[f"{name} loss, first and last"] = f"{values[0]:.4f}, {values[-1]:.4f}"
-    return rows | {key: str(Score(value.correct, value.prompts)) for key, value in scores.items()}
+    for scored in held_out(run):
+        score = Score(scored.scores.correct, scored.scores.prompts)
+        rows[f"pass@1, {scored.after}"] = str(score)
+    return rows
 
 
 def _plain(text: str) -> str:
     """Return foreign text as one line of Markdown, with escaped markup."""
-    return re.sub(r"[\\`*\[\]<>|~!&]", r"\\\g<0>", " ".join(text.split()))
+    line = " ".join(text.split())
+    return re.sub(r"[\\`*\[\]<>|~!&]", r"\\\g<0>", line)
 
 
 def _table(title: str, rows: Mapping[str, str]) -> list[str]:
+    if not rows:
+        return []
     cells = [f"| {_plain(key)} | {_plain(value)} |" for key, value in rows.items()]
-    return [f"## {title}", "", "| | |", "|---|---|", *cells, ""] if rows else []
+    return [f"## {title}", "", "| | |", "|---|---|", *cells, ""]
 
 
 # ---- upload

@@ -38,19 +38,25 @@ def add_vocabulary(writer: Any, source: Source, layout: Layout) -> None:
     model = content.get("model") or {}
     if model.get("type") != "BPE":
         _refuse(path, f"model.type is {model.get('type')!r}")
-    space = _begins_with_space(path, content) if model.get("byte_fallback") else None  # None: no SentencePiece
-    merged = space is None or layout.arch == "GEMMA4"  # llama.cpp's Llama merges by scores
-    kind = "gpt2" if space is None else "gemma4" if merged else "llama"
-    writer.add_tokenizer_model(kind)
-    if kind != "gemma4":
-        writer.add_tokenizer_pre(_splitting(path, content) if space is None else "default")
+    has_pieces = bool(model.get("byte_fallback"))  # SentencePiece's
+    if has_pieces:
+        begins_with_space = _begins_with_space(path, content)
+        merges_by_scores = layout.arch != "GEMMA4"  # in llama.cpp's Llama
+        writer.add_tokenizer_model("llama" if merges_by_scores else "gemma4")
+        if merges_by_scores:
+            writer.add_tokenizer_pre("default")
+    else:
+        merges_by_scores = False
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_splitting(path, content))
     tokens, types = _tokens(content, layout.vocabulary)
+    merges = [_joined(merge) for merge in model["merges"]]
     writer.add_token_list(tokens)
-    if merged:
-        writer.add_token_merges([_joined(merge) for merge in model["merges"]])
-    if space is not None:
-        writer.add_add_space_prefix(space)
-        writer.add_token_scores(_scores(model["merges"], tokens))
+    if not merges_by_scores:
+        writer.add_token_merges(merges)
+    if has_pieces:
+        writer.add_add_space_prefix(begins_with_space)
+        writer.add_token_scores(_scores(merges, tokens))
     writer.add_token_types(types)
     _add_special(writer, source, model)
     if source.template is not None:
@@ -90,11 +96,11 @@ def _begins_with_space(path: Path, content: Json) -> bool:
     _refuse(path, "its rules for spaces are unknown")
 
 
-def _scores(merges: Sequence[Any], tokens: Sequence[str]) -> list[float]:
+def _scores(merges: Sequence[str], tokens: Sequence[str]) -> list[float]:
     """Return scores with which llama.cpp merges in the order of ``merges``."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
-        ranks.setdefault(_joined(merge).replace(" ", ""), rank)
+        ranks.setdefault(merge.replace(" ", ""), rank)
     return [-float(ranks.get(token, len(ranks))) for token in tokens]
 
 
@@ -107,22 +113,28 @@ def _tokens(content: Json, size: int) -> tuple[list[str], list[int]]:
     kind = library().TokenType
     texts = [f"[PAD{number}]" for number in range(size)]
     types = [int(kind.UNUSED)] * size
-    model, added = content["model"], content.get("added_tokens") or []
-    if (most := max([*model["vocab"].values(), *(token["id"] for token in added)])) >= size:
+    model = content["model"]
+    vocabulary = model["vocab"]
+    added = content.get("added_tokens") or []
+    most = max([*vocabulary.values(), *(token["id"] for token in added)])
+    if most >= size:
         raise UserError(f"{TOKENIZER} has the token {most}, but the model has {size} tokens; download both again")
-    for text, number in model["vocab"].items():
-        texts[number], types[number] = text, int(kind.NORMAL)
-        if model.get("byte_fallback") and _BYTE.fullmatch(text):
-            types[number] = int(kind.BYTE)
-    if (unknown := model.get("unk_token")) in model["vocab"]:
-        types[model["vocab"][unknown]] = int(kind.UNKNOWN)
-    for token in added:
-        number, text = token["id"], token["content"]
-        if types[number] != kind.UNKNOWN:
-            control = token.get("special") or (text.startswith("<|") and text.endswith("|>"))
-            control = control and text not in _SHOWN
-            types[number] = int(kind.CONTROL if control else kind.USER_DEFINED)
+    for text, number in vocabulary.items():
+        is_byte = model.get("byte_fallback") and _BYTE.fullmatch(text)
         texts[number] = text
+        types[number] = int(kind.BYTE if is_byte else kind.NORMAL)
+    unknown = model.get("unk_token")
+    if unknown in vocabulary:
+        types[vocabulary[unknown]] = int(kind.UNKNOWN)
+    for token in added:
+        number = token["id"]
+        text = token["content"]
+        texts[number] = text
+        if types[number] == kind.UNKNOWN:
+            continue
+        looks_special = text.startswith("<|") and text.endswith("|>")
+        hidden = text not in _SHOWN and (token.get("special") or looks_special)
+        types[number] = int(kind.CONTROL if hidden else kind.USER_DEFINED)
     return texts, types
 
 
@@ -135,11 +147,14 @@ def _add_special(writer: Any, source: Source, model: Json) -> None:
         writer.add_bos_token_id(begins[0])
     writer.add_add_bos_token(bool(before))
     writer.add_eos_token_id(source.tokenizer.end_of_text)
-    if (turn := end_of_turn(source)) not in (None, source.tokenizer.end_of_text):
+    turn = end_of_turn(source)
+    if turn not in (None, source.tokenizer.end_of_text):
         writer.add_eot_token_id(turn)
-    if pads := ids_in(source.base, "pad_token_id"):
+    pads = ids_in(source.base, "pad_token_id")
+    if pads:
         writer.add_pad_token_id(pads[0])
-    if (unknown := model.get("unk_token")) in model["vocab"]:
+    unknown = model.get("unk_token")
+    if unknown in model["vocab"]:
         writer.add_unk_token_id(model["vocab"][unknown])
 
 
@@ -151,4 +166,5 @@ def end_of_turn(source: Source) -> int | None:
         tokens, _ = render_conversation(source.tokenizer, _TURN)
     except UserError:  # the template takes only other conversations
         return None
-    return next((token for token in reversed(tokens) if token in source.tokenizer.stop_tokens), None)
+    stops = source.tokenizer.stop_tokens
+    return next((token for token in reversed(tokens) if token in stops), None)

@@ -97,15 +97,18 @@ class Rope:
 
         def dimension(rotations: float) -> float:
             """Return the dimension that makes so many rotations over the original positions."""
-            return dim * math.log(self.original / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
+            positions = self.original / (rotations * 2 * math.pi)
+            return dim * math.log(positions) / (2 * math.log(self.base))
 
         first, end = dimension(yarn.fast), dimension(yarn.slow)
         if yarn.rounded:
             first, end = math.floor(first), math.ceil(end)
         # dim - 1 counts the head's dimensions, although there are half as many frequencies; transformers does the same
         first, end = max(first, 0), min(end, dim - 1)
-        end += 0.001 * (first == end)
-        share = ((torch.arange(len(theta), dtype=torch.float32) - first) / (end - first)).clamp(0, 1)
+        if first == end:
+            end += 0.001
+        index = torch.arange(len(theta), dtype=torch.float32)
+        share = ((index - first) / (end - first)).clamp(0, 1)
         return theta / self.factor * share + theta * (1 - share)
 
 
@@ -215,13 +218,13 @@ def _opened(folder: Path) -> Iterator[ModelConfig]:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     if config is None:
         raise UserError(f"{path} is damaged: expected a JSON object; download the file again")
-    parts = [config, *(part for key in _PARTS if isinstance(part := config.get(key), Mapping))]
-    refuse(
-        f"{path}: {key} is more than {most:,}; download the file again"
-        for part in parts
-        for key, most in _MOST.items()
-        if isinstance(value := part.get(key), int) and value > most
-    )
+    for part in (config, *(config.get(key) for key in _PARTS)):
+        if not isinstance(part, Mapping):
+            continue
+        for key, most in _MOST.items():
+            value = part.get(key)
+            if isinstance(value, int) and value > most:
+                raise UserError(f"{path}: {key} is more than {most:,}; download the file again")
     try:
         yield config
     except UserError as error:
@@ -329,13 +332,17 @@ def stored_format(folder: Path) -> StoredFormat | None:
 
 
 def _stored_format(config: ModelConfig) -> StoredFormat | None:
-    parts = [config, text] if isinstance(text := config.get("text_config"), Mapping) else [config]
-    settings = next(filter(None, (part.get(key) for part in parts for key in QUANTISED)), None)
-    if settings is None:
+    settings = method = known = None
+    for part in (config, config.get("text_config")):
+        for key in QUANTISED:
+            if isinstance(part, Mapping) and not settings:
+                settings = part.get(key)
+    if not settings:
         return None
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
     try:
-        known = _known_format(settings) if isinstance(settings, Mapping) else None
+        if isinstance(settings, Mapping):
+            method = settings.get("quant_method")
+            known = _known_format(settings)
     except (TypeError, ValueError, AttributeError, re.error) as error:
         raise UserError(f"quantization_config cannot be read: {one_line(error)}") from error
     if known is None:
@@ -353,32 +360,47 @@ def _known_format(settings: ModelConfig) -> StoredFormat | None:
         raise ValueError(f"the modules that are not quantised must be a list of names, found {skipped!r}")
     for name in skipped:
         re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
-    method, block = settings.get("quant_method"), None
+    method = settings.get("quant_method")
     if method == "mxfp4":
         return StoredFormat("mxfp4", (1, 32), tuple(skipped))
+    block: tuple[int, int] | None = None
     if method == "fp8":
-        if (block := settings.get("weight_block_size", (128, 128)) or (0, 0)) != (0, 0):  # transformers' default
-            first, second = block
-            if not all(type(size) is int and size > 0 for size in block):
-                raise ValueError(f"weight_block_size is {block!r}; expected two whole numbers above 0")
-            block = first, second
+        sizes = settings.get("weight_block_size", (128, 128)) or (0, 0)  # transformers' default
+        rows, columns = sizes
+        if sizes != (0, 0) and not all(type(size) is int and size > 0 for size in sizes):
+            raise ValueError(f"weight_block_size is {sizes!r}; expected two whole numbers above 0")
+        block = rows, columns
     elif method == "fbgemm_fp8":
         block = (1, 0)
     elif method == "compressed-tensors" and settings.get("format") in ("float-quantized", "naive-quantized"):
-        groups = [group.get("weights") or {} for group in dict(settings.get("config_groups") or {}).values()]
-        if [(group.get("type"), group.get("num_bits")) for group in groups] == [("float", 8)]:
-            rows, columns = groups[0].get("block_structure") or (0, 0)
-            sizes = {"tensor": (0, 0), "channel": (1, 0), "block": (int(rows), int(columns))}
-            block = sizes.get(str(groups[0].get("strategy")))
-    return None if block is None else StoredFormat("fp8", block, tuple(skipped))
+        block = _compressed_block(dict(settings.get("config_groups") or {}))
+    if block is None:
+        return None
+    return StoredFormat("fp8", block, tuple(skipped))
+
+
+def _compressed_block(groups: Mapping[str, ModelConfig]) -> tuple[int, int] | None:
+    """Return the block of compressed-tensors' weights if all are in FP8."""
+    weights = [group.get("weights") or {} for group in groups.values()]
+    if len(weights) != 1:
+        return None
+    (weight,) = weights
+    if weight.get("type") != "float" or weight.get("num_bits") != 8:
+        return None
+    rows, columns = weight.get("block_structure") or (0, 0)
+    blocks = {"tensor": (0, 0), "channel": (1, 0), "block": (int(rows), int(columns))}
+    return blocks.get(str(weight.get("strategy")))
 
 
 def _window(config: ModelConfig, family: _Family, layers: int) -> int | None:
     window = config.get("sliding_window", 4096)  # transformers' default in all these families
-    if not family.window or window is None or (family.window == "switched" and not config.get("use_sliding_window")):
+    if not family.window or window is None:
         return None
     if family.window == "switched":
-        if isinstance(kinds := config.get("layer_types"), list):
+        if not config.get("use_sliding_window"):
+            return None
+        kinds = config.get("layer_types")
+        if isinstance(kinds, list):
             windowed = "sliding_attention" in kinds
         else:
             first = config.get("max_window_layers", 28)
@@ -424,9 +446,14 @@ def _yarn(parameters: ModelConfig, key: str, factor: float) -> Yarn:
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    numerator, denominator = _number(parameters, "mscale", 0.0), _number(parameters, "mscale_all_dim", 0.0)
-    inferred = scale(numerator) / scale(denominator) if numerator and denominator else scale(1.0)
-    fast, slow = _number(parameters, "beta_fast", 0.0) or 32.0, _number(parameters, "beta_slow", 0.0) or 1.0
+    numerator = _number(parameters, "mscale", 0.0)
+    denominator = _number(parameters, "mscale_all_dim", 0.0)
+    if numerator and denominator:
+        inferred = scale(numerator) / scale(denominator)
+    else:
+        inferred = scale(1.0)
+    fast = _number(parameters, "beta_fast", 0.0) or 32.0
+    slow = _number(parameters, "beta_slow", 0.0) or 1.0
     if not (factor and fast > slow):
         raise UserError(
             f"{key}: factor {factor}, beta_fast {fast}, beta_slow {slow}; expected beta_fast over beta_slow"

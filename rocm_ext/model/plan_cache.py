@@ -50,7 +50,8 @@ def remembered(what: Sequence[Any], compute: Callable[[], Any]) -> Any:
         aside = path.with_suffix(f".{os.getpid()}")  # ranks write at the same time
         aside.write_text(json.dumps(result))
         aside.replace(path)
-        for old in sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime)[:-_MOST]:
+        by_age = sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime)
+        for old in by_age[:-_MOST]:
             old.unlink(missing_ok=True)
     return result
 
@@ -60,7 +61,8 @@ def fingerprint(what: Any) -> str:
 
     Tensors count by shape and dtype, functions by name, other objects by all attributes.
     """
-    words, modules = [_versions()], set[str]()
+    words = [_versions()]
+    modules: set[str] = set()
     _describe(what, words, {}, modules)
     words += map(_stamp, sorted(_sources(modules)))
     return hashlib.sha256("\0".join(words).encode()).hexdigest()[:32]
@@ -111,16 +113,25 @@ def _versions() -> str:
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             words.append(f"{package} {version(package)}")
-    return " ".join([*words, *map(_stamp, sorted(Path(rocm_ext.__file__).parent.rglob("*.py")))])
+    ours = Path(rocm_ext.__file__).parent.rglob("*.py")
+    words += map(_stamp, sorted(ours))
+    return " ".join(words)
 
 
 def _sources(modules: set[str]) -> set[Path]:
     """Return the files of the user's ``modules``, and of loaded modules in the same folders."""
     known = sys.base_prefix, os.path.dirname(rocm_ext.__file__)
-    folders = {os.path.dirname(file) for name in modules if (file := getattr(sys.modules.get(name), "__file__", None))}
-    users = {f for f in folders if "site-packages" not in f and not any(map(Path(f).is_relative_to, known))}
-    loaded = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())] if users else []
-    return {Path(file) for file in loaded if os.path.dirname(file) in users}
+    folders = set()
+    for name in modules:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file:
+            folder = os.path.dirname(file)
+            if "site-packages" not in folder and not any(map(Path(folder).is_relative_to, known)):
+                folders.add(folder)
+    if not folders:
+        return set()
+    loaded = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    return {Path(file) for file in loaded if os.path.dirname(file) in folders}
 
 
 def _stamp(file: Path) -> str:

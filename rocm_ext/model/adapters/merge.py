@@ -40,7 +40,8 @@ MERGED_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 def base_tensors(cfg_checkpointer: DictConfig) -> tuple[Path, list[str], StoredWeights]:
     """Return the folder, names of weight files and tensors of the base model in the config's ``checkpointer``."""
     checkpointer: Any = OmegaConf.to_container(cfg_checkpointer, resolve=True)
-    base, files = Path(checkpointer["checkpoint_dir"]), checkpointer.get("checkpoint_files")
+    base = Path(checkpointer["checkpoint_dir"])
+    files = checkpointer.get("checkpoint_files")
     if isinstance(files, dict):
         files = FormattedCheckpointFiles.from_dict(files).build_checkpoint_filenames()
     files = files or weight_files(base)
@@ -78,22 +79,25 @@ def merge(
     base, files, state = base_tensors(cfg_checkpointer)
     merged = MergedWeights(decoder, state, adapter)
     merged.check(base)
-    has_code = "auto_map" in (json_object((base / CONFIG).read_bytes()) or {})  # else no Python files are needed
-    beside = {name: path for name, path in files_of(base, BESIDE_WEIGHTS).items() if has_code or path.suffix != ".py"}
+    beside = files_of(base, BESIDE_WEIGHTS)
+    content = json_object((base / CONFIG).read_bytes()) or {}
+    if "auto_map" not in content:  # no Python files are needed
+        beside = {name: path for name, path in beside.items() if path.suffix != ".py"}
     with replace_folder(out) as folder:
         index: dict[str, str] = {}
         size = 0
         for file in files:
             tensors = {name: merged.of(name).contiguous() for name in state.of_file(file)}
             size += sum(tensor.nbytes for tensor in tensors.values())
-            # transformers looks for a single file by this name
-            target = str(Path(file).with_suffix(".safetensors")) if len(files) > 1 else "model.safetensors"
+            target = "model.safetensors"  # transformers looks for a single file by this name
+            if len(files) > 1:
+                target = str(Path(file).with_suffix(".safetensors"))
             index.update(dict.fromkeys(tensors, target))
             save_file(tensors, folder / target, metadata={"format": "pt"})
             flush(folder / target)
         if len(set(index.values())) > 1:
-            content = {"metadata": {"total_size": size}, "weight_map": index}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
+            of_files = {"metadata": {"total_size": size}, "weight_map": index}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(of_files, indent=2))
         for name, path in beside.items():
             shutil.copy2(path, folder / name)
         _say_16_bits(folder / CONFIG)
@@ -106,9 +110,13 @@ def merge(
 def _say_16_bits(path: Path) -> None:
     """Remove the quantised format from a ``config.json``."""
     content = json_object(path.read_bytes()) or {}
-    parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
-    for part, key in [(part, key) for part in parts for key in QUANTISED if key in part]:
-        del part[key]
+    changed = False
+    for part in (content, content.get("text_config")):
+        for key in QUANTISED:
+            if isinstance(part, dict) and key in part:
+                del part[key]
+                changed = True
+    if changed:
         path.write_text(json.dumps(content, indent=2))
 
 
@@ -186,7 +194,8 @@ class MergedWeights:
         16-bit values are rounded as in a merged model; only fp32 is exact.
         """
         name = self._same.get(name, name)
-        weight = dense((self._state if self._converted is None else self._converted)[name])
+        weights = self._state if self._converted is None else self._converted
+        weight = dense(weights[name])
         return self._merged(name, weight, dtype) if name in self._changed() else weight
 
     def of(self, name: str) -> Tensor:
@@ -197,7 +206,9 @@ class MergedWeights:
         if name not in self._groups:
             return dense(self._state[name]).clone()
         if name not in self._ready:
-            merged = {weight: self._merged(weight, dense(self._converted[weight])) for weight in self._groups[name]}
+            merged = {}
+            for weight in self._groups[name]:
+                merged[weight] = self._merged(weight, dense(self._converted[weight]))
             self._ready |= self._converted.taken_apart(merged)
         return self._ready.pop(name).clone()
 
@@ -214,8 +225,9 @@ class MergedWeights:
         if name not in self.linear:
             return weight.clone()
         update = self.linear[name]
+        a, b = update[LORA_A], update[LORA_B]
         scale = self.config.scale(name.removesuffix(".weight"))
-        exact = merged_linear(weight.float(), update[LORA_A], update[LORA_B], scale, update.get(MAGNITUDE))
+        exact = merged_linear(weight.float(), a, b, scale, update.get(MAGNITUDE))
         return _round_by_chance(exact, dtype, name)
 
     def _merged_experts(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -278,7 +290,8 @@ def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _check_finite(exact: Tensor, dtype: torch.dtype, name: str) -> None:
-    if not torch.stack(exact.aminmax()).abs().max() <= torch.finfo(dtype).max:
+    extremes = torch.stack(exact.aminmax())
+    if not extremes.abs().max() <= torch.finfo(dtype).max:  # also where they are NaN
         raise UserError(f"the merged {name} has values that are not finite in {dtype}; the adapter is damaged")
 
 
@@ -288,9 +301,11 @@ def check_mergeable(decoder: Decoder, state: Mapping[str, Tensor]) -> None:
     Raises:
         UserError: transformers cannot undo the conversion of a weight that has an adapter.
     """
-    if (converted := decoder.converted(state)) is None:
+    converted = decoder.converted(state)
+    if converted is None:
         return
-    shapes, checked = converted.on_meta(), set[str]()
+    shapes = converted.on_meta()
+    checked: set[str] = set()
     for name in changed_weights(decoder):
         if name in checked or name not in shapes:  # loading refuses missing weights
             continue

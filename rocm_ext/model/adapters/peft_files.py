@@ -46,19 +46,25 @@ _FREE = frozenset(
     megatron_config megatron_core loftq_config eva_config corda_config qalora_group_size runtime_config
     """.split()  # noqa: SIM905
 )
-_NAMES = Kind(lambda value: isinstance(value, list) and all(isinstance(n, str) for n in value), ("a list of names",))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_NAMES = Kind(lambda value: isinstance(value, list) and all(map(_is_text, value)), ("a list of names",))
 _OPTIONAL = {
     "use_rslora": JSON_SWITCH,
     "use_dora": JSON_SWITCH,
-    "target_modules": _NAMES | Kind(lambda value: isinstance(value, str), ("a pattern",)),
+    "target_modules": _NAMES | Kind(_is_text, ("a pattern",)),
     "target_parameters": _NAMES,
     "trainable_token_indices": Kind(
         lambda value: all(map(_are_ids, value.values() if isinstance(value, dict) else [value])),
         ("different ids of tokens, or a list of such for each layer",),
     ),
-    "peft_version": Kind(lambda value: isinstance(value, str) and len(value) <= 100, ("a version",)),
+    "peft_version": Kind(lambda value: _is_text(value) and len(value) <= 100, ("a version",)),
     "base_model_name_or_path": Kind(
-        lambda value: isinstance(value, str) and value.isprintable() and all(len(n) <= 255 for n in value.split("/")),
+        lambda value: _is_text(value) and value.isprintable() and max(map(len, value.split("/"))) <= 255,
         ("a name on the hub or a folder",),
     ),
 }
@@ -71,8 +77,11 @@ _EXPECTED = {
 
 
 def _are_ids(value: Any) -> bool:
-    ids = isinstance(value, list) and all(type(number) is int and 0 <= number < 2**31 for number in value)
-    return ids and bool(value) and len(set(value)) == len(value)
+    if not isinstance(value, list) or not value:
+        return False
+    if any(type(number) is not int or not 0 <= number < 2**31 for number in value):
+        return False
+    return len(set(value)) == len(value)
 
 
 # Other initialisations of an adapter (PiSSA, OLoRA, CorDA, LoftQ) also change the base model.
@@ -120,8 +129,10 @@ class PeftConfig(Sizes):
         if not isinstance(config, dict):
             raise UserError(f"cannot read the adapter in {folder}: {ADAPTER_CONFIG} must hold a JSON object")
         _refuse(folder, _not_computed(config))
-        odd = ((key, kind) for key, kind in _EXPECTED.items() if not kind.fits(config.get(key)))
-        refuse(f"{path} has {_short(key, config.get(key))}; expected {kind}" for key, kind in odd)
+        for key, kind in _EXPECTED.items():
+            value = config.get(key)
+            if not kind.fits(value):
+                raise UserError(f"{path} has {_short(key, value)}; expected {kind}")
         tokens = config.get("trainable_token_indices") or {}
         return cls(
             rank=config["r"],
@@ -140,7 +151,10 @@ class PeftConfig(Sizes):
         """Return the trained tokens of ``layer``, named as in PEFT's tensors; []: it has none."""
         if len(self.tokens) == 1:  # embeddings may have any name
             return next(iter(self.tokens.values()))
-        return next((ids for end, ids in self.tokens.items() if layer.endswith(end)), [])
+        for end, ids in self.tokens.items():
+            if layer.endswith(end):
+                return ids
+        return []
 
     def check(self, folder: Path, decoder: Decoder, layers: list[PeftLayer]) -> None:
         """Check that ``decoder`` computes the same function with the weights of the adapter in ``folder``.
@@ -236,11 +250,14 @@ def _refuse(folder: Path, settings: list[str]) -> None:
 
 def _not_computed(config: Json) -> list[str]:
     foreign = [_short(key, value) for key, value in config.items() if key not in _FREE and value]
-    if (kind := config.get("peft_type", "LORA")) != "LORA":
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
         foreign.insert(0, _short("peft_type", kind))
-    if (bias := config.get("bias", "none")) != "none":
+    bias = config.get("bias", "none")
+    if bias != "none":
         foreign.append(_short("bias", bias))
-    if (init := config.get("init_lora_weights", True)) not in _KEEP_BASE:
+    init = config.get("init_lora_weights", True)
+    if init not in _KEEP_BASE:
         foreign.append(_short("init_lora_weights", init))
     return foreign
 
@@ -256,9 +273,15 @@ def _option(key: str, value: Any) -> str:
 
 
 def _last(name: str) -> str:
-    parts = [part for part in PurePath(name.replace("\\", "/")).parts if part not in ("/", ".", "..")]
-    cached = [part for part in parts if part.startswith("models--")]  # the hub's cache: models--OWNER--NAME/snapshots/…
-    return (cached[-1].rsplit("--", 1)[-1] if cached else parts[-1] if parts else "").lower()
+    path = PurePath(name.replace("\\", "/"))
+    last = ""
+    cached = None
+    for part in path.parts:
+        if part not in ("/", ".", ".."):
+            last = part
+        if part.startswith("models--"):  # the hub's cache: models--OWNER--NAME/snapshots/…
+            cached = part.rsplit("--", 1)[-1]
+    return (last if cached is None else cached).lower()
 
 
 def check_checkpointer(cfg: DictConfig, decoder: Decoder) -> None:
@@ -413,9 +436,11 @@ def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
     if not state:
         raise UserError(f"adapter {folder} has no weights in {ADAPTER_WEIGHTS}; write it again")
     refuse(f"adapter {folder} is damaged: {problem}" for problem in _damage(config, state))
-    for name in [name for name in state if name.endswith(ROWS)]:
-        ids = config.ids(name.removesuffix(ROWS))
-        state[name] = state[name][sorted(range(len(ids)), key=ids.__getitem__)]
+    for name in state:
+        if name.endswith(ROWS):
+            ids = config.ids(name.removesuffix(ROWS))
+            order = sorted(range(len(ids)), key=ids.__getitem__)
+            state[name] = state[name][order]
     return config, state
 
 
@@ -455,7 +480,9 @@ def _damaged_rows(config: PeftConfig, state: Mapping[str, Tensor]) -> Iterator[s
 
 def _shapes_fit(config: PeftConfig, layer: str, a: list[int], b: list[int], *norms: list[int]) -> bool:
     """Return whether A, B and DoRA's norms of a layer have shapes [r, in], [out, r] and [out]."""
-    if len(a) != 2 or len(b) != 2 or any(norm != b[:1] for norm in norms):
+    if len(a) != 2 or len(b) != 2:
+        return False
+    if any(norm != b[:1] for norm in norms):
         return False
     inner, _ = config.of(layer)
     if config.parameters and a[0]:  # maybe r rows for each expert

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.model.decoder import ConvertedWeights
+from rocm_ext.model.names import last_part
 from rocm_ext.model.weights.checkpointer import check_stored, check_tied, on_meta
 
 _OF_TABLES = r"rotary_emb\.inv_freq$"  # in old files; config.json decides them
@@ -41,8 +42,12 @@ class WeightNames:
     @property
     def of_experts(self) -> frozenset[str]:
         """Ends of the names of layers that transformers joins to experts' weights, such as ``gate_proj``."""
-        sources = [source for entry in self._converters for source in entry.source_patterns if ".experts.*." in source]
-        return frozenset(source.removesuffix(".weight").rpartition(".")[2] for source in sources)
+        ends = set()
+        for entry in self._converters:
+            for source in entry.source_patterns:
+                if ".experts.*." in source:
+                    ends.add(last_part(source.removesuffix(".weight")))
+        return frozenset(ends)
 
     def ignored(self, name: str) -> bool:
         """Whether transformers leaves out the tensor ``name``."""
@@ -88,7 +93,10 @@ class Converted(ConvertedWeights):
     """
 
     def __init__(self, model: Any, names: WeightNames, state: Mapping[str, Tensor], tied: tuple[str, str] | None):
-        self._model, self._names, self._state, self._shapes = model, names, state, on_meta(state)
+        self._model = model
+        self._names = names
+        self._state = state
+        self._shapes = on_meta(state)
         self._sources: dict[str, list[tuple[str | None, str]]] = {}  # first target -> patterns and tensors
         self._first: dict[str, str] = {}  # any target -> first target
         for name in sorted(state, key=dot_natural_key):
@@ -154,12 +162,17 @@ class Converted(ConvertedWeights):
                 key, matched = back.rename_source_key(target)
                 back.add_tensor(key, target, str(matched), weight)  # type: ignore[arg-type]
             made = back.convert(key, model=self._model, config=self._model.config)  # type: ignore[attr-defined]
-        tensors = {self._names.bare(key): value[0] if isinstance(value, list) else value for key, value in made.items()}
+        tensors = {self._names.bare(key): value for key, value in made.items()}
         if tensors.keys() != expected.keys():
             raise UserError(f"{name} is made of {source} and others, but transformers takes it apart into {min(made)}")
-        pieces = {expected[key]: value.to(self._shapes[expected[key]].dtype) for key, value in tensors.items()}
-        if other := next((key for key, value in pieces.items() if value.shape != self._shapes[key].shape), None):
-            raise UserError(f"transformers makes {other} {list(pieces[other].shape)} of {name}, not the checkpoint's")
+        pieces = {}
+        for key, value in tensors.items():
+            piece = value[0] if isinstance(value, list) else value
+            stored = expected[key]
+            like = self._shapes[stored]
+            if piece.shape != like.shape:
+                raise UserError(f"transformers makes {stored} {list(piece.shape)} of {name}, not the checkpoint's")
+            pieces[stored] = piece.to(like.dtype)
         return pieces
 
     def on_meta(self) -> dict[str, Tensor]:
@@ -172,12 +185,12 @@ class Converted(ConvertedWeights):
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint holds, by their names in ``model``, such as a router's correction."""
-    return {
-        f"{prefix}.{name}": buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
+    buffers = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                buffers[f"{prefix}.{name}"] = buffer
+    return buffers
 
 
 def keep_precision(model: Any, dtype: torch.dtype) -> None:
@@ -185,7 +198,8 @@ def keep_precision(model: Any, dtype: torch.dtype) -> None:
 
     The other weights have ``dtype``.
     """
-    if not (kept := model._get_dtype_plan(dtype)):
+    kept = model._get_dtype_plan(dtype)
+    if not kept:
         return
     pattern, _, _ = build_glob_alternation(list(kept))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -218,23 +232,26 @@ def take_text(model: Any) -> TextPart | None:
     Raises:
         UserError: the text part is not a separate causal decoder.
     """
-    if (text := model.config.get_text_config()) is model.config:
+    text = model.config.get_text_config()
+    if text is model.config:
         return None
     kind = MODEL_MAPPING.get(type(text), None)
     bodies = [name for name, module in model.named_modules() if type(module) is kind]
-    head = next((name for name, module in model.named_children() if module is model.get_output_embeddings()), None)
-    if model.config.is_encoder_decoder or len(bodies) != 1 or head is None:
+    output = model.get_output_embeddings()
+    heads = [name for name, module in model.named_children() if module is output]
+    if model.config.is_encoder_decoder or len(bodies) != 1 or not heads:
         raise UserError(
             f"{type(model).__name__} takes images or sound, and its text part ({text.model_type}) is not a decoder "
             "that can be trained alone"
         )
     parts: list[str] = []
     modules: set[str] = set()
-    names = bodies[0].split(".")
-    before = ""
-    for inner in [".".join(names[: i + 1]) for i in range(len(names))]:
+    before = ""  # the module that holds the next one on the way to the body
+    for inner in bodies[0].split("."):
         owner = model.get_submodule(before)
-        kept = {inner.rpartition(".")[2], head if not before else ""}
+        kept = {inner}
+        if owner is model:
+            kept.add(heads[0])
         for name, child in list(owner.named_children()):
             if name not in kept:
                 parts.append(_join(before, name))
@@ -243,7 +260,7 @@ def take_text(model: Any) -> TextPart | None:
         for name in [name for name, _ in owner.named_parameters(recurse=False)]:
             parts.append(_join(before, name))
             del owner._parameters[name]
-        before = inner
+        before = _join(before, inner)
     return TextPart(bodies[0], tuple(parts), frozenset(modules))
 
 

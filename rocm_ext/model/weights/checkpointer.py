@@ -212,15 +212,17 @@ class StoredWeights(Mapping[str, Tensor]):
             return
         if (form := stored_format(folder)) is not None:
             self._block = form.block
-        left = set(scales.values())
-        self._stored = {
-            weights.get(name, name): parts + self._stored[scales[name]] if name in scales else parts
-            for name, parts in self._stored.items()
-            if name not in left
-        }
-        self._names = {
-            file: [weights.get(name, name) for name in names if name not in left] for file, names in self._names.items()
-        }
+        joined = set(scales.values())
+        before = self._stored
+        self._stored = {}
+        for name, parts in before.items():
+            if name in joined:
+                continue
+            if name in scales:
+                parts = parts + before[scales[name]]
+            self._stored[weights.get(name, name)] = parts
+        for file, names in self._names.items():
+            self._names[file] = [weights.get(name, name) for name in names if name not in joined]
 
     @property
     def files(self) -> list[str]:
@@ -247,12 +249,18 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def on_meta(self) -> dict[str, Tensor]:
         """Return all tensors without their values."""
-        return {name: self._joined(name, self._parts(name, lambda r, theirs: r.on_meta(theirs))) for name in self}
+        tensors = {}
+        for name in self:
+            parts = self._parts(name, lambda reader, theirs: reader.on_meta(theirs))
+            tensors[name] = self._joined(name, parts)
+        return tensors
 
     def sample(self, name: str) -> Tensor:
         """Return up to 64 values spread over a tensor, then up to 64 scales; other values are not read."""
-        values, *scales = self._parts(name, lambda reader, theirs: reader.sample(theirs))
-        return torch.cat([values.float(), scales[0].float()]) if scales else values
+        parts = self._parts(name, lambda reader, theirs: reader.sample(theirs))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([part.float() for part in parts])
 
     def _parts(self, name: str, read: Callable[["_Reader", str], Tensor]) -> list[Tensor]:
         parts = []
@@ -284,14 +292,16 @@ def sample(state: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    return torch.cat([tensor.reshape(-1)[part.start : part.stop] for part in _spread(tensor.numel())])
+    values = tensor.reshape(-1)
+    return torch.cat([values[part.start : part.stop] for part in _spread(tensor.numel())])
 
 
 def _spread(count: int) -> list[range]:
     """Return the indices of sampled values: eight runs of eight, or all of a small tensor."""
     if count <= 64:
         return [range(count)]
-    return [range(start, start + 8) for start in (i * (count - 8) // 7 for i in range(8))]
+    starts = [i * (count - 8) // 7 for i in range(8)]
+    return [range(start, start + 8) for start in starts]
 
 
 # ---- readers: the tensors of a file by name, also without their values, or with some of them (see _spread)
@@ -323,13 +333,15 @@ class _Raw(ABC):
 
     def sample(self, name: str) -> Tensor:
         like = self.on_meta(name)
-        values = torch.empty(sum(map(len, _spread(like.numel()))), dtype=like.dtype)
+        parts = _spread(like.numel())
+        values = torch.empty(sum(map(len, parts)), dtype=like.dtype)
         content = values.view(torch.uint8).numpy().data
+        width = like.element_size()
         with self._open(name, random=True) as file:
             begin = file.tell()
-            for part in _spread(like.numel()):
-                size = len(part) * like.element_size()
-                file.seek(begin + part.start * like.element_size())
+            for part in parts:
+                file.seek(begin + part.start * width)
+                size = len(part) * width
                 content[:size] = file.read(size)
                 content = content[size:]
         return values
@@ -349,10 +361,12 @@ class _Raw(ABC):
             try:
                 yield file
             finally:
-                page, part = mmap.PAGESIZE, first % mmap.PAGESIZE
-                with suppress(OSError):  # the kernel drops only complete pages
-                    size = -(-(end - first + part) // page) * page
-                    os.posix_fadvise(file.fileno(), first - part, size, os.POSIX_FADV_DONTNEED)
+                # the kernel drops only complete pages
+                begin = first - first % mmap.PAGESIZE
+                size = end - begin
+                size += -size % mmap.PAGESIZE
+                with suppress(OSError):
+                    os.posix_fadvise(file.fileno(), begin, size, os.POSIX_FADV_DONTNEED)
 
 
 class _Safetensors(_Raw):
@@ -388,7 +402,8 @@ class _Gguf:
 
     def __init__(self, folder: Path) -> None:
         opened = [GgufFile(Path(path)) for path in files_in(folder) or ()]
-        files, self.path = [_Blocks(file) for file in opened], opened[0].path
+        files = [_Blocks(file) for file in opened]
+        self.path = opened[0].path
         self._files = {name: file for file in files for name in file.names}
         if len(self._files) < sum(len(file.names) for file in files):
             raise UserError(f"the parts of {self.path} have tensors of one name; {AGAIN}")
@@ -398,40 +413,46 @@ class _Gguf:
             except UserError as error:
                 raise UserError(f"{error}: it has changed; set model.checkpoint_dir={self.path}") from error
         self._parts = llama_cpp.places(folder, opened[0], self._files)
-        self._shapes = (json_object(path.read_bytes()) or {}) if (path := folder / SHAPES).is_file() else {}
+        shapes = folder / SHAPES
+        self._shapes = (json_object(shapes.read_bytes()) or {}) if shapes.is_file() else {}
         self.names = sorted(self._parts)
 
     def kinds(self, name: str) -> set[str]:
         """Return the kinds of blocks of a weight's parts; an empty kind means numbers."""
-        return {self._files[part.name].places[part.name].kind for part in self._parts[name]}
+        return {file.places[part].kind for file, part in self._stored(name)}
+
+    def _stored(self, name: str) -> list[tuple["_Blocks", str]]:
+        """Return the file and llama.cpp's name of each part of a weight."""
+        return [(self._files[part.name], part.name) for part in self._parts[name]]
 
     def on_meta(self, name: str) -> Tensor:
-        return self._joined(name, [self._files[part.name].on_meta(part.name) for part in self._parts[name]])
+        return self._joined(name, [file.on_meta(part) for file, part in self._stored(name)])
 
     def read(self, name: str) -> Tensor:
         tensors = []
-        for part in self._parts[name]:
-            file = self._files[part.name]
+        for file, part in self._stored(name):
             with _readable(file.path):
-                tensors.append(file.read(part.name))
+                tensors.append(file.read(part))
         return self._joined(name, tensors)
 
     def sample(self, name: str) -> Tensor:
-        return torch.cat([self._files[part.name].sample(part.name) for part in self._parts[name]])
+        return torch.cat([file.sample(part) for file, part in self._stored(name)])
 
     def _joined(self, name: str, tensors: list[Tensor]) -> Tensor:
-        parts = self._parts[name]
         kind, *others = self.kinds(name)
         if others:  # different blocks become one weight as numbers
-            kinds = [self._files[part.name].places[part.name].kind for part in parts]
-            pairs, kind = zip(tensors, kinds, strict=True), ""
-            tensors = [unpack(tensor, blocks, torch.float32) if blocks else tensor.float() for tensor, blocks in pairs]
+            kind = ""
+            for i, (file, part) in enumerate(self._stored(name)):
+                blocks = file.places[part].kind
+                tensors[i] = unpack(tensors[i], blocks, torch.float32) if blocks else tensors[i].float()
         try:
-            made = llama_cpp.joined(parts, tensors, kind)
+            made = llama_cpp.joined(self._parts[name], tensors, kind)
         except ValueError as error:
             raise UserError(f"{self.path}: {error}; {AGAIN}") from error
-        shape = self._shapes.get(name, [])  # llama.cpp's shapes have no sides of 1
-        return made.view(shape) if 1 in shape and [*made.shape] == [side for side in shape if side != 1] else made
+        shape = self._shapes.get(name, [])
+        if 1 in shape and list(made.shape) == [side for side in shape if side != 1]:
+            return made.view(shape)  # llama.cpp's shapes have no sides of 1
+        return made
 
 
 class _Blocks(_Raw):

@@ -29,7 +29,7 @@ from rocm_ext.model.families import (
     read_architecture,
     read_rope,
 )  # fmt: skip
-from rocm_ext.model.names import OUTPUT_WEIGHT, stored_names
+from rocm_ext.model.names import OUTPUT_WEIGHT, last_part, stored_names
 from rocm_ext.model.weights.gguf_files import SHAPES, GgufFile, Metadata, files_in
 from rocm_ext.model.weights.quantized import of_blocks
 
@@ -77,14 +77,19 @@ class Part:
 
     def of(self, weight: Tensor) -> Tensor:
         """Return the part of a weight, [..., rows, columns] or, of a vector or biases, [..., rows]."""
-        weight = weight if self.change is None else self.change[0](weight)
+        if self.change is not None:
+            to_llama, _ = self.change
+            weight = to_llama(weight)
         if self.is_vector(weight):
             return weight[..., self.rows]
         return self.columns_of(weight[..., self.rows, :])
 
     def columns_of(self, weight: Tensor) -> Tensor:
         """Return a weight with the columns in llama.cpp's order."""
-        return weight if self.heads is None else weight.unflatten(-1, self.heads).transpose(-3, -2).flatten(-3)
+        if self.heads is None:
+            return weight
+        by_head = weight.unflatten(-1, self.heads)  # [..., a, b, width]
+        return by_head.transpose(-3, -2).flatten(-3)
 
     def is_vector(self, tensor: Tensor) -> bool:
         """Return whether a tensor with this name has no columns."""
@@ -99,31 +104,40 @@ def joined(parts: Sequence[Part], tensors: Sequence[Tensor], kind: str) -> Tenso
         tensors: llama.cpp's tensors, one per part: numbers, or bytes of blocks.
         kind: kind of the blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`; empty: numbers.
     """
-    (first, *others), weight = parts, tensors[0]
-    dim = -1 if first.is_vector(weight) else -2
-    problem = ""
-    if kind and dim == -1:
-        problem = f" has blocks of {kind}; expected numbers"
-    elif any(tensor.shape != weight.shape for tensor in tensors):
-        problem = f" and {others[-1].name} have different shapes"
-    elif isinstance(first.rows, Tensor) and weight.shape[dim] != len(first.rows):
-        problem = f" has {weight.shape[dim]} rows instead of {len(first.rows)}"
-    if problem:
-        raise ValueError(first.name + problem)
+    first, *others = parts
+    weight = tensors[0]
+    is_vector = first.is_vector(weight)
+    dim = -1 if is_vector else -2
+    if kind and is_vector:
+        raise ValueError(f"{first.name} has blocks of {kind}; expected numbers")
+    if any(tensor.shape != weight.shape for tensor in tensors):
+        raise ValueError(f"{first.name} and {others[-1].name} have different shapes")
+    if isinstance(first.rows, Tensor) and weight.shape[dim] != len(first.rows):
+        raise ValueError(f"{first.name} has {weight.shape[dim]} rows instead of {len(first.rows)}")
     if others:
         shape = list(weight.shape)
         shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
         weight = weight.new_empty(shape)
         for part, tensor in zip(parts, tensors, strict=True):
-            weight[(..., part.rows) if dim == -1 else (..., part.rows, slice(None))] = tensor
+            if is_vector:
+                weight[..., part.rows] = tensor
+            else:
+                weight[..., part.rows, :] = tensor
     elif isinstance(first.rows, Tensor):
-        weight = weight.index_select(dim, first.rows.argsort().to(weight.device))
-    swapped = first.heads and (first.heads[1], first.heads[0], first.heads[2])
+        back = first.rows.argsort()
+        weight = weight.index_select(dim, back.to(weight.device))
+    swapped = None
+    if first.heads is not None:
+        a, b, width = first.heads
+        swapped = b, a, width
     if kind:
         weight = of_blocks(weight, kind, heads=swapped)
     elif swapped:
         weight = replace(first, heads=swapped).columns_of(weight)
-    return weight if first.change is None else first.change[1](weight)
+    if first.change is None:
+        return weight
+    _, from_llama = first.change
+    return from_llama(weight)
 
 
 @dataclass(frozen=True)
@@ -194,7 +208,9 @@ def read_layout(folder: Path) -> Layout:
     """
     if (config := foreign_config(folder, trust_remote_code=True)) is None:
         return _of_native(folder, read_architecture(folder))
-    text = part if isinstance(part := config.get("text_config"), Mapping) else config
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        text = config
     row = _ROWS.get(str(text.get("model_type")))
     if row is None or "auto_map" in config:
         named = config.get("architectures")
@@ -206,7 +222,8 @@ def read_layout(folder: Path) -> Layout:
 
 def way_out(folder: Path) -> str:
     """Return options of ``rocm-ext export`` that write a folder's model for other programs."""
-    if files := files_in(folder):
+    files = files_in(folder)
+    if files:
         return f"--gguf-adapter LORA.gguf; then llama-server -m {shlex.quote(files[0])} --lora LORA.gguf"
     try:
         read_layout(folder)
@@ -256,13 +273,15 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
     def parts(name: str) -> list[Part]:
         if a.tied and name == OUTPUT_WEIGHT:
             return []
-        layer = name.rpartition(".")[0].rpartition(".")[2]
+        module, _, _ = name.rpartition(".")
+        layer = last_part(module)
         if arch != "LLAMA" or layer not in ("q_proj", "k_proj"):
             return [Part(name)]
         # in Hugging Face's files, the two halves of a head rotate together; llama.cpp's Llama rotates neighbours
         heads = a.heads if layer == "q_proj" else a.kv_heads
-        rows = torch.arange(heads * a.head_dim).view(heads, 2, a.head_dim // 2)
-        return [Part(name, rows.transpose(1, 2).flatten())]
+        halves = torch.arange(heads * a.head_dim).view(heads, 2, a.head_dim // 2)
+        neighbours = halves.transpose(1, 2)  # [heads, head_dim / 2, 2]
+        return [Part(name, neighbours.flatten())]
 
     return Layout(arch, a.layers, a.vocabulary, keys, parts, factors)
 
@@ -279,18 +298,21 @@ def places(folder: Path, first: GgufFile, stored: Collection[str]) -> dict[str, 
     names = GgufNames(layout)
     weights: dict[str, list[Part]] = {}
     path = folder / SHAPES
+    known = {_FACTORS}
     shapes = (json_object(path.read_bytes()) or {}) if path.is_file() else stored_names(layout.layers)
     for name in shapes:
-        ways = [layout.parts(name), [Part(f"{name}.weight")] if name.endswith("gate_up_proj") else []]
+        ways = [layout.parts(name)]
+        if name.endswith("gate_up_proj"):
+            ways.append([Part(f"{name}.weight")])
         for way in ways:
             parts = [replace(part, name=names.find(part.name) or "") for part in way]
-            there = [part.name in stored for part in parts]
-            if any(there) and not all(there):
-                raise UserError(f"{first.path} lacks {parts[there.index(False)].name}")
-            if any(there):
-                weights[name] = parts
-                break
-    known = {part.name for parts in weights.values() for part in parts} | {_FACTORS}
+            missing = [part.name for part in parts if part.name not in stored]
+            if len(missing) == len(parts):
+                continue
+            refuse(f"{first.path} lacks {part}" for part in missing)
+            weights[name] = parts
+            known.update(part.name for part in parts)
+            break
     ahead = tuple(f"blk.{layout.layers + number}." for number in range(_ahead(first)))
     others = sorted(name for name in {*stored} - known if not name.startswith(ahead))
     refuse(f"{first.path} has {name}, which no layer of this {names.arch} has" for name in others)
@@ -301,8 +323,10 @@ def _ahead(file: GgufFile) -> int:
     """Return the number of final layers that predict further tokens and are left out."""
     if not file.architecture.startswith("qwen35"):
         return 0
-    layers = file.metadata.get(f"{file.architecture}.nextn_predict_layers", 0)
-    return layers if type(layers) is int and 0 <= layers <= _LAYERS else 0
+    layers = file.metadata.get(f"{file.architecture}.nextn_predict_layers")
+    if type(layers) is not int or layers not in range(_LAYERS + 1):
+        return 0
+    return layers
 
 
 def config_of(files: Sequence[GgufFile]) -> Json:
@@ -312,42 +336,48 @@ def config_of(files: Sequence[GgufFile]) -> Json:
         UserError: the metadata has an unknown architecture or an unknown key.
         Exception: a key is missing or a value has another type; the caller explains it.
     """
-    file, arch = files[0], files[0].architecture
+    file = files[0]
+    arch = file.architecture
 
     def check(fits: bool, problem: str) -> None:
         if not fits:
             raise UserError(f"{file.path}: {arch}.{problem}")
 
-    places = {name: tensor for part in files for name, tensor in part.places.items()}
-    native = next((kind for kind, name in MODEL_TYPES.items() if _named(_NATIVE[name]) == arch), None)
-    kind, row = next(((kind, row) for kind, row in _ROWS.items() if _named(row.arch) == arch), (native, None))
-    if kind is None:
-        known = {_named(known) for known in (*_NATIVE.values(), *(row.arch for row in _ROWS.values()))}
-        raise UserError(f"{file.path} is llama.cpp's {arch}; {', '.join(sorted(known))} are read from GGUF files")
+    places: dict[str, Any] = {}
+    for part in files:
+        places |= part.places
+    kind, row = _family_of(file)
     if len(getattr(places.get("token_embd.weight"), "shape", ())) != 2:
         raise UserError(f"{file.path} lacks token_embd.weight, the embeddings")
     config: Json = {"architectures": [MODEL_TYPES.get(kind) or _class_of(kind, file)], "model_type": kind}
-    of_row: Mapping[str, Of] = {} if row is None else row.keys
+    asked = dict(_COMMON)
+    optional = set(_OPTIONAL)  # see check_config
     if row is not None:
         config |= {key: value for key, value in row.only.items() if not callable(value)}
-    keys, values = _keys(file), Metadata()
-    for key, theirs in {**_COMMON, **of_row}.items():
-        value = keys.pop(stored := _stored_key(arch, key), None)
-        if value is None and (key in _OPTIONAL or key in of_row or "expert_count" in of_row):  # see check_config
+        asked |= row.keys
+        optional |= asked.keys() if "expert_count" in row.keys else row.keys.keys()
+    keys = _keys(file)
+    values = Metadata()
+    for key, theirs in asked.items():
+        stored = _stored_key(arch, key)
+        value = keys.pop(stored, None)
+        if value is None and key in optional:
             continue
-        check(not (problem := _problem_of(key, value)), f"{stored} is {value!r}; {problem}")
+        problem = _problem_of(key, value)
+        check(not problem, f"{stored} is {value!r}; {problem}")
         values[key] = value
         if isinstance(theirs, str):
             same = config.setdefault(theirs, value) == value
             check(same, f"{stored} is {value}, but {theirs} {config[theirs]}")
-    config["head_dim"] = values.get("key_length", config["hidden_size"] // config["num_attention_heads"])
+    width = values.get("key_length", config["hidden_size"] // config["num_attention_heads"])
+    config["head_dim"] = width
     config["vocab_size"] = places["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in places
     if row is None:
-        biased = "blk.0.attn_output.bias" in places or (arch == "llama" and "blk.0.attn_q.bias" in places)
-        config["attention_bias"] = biased
+        biased_qkv = arch == "llama" and "blk.0.attn_q.bias" in places
+        config["attention_bias"] = biased_qkv or "blk.0.attn_output.bias" in places
     config["rope_parameters"] = _rope_of(files, keys, config, row is not None and row.arch == "GEMMA4")
-    turned, width = keys.pop("rope.dimension_count", config["head_dim"]), config["head_dim"]
+    turned = keys.pop("rope.dimension_count", width)
     if turned != width:
         partial = arch.startswith("qwen35") and turned in range(2, width, 2)
         check(partial, f"rope.dimension_count is {turned}; expected head_dim, {width}")
@@ -361,51 +391,80 @@ def config_of(files: Sequence[GgufFile]) -> Json:
     return config
 
 
+def _family_of(file: GgufFile) -> tuple[str, "_Row | None"]:
+    """Return the model_type of a file's architecture, and its row of the table unless it is a native family."""
+    for kind, row in _ROWS.items():
+        if _named(row.arch) == file.architecture:
+            return kind, row
+    for kind, name in MODEL_TYPES.items():
+        if _named(_NATIVE[name]) == file.architecture:
+            return kind, None
+    known = {_named(arch) for arch in _NATIVE.values()}
+    known |= {_named(row.arch) for row in _ROWS.values()}
+    raise UserError(
+        f"{file.path} is llama.cpp's {file.architecture}; {', '.join(sorted(known))} are read from GGUF files"
+    )
+
+
 def _class_of(kind: str, file: GgufFile) -> str:
     """Return transformers' name of the class of a model_type."""
     with suppress(ImportError):
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        if (name := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)) is not None:
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+        if name is not None:
             return name
     raise UserError(f"{file.path} needs a transformers that knows {kind}: pip install 'torchtune-rocm[transformers]'")
 
 
 def _problem_of(key: str, value: Any) -> str:
     """Return the error in a number or numbers of the metadata, or ""."""
-    if not isinstance(value, list):
-        value = [value]
+    values = value if isinstance(value, list) else [value]
+    kinds = {type(value) for value in values}
     if key == "sliding_window_pattern":
-        return "" if all(type(entry) is bool for entry in value) else "expected booleans"
-    most = _LAYERS if key == "block_count" else _LARGEST
-    if any(type(number) not in (int, float) for number in value):
+        return "" if kinds <= {bool} else "expected booleans"
+    if not kinds <= {int, float}:
         return "expected a number"
-    least = 0 if key in _OR_NONE else 1e-12 if any(type(number) is float for number in value) else 1
-    return "" if all(least <= number <= most for number in value) else f"expected {least} to {most}"
+    most = _LAYERS if key == "block_count" else _LARGEST
+    least: float = 1e-12 if float in kinds else 1
+    if key in _OR_NONE:
+        least = 0
+    if all(least <= value <= most for value in values):
+        return ""
+    return f"expected {least} to {most}"
 
 
 def check_config(folder: Path, file: GgufFile) -> None:
     """Check that a folder's ``config.json`` gives the metadata of ``file``, from which it was made."""
-    stored, arch, layout = _keys(file), file.architecture, read_layout(folder)
-    asked = {key for row in _ROWS.values() if row.arch == layout.arch for key in row.keys} | {*_COMMON}
+    arch = file.architecture
+    stored = _keys(file)
+    layout = read_layout(folder)
+    asked = {*_COMMON}
+    for row in _ROWS.values():
+        if row.arch == layout.arch:
+            asked |= row.keys.keys()
     needed = {_stored_key(arch, key) for key in layout.keys.keys() & asked - _OPTIONAL}
-    computed = _stored(arch, layout.keys)
-    refuse(
-        f"{file.path}: {arch}.{key} is {stored[key]}, but {value} is computed here"
-        if key in stored
-        else f"{file.path} lacks {arch}.{key}"
-        for key, value in computed.items()
-        if (not _equal(stored[key], value) if key in stored else key in needed)
-    )
+    for key, value in _stored(arch, layout.keys).items():
+        if key not in stored:
+            if key in needed:
+                raise UserError(f"{file.path} lacks {arch}.{key}")
+        elif not _equal(stored[key], value):
+            raise UserError(f"{file.path}: {arch}.{key} is {stored[key]}, but {value} is computed here")
 
 
 def _equal(stored: Any, value: Any) -> bool:
+    """Return whether two values of the metadata agree; a single number stands for a list of its copies."""
     if isinstance(stored, list) or isinstance(value, list):
-        stored, value = (side if isinstance(side, list) else [side] for side in (stored, value))
-        size = max(len(stored), len(value))
-        both = (side * (size if len(side) == 1 else 1) for side in (stored, value))
-        return len({len(stored), len(value)} - {1}) < 2 and all(map(_equal, *both))
-    return math.isclose(stored, value, rel_tol=1e-5) if isinstance(value, float) else stored == value
+        ours = value if isinstance(value, list) else [value]
+        theirs = stored if isinstance(stored, list) else [stored]
+        if len(ours) == 1:
+            ours = ours * len(theirs)
+        if len(theirs) == 1:
+            theirs = theirs * len(ours)
+        return len(ours) == len(theirs) and all(map(_equal, theirs, ours))
+    if isinstance(value, float):
+        return math.isclose(stored, value, rel_tol=1e-5)
+    return stored == value
 
 
 def _named(arch: str) -> str:
@@ -414,21 +473,27 @@ def _named(arch: str) -> str:
 
 def _keys(file: GgufFile) -> Metadata:
     """Return the architecture's metadata, without layers that predict further tokens."""
-    arch = file.architecture
-    keys = {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items() if key.startswith(f"{arch}.")}
-    if ahead := _ahead(file):
+    prefix = f"{file.architecture}."
+    keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    ahead = _ahead(file)
+    if ahead:
         del keys["nextn_predict_layers"]
         keys["block_count"] -= ahead
-    every, layers = keys.get(pattern := "attention.sliding_window_pattern"), keys.get("block_count", 0)
-    if type(every) is int and layers in range(_LAYERS):  # a period
-        keys[pattern] = [(layer + 1) % max(every, 1) > 0 for layer in range(layers)]
+    pattern = "attention.sliding_window_pattern"
+    period = keys.get(pattern)
+    layers = keys.get("block_count", 0)
+    if type(period) is int and layers in range(_LAYERS):
+        keys[pattern] = [layer % max(period, 1) > 0 for layer in range(1, layers + 1)]
     return keys
 
 
 def add_keys(writer: Any, keys: Metadata) -> None:
     """Add the keys of a :class:`Layout` to a ``GGUFWriter``."""
     for key, value in keys.items():
-        getattr(writer, f"add_{key}")(library().RopeScalingType(value) if key == "rope_scaling_type" else value)
+        if key == "rope_scaling_type":
+            value = library().RopeScalingType(value)
+        add = getattr(writer, f"add_{key}")
+        add(value)
 
 
 def _stored(arch: str, keys: Metadata) -> Metadata:
@@ -445,13 +510,15 @@ def _stored_key(arch: str, key: str) -> str:
 def _rope_of(files: Sequence[GgufFile], keys: Metadata, config: Json, proportional: bool) -> Json:
     """Return RoPE's parameters, and remove its keys from ``keys``; ``proportional``: only first dimensions rotate."""
 
+    path = files[0].path
+
     def taken(key: str, usual: Any = None) -> Any:
         value = keys.pop(key, usual)
-        if problem := _problem_of(key, value):
+        problem = _problem_of(key, value)
+        if problem:
             raise UserError(f"{path}: {key} is {value!r}; {problem}")
         return value
 
-    path = files[0].path
     rope: Json = {"rope_type": "default", "rope_theta": taken("rope.freq_base", 10_000.0)}
     kind = keys.pop("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
@@ -461,26 +528,30 @@ def _rope_of(files: Sequence[GgufFile], keys: Metadata, config: Json, proportion
     if kind == "yarn":
         trained = keys.pop("rope.scaling.original_context_length", config["max_position_embeddings"])
         rope["original_max_position_embeddings"] = trained
-        rope |= {key: keys.pop(of) for key, of in _YARN.items() if of in keys}
+        rope |= {key: keys.pop(stored) for key, stored in _YARN.items() if stored in keys}
         if "attention_factor" in rope:
             rope["attention_factor"] *= 0.1 * math.log(rope["factor"]) + 1.0  # llama.cpp multiplies by this one
         _check_betas(path, read_rope({"rope_parameters": rope}, 1).yarn)
-    holder = next((file for file in files if _FACTORS in file.places), None)
-    if holder is None:
+    holders = [file for file in files if _FACTORS in file.places]
+    if not holders:
         return rope
-    width, at = config["head_dim"], holder.places[_FACTORS]
-    fits = kind == "none" and not at.kind and at.shape == (width // 2,)
+    holder = holders[0]
+    place = holder.places[_FACTORS]
+    width = config["head_dim"]
+    fits = kind == "none" and not place.kind and place.shape == (width // 2,)
     factors = holder.numbers(_FACTORS) if fits else torch.ones(1)
     if proportional:
-        turned, factor = int((factors < _STILL).sum()), float(factors[0])
+        family = "Gemma 4"
+        turned = int((factors < _STILL).sum())
+        factor = float(factors[0])
         rope |= {"rope_type": "proportional", "factor": factor, "partial_rotary_factor": 2 * turned / width}
-        known = fits and torch.equal(factors, _first_dimensions(width, turned, factor))
+        same = fits and torch.equal(factors, _first_dimensions(width, turned, factor))
     else:
+        family = "Llama 3"
         rope |= {"rope_type": "llama3", "factor": round(float(factors.max()), 3)}
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        known = fits and torch.allclose(_factors(width, read_rope({"rope_parameters": rope}, 1)), factors, 1e-4)
-    if not known:
-        family = "Gemma 4" if proportional else "Llama 3"
+        same = fits and torch.allclose(_factors(width, read_rope({"rope_parameters": rope}, 1)), factors, 1e-4)
+    if not same:
         raise UserError(f"{path}: {_FACTORS} are not {family}'s; put the model's config.json beside the file")
     return rope
 
@@ -558,29 +629,33 @@ def _of_transformers(folder: Path, row: _Row) -> Layout:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder).get_text_config()
-    for key, only in row.only.items():
-        only = only(config) if callable(only) else only
-        if (value := getattr(config, key, only)) != only:
+    for key, computed in row.only.items():
+        only = computed(config) if callable(computed) else computed
+        value = getattr(config, key, only)
+        if value != only:
             raise UserError(f"{folder / CONFIG}: {key} is {value!r}; llama.cpp computes only {only!r}")
     rope = dict(config.rope_parameters)
     rope = rope.get("full_attention", rope)
     _check_rope(folder, row.arch, rope["rope_type"])
     part = rope.pop("partial_rotary_factor", 1.0)
-    values = {
-        key: of(config) if callable(of) else getattr(config, of, None) for key, of in {**_COMMON, **row.keys}.items()
-    }
-    keys = {key: value for key, value in values.items() if value is not None}  # without an MLP, no size of it
+    keys = {}
+    for key, source in {**_COMMON, **row.keys}.items():
+        value = source(config) if callable(source) else getattr(config, source, None)
+        if value is not None:  # without an MLP, no size of it
+            keys[key] = value
     factors = None
     if rope["rope_type"] == "proportional":  # the first dimensions rotate, the others stay
-        rope["rope_type"], width = "default", keys["key_length"]
+        rope["rope_type"] = "default"
+        width = keys["key_length"]
         factor = rope.get("factor", 1.0)
         factors = _first_dimensions(width, int(width * part) // 2, factor)
         part = 1.0
     read = read_rope({"rope_parameters": rope}, config.max_position_embeddings)
     _check_betas(folder / CONFIG, read.yarn)
     keys |= {"rope_dimension_count": int(keys["key_length"] * part), **_rope_keys(read)}
-    differs = "llama.cpp rounds the bounds of YaRN, and this model does not: its answers differ a little there"
-    differs = differs if read.yarn and not read.yarn.rounded else ""
+    differs = ""
+    if read.yarn and not read.yarn.rounded:
+        differs = "llama.cpp rounds the bounds of YaRN, and this model does not: its answers differ a little there"
 
     def parts(name: str) -> list[Part]:
         return row.parts(name.replace("language_model.", ""), config)
@@ -599,8 +674,12 @@ def _experts(name: str, config: Any) -> list[Part]:
     stem, fused, _ = name.partition("gate_up_proj")
     if fused:
         half = config.moe_intermediate_size
-        return [Part(f"{stem}gate_proj.weight", slice(half)), Part(f"{stem}up_proj.weight", slice(half, None))]
-    return [Part(f"{name}.weight" if name.endswith("experts.down_proj") else name)]
+        gate = Part(f"{stem}gate_proj.weight", slice(half))
+        up = Part(f"{stem}up_proj.weight", slice(half, None))
+        return [gate, up]
+    if name.endswith("experts.down_proj"):
+        name += ".weight"
+    return [Part(name)]
 
 
 def _gemma_3(name: str, _: Any) -> list[Part]:
@@ -615,8 +694,10 @@ def _gpt_oss(name: str, _: Any) -> list[Part]:
     if not experts:
         return [Part(name)]
     end, change = ("bias", None) if layer.endswith("_bias") else ("weight", _TRANSPOSED)
-    parts = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
-    parts = {"down": slice(None)} if layer.startswith("down_proj") else parts
+    if layer.startswith("down_proj"):
+        parts = {"down": slice(None)}
+    else:
+        parts = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
     return [Part(f"{stem}.experts.{part}_proj.{end}", rows, change=change) for part, rows in parts.items()]
 
 
@@ -628,21 +709,22 @@ def _qwen3_5(name: str, config: Any) -> list[Part]:
         return [replace(parts[0], change=_PLUS_ONE)] if name.endswith("norm.weight") else parts
     heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
     by_head = torch.arange(heads).view(keys, -1).T.flatten()
-    width, before = config.linear_value_head_dim, 2 * keys * config.linear_key_head_dim  # q and k
-    values = (by_head[:, None] * width + torch.arange(width)).flatten()
+    width = config.linear_value_head_dim
+    begins = by_head[:, None] * width
+    values = (begins + torch.arange(width)).flatten()
+    before = 2 * keys * config.linear_key_head_dim  # rows of q and k
     mixed = torch.cat([torch.arange(before), before + values])
-    return [
-        {
-            "A_log": Part(name, by_head, change=_DECAY),
-            "dt_bias": Part(f"{stem}{delta}dt_proj.bias", by_head),
-            "conv1d.weight": Part(name, mixed, change=_FLAT),
-            "in_proj_qkv.weight": Part(name, mixed),
-            "in_proj_z.weight": Part(name, values),
-            "in_proj_a.weight": Part(name, by_head),
-            "in_proj_b.weight": Part(name, by_head),
-            "out_proj.weight": Part(name, heads=(keys, heads // keys, width)),
-        }.get(layer, Part(name))
-    ]
+    of_delta = {
+        "A_log": Part(name, by_head, change=_DECAY),
+        "dt_bias": Part(f"{stem}{delta}dt_proj.bias", by_head),
+        "conv1d.weight": Part(name, mixed, change=_FLAT),
+        "in_proj_qkv.weight": Part(name, mixed),
+        "in_proj_z.weight": Part(name, values),
+        "in_proj_a.weight": Part(name, by_head),
+        "in_proj_b.weight": Part(name, by_head),
+        "out_proj.weight": Part(name, heads=(keys, heads // keys, width)),
+    }
+    return [of_delta.get(layer, Part(name))]
 
 
 _GEMMA_4 = {  # ends of names, and what gguf knows for them
@@ -653,8 +735,10 @@ _GEMMA_4 = {  # ends of names, and what gguf knows for them
 
 
 def _gemma_4(name: str, _: Any) -> list[Part]:
-    end = next(filter(name.endswith, _GEMMA_4), "")
-    return [Part(name.removesuffix(end) + _GEMMA_4[end] if end else name)]
+    for end, known in _GEMMA_4.items():
+        if name.endswith(end):
+            return [Part(name.removesuffix(end) + known)]
+    return [Part(name)]
 
 
 def _head_dim(config: Any) -> int:
@@ -693,8 +777,9 @@ def _table(config: Any) -> int:
 
 
 def _mlps(config: Any) -> list[int]:
-    twice = config.use_double_wide_mlp
-    return [config.intermediate_size * (2 if twice and mode == "reuse" else 1) for mode in config.kv_sharing_modes]
+    size = config.intermediate_size
+    wide = 2 * size if config.use_double_wide_mlp else size
+    return [wide if mode == "reuse" else size for mode in config.kv_sharing_modes]
 
 
 _WINDOW: dict[str, Of] = {
@@ -735,17 +820,20 @@ _GELU = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 
 def _back_to_windows(every: int, values: Metadata, config: Json) -> Json:
     """Return the kinds of layers; where the file does not say it, every n-th layer has full attention."""
-    usual = _kinds(config["num_hidden_layers"], every, "sliding_attention")
-    pattern = values.get("sliding_window_pattern") or ()
-    return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern] or usual}
+    pattern = values.get("sliding_window_pattern")
+    if pattern:
+        return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
+    return {"layer_types": _kinds(config["num_hidden_layers"], every, "sliding_attention")}
 
 
 def _back_to_gemma_3(values: Metadata, config: Json) -> Json:
-    rope, base = config["rope_parameters"], values.get("rope_freq_base_swa", 10_000.0)
-    made = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
-    scale = _gemma_3_scale(SimpleNamespace(**config))
-    capped = {"final_logit_softcapping": config.get("final_logit_softcapping") or None}
-    return _back_to_windows(6, values, config) | {"rope_parameters": made, "query_pre_attn_scalar": scale} | capped
+    base = values.get("rope_freq_base_swa", 10_000.0)
+    sliding = {"rope_type": "default", "rope_theta": base}
+    return _back_to_windows(6, values, config) | {
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": sliding},
+        "query_pre_attn_scalar": _gemma_3_scale(SimpleNamespace(**config)),
+        "final_logit_softcapping": config.get("final_logit_softcapping") or None,
+    }
 
 
 def _back_to_qwen3_5(values: Metadata, config: Json) -> Json:
@@ -761,12 +849,15 @@ def _back_to_qwen3_5(values: Metadata, config: Json) -> Json:
 
 def _back_to_gemma_4(values: Metadata, config: Json) -> Json:
     widths = values["feed_forward_length"]
-    widths = widths if isinstance(widths, list) else [widths]
+    if not isinstance(widths, list):
+        widths = [widths]
     layers = _back_to_windows(6, values, config)
     heads = values["head_count_kv"]
-    heads = heads if isinstance(heads, list) else [heads] * len(layers["layer_types"])
-    of_kind = dict(zip(layers["layer_types"], heads, strict=True))
-    few, many = (of_kind.get(kind, heads[0]) for kind in ("full_attention", "sliding_attention"))
+    if not isinstance(heads, list):
+        heads = [heads] * len(layers["layer_types"])
+    by_kind = dict(zip(layers["layer_types"], heads, strict=True))
+    few = by_kind.get("full_attention", heads[0])
+    many = by_kind.get("sliding_attention", heads[0])
     sliding = {"rope_type": "default", "rope_theta": values["rope_freq_base_swa"]}
     return layers | {
         "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": sliding},
@@ -785,7 +876,9 @@ def _back_to_gemma_4(values: Metadata, config: Json) -> Json:
 
 def _gemma_3_scale(config: Any) -> float:
     """Return llama.cpp's scale of attention; it recognises the 27B model by its layers."""
-    return config.hidden_size // config.num_attention_heads if config.num_hidden_layers == 62 else config.head_dim
+    if config.num_hidden_layers == 62:
+        return config.hidden_size // config.num_attention_heads
+    return config.head_dim
 
 
 _ROWS = {  # by the model_type of the text part
