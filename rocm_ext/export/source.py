@@ -171,7 +171,8 @@ def write_merged(source: Source, out: Path, card: Callable[[], str]) -> None:
         if more:
             path = folder / "generation_config.json"
             content = json_object(path.read_bytes()) if path.is_file() else {}
-            path.write_text(json.dumps({**(content or {}), "eos_token_id": [*stops, *more]}, indent=2) + "\n")
+            settings = {**(content or {}), "eos_token_id": [*stops, *more]}
+        path.write_text(json.dumps(settings, indent=2) + "\n")
 
     merge(source.cfg.checkpointer, source.adapter, out, source.decoder(), complete)
 

@@ -10,12 +10,11 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from enum import Enum
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -86,7 +85,7 @@ def _describe(value: Any, words: list[str], seen: dict[int, tuple[int, Any]], mo
         words.append(f"{tuple(value.shape)} {value.dtype} {value.requires_grad}")
         parts: Iterable[Any] = [getattr(value, name) for name in ("packed", "scale", "block") if hasattr(value, name)]
     elif isinstance(value, Mapping):
-        parts = chain.from_iterable(item for item in value.items() if item[0] not in _LEFT_OUT)
+        parts = _entries(value)
     elif isinstance(value, Set):
         parts = sorted(map(repr, value))
     elif isinstance(value, Sequence):
@@ -99,11 +98,19 @@ def _describe(value: Any, words: list[str], seen: dict[int, tuple[int, Any]], mo
         slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
         attributes = dict(getattr(value, "__dict__", {}))
         attributes |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
-        parts = chain.from_iterable(item for item in attributes.items() if item[0] not in _LEFT_OUT)
+        parts = _entries(attributes)
     for part in parts:
         if not isinstance(part, Mapping) or part:  # modules have a dozen empty dictionaries of hooks
             _describe(part, words, seen, modules)
     words.append(")")
+
+
+def _entries(values: Mapping[Any, Any]) -> Iterator[Any]:
+    """Yield keys and values in turn."""
+    for key, value in values.items():
+        if key not in _LEFT_OUT:
+            yield key
+            yield value
 
 
 @cache

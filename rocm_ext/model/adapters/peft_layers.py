@@ -172,7 +172,8 @@ def layout_version() -> str:
 
 def is_old(peft_version: str) -> bool:
     """Return whether a version of PEFT has the old layout."""
-    parts = peft_version.split("+")[0].split("@")[0].split(".")[:3]
+    release = peft_version.split("+")[0].split("@")[0]
+    parts = release.split(".")[:3]
     numbers = [int(part) if part.isascii() and part.isdigit() else 0 for part in parts]
     return numbers < [int(part) for part in NEW_LAYOUT.split(".")]
 
@@ -186,19 +187,24 @@ def to_peft(layers: Sequence[PeftLayer], names: Names) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for peft_layer in layers:
         layer, module = peft_layer.layer, PREFIX + peft_layer.module
-        parts = {key: layer.get_parameter(key).detach().cpu().clone() for key in layer.adapter_params()}
         if isinstance(layer, ExpertLora):
-            a, b = parts["lora_a.weight"], parts["lora_b.weight"]
+            a, b = _on_cpu(layer.lora_a.weight), _on_cpu(layer.lora_b.weight)
             if old and not layer.transposed:
                 a, b = _swapped(a, b, layer.experts)
             tensors |= {module + LORA_A: a, module + LORA_B: b}
             continue
         ours = peft_layer.name.removesuffix(f".{TOKEN_ROWS}")
-        for key, tensor in parts.items():
+        for key in layer.adapter_params():
             part = peft_part(f"{peft_layer.name}.{key}")
-            rows = tensor if part == LORA_A else names.published_rows(f"{ours}.weight", tensor)
-            tensors[module + part] = rows
+            tensor = _on_cpu(layer.get_parameter(key))
+            if part != LORA_A:  # it has no output rows
+                tensor = names.published_rows(f"{ours}.weight", tensor)
+            tensors[module + part] = tensor
     return tensors
+
+
+def _on_cpu(parameter: Tensor) -> Tensor:
+    return parameter.detach().cpu().clone()
 
 
 def from_peft(state: Mapping[str, Tensor], decoder: Decoder, names: Names, config: Any) -> dict[str, Tensor]:

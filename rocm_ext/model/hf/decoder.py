@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
-from rocm_ext.base.errors import UserError, explain_errors, refuse
+from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.base.log import log
 from rocm_ext.data.batches import MicroBatch
 from rocm_ext.model.attention import Lengths
@@ -42,7 +41,7 @@ from rocm_ext.model.hf.packed_states import ROWS, keep_apart
 from rocm_ext.model.hf.sampler import TransformersSampler, memory_of, obstacle_of, replay_of
 from rocm_ext.model.hf.targets import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
 from rocm_ext.model.lora import Sizes
-from rocm_ext.model.names import Names
+from rocm_ext.model.names import Names, last_part
 from rocm_ext.model.token_rows import TokenRows
 
 # model_types whose packed rows tests compare with transformers. All others get padded rows.
@@ -89,8 +88,9 @@ class TransformersDecoder(Decoder):
             self.add_module(name, child)
         outside = [name for name, _ in model.named_parameters(recurse=False)]
         head = _name_of(model, model.get_output_embeddings())
-        lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
-        self.layers_name = next((n for n in lists if len(model.get_submodule(n)) == config.num_hidden_layers), "")  # type: ignore
+        lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
+        of_layers = [name for name, part in lists if len(part) == config.num_hidden_layers]
+        self.layers_name = of_layers[0] if of_layers else ""
         top, nested, _ = self.layers_name.partition(".")
         self._body = self.text_part.body if self.text_part else top
         if outside or not nested or not head or model.get_input_embeddings() is None:
@@ -99,16 +99,19 @@ class TransformersDecoder(Decoder):
             raise UserError(f"{type(model).__name__} {problem}")
         self.tied: tuple[str, str] | None = None
         embeddings = model.get_input_embeddings()
-        if model.get_output_embeddings().weight is embeddings.weight:
+        output = model.get_output_embeddings()
+        if output.weight is embeddings.weight:
             self.tied = (f"{head}.weight", f"{_name_of(model, embeddings)}.weight")
-            setattr(model, head, _Tied(embeddings, model.get_output_embeddings().bias))
-            setattr(self, head, getattr(model, head))
+            tied = _Tied(embeddings, output.bias)
+            setattr(model, head, tied)
+            setattr(self, head, tied)
         paths: dict[nn.Parameter, str] = {}  # loading and sharding know one path per parameter
-        refuse(
-            f"{type(model).__name__} has one weight in two places, {first} and {path}, which is not supported"
-            for path, parameter in self.named_parameters(remove_duplicate=False)
-            if (first := paths.setdefault(parameter, path)) != path
-        )
+        for path, parameter in self.named_parameters(remove_duplicate=False):
+            first = paths.setdefault(parameter, path)
+            if first != path:
+                raise UserError(
+                    f"{type(model).__name__} has one weight in two places, {first} and {path}, which is not supported"
+                )
         causal = {part.is_causal for part in self.layers.modules() if hasattr(part, "is_causal")}
         if False in causal or (not causal and getattr(config, "is_decoder", True) is False):
             raise UserError(
@@ -121,8 +124,8 @@ class TransformersDecoder(Decoder):
         self.packs = config._attn_implementation == PACKED
         states, self.kernels = keep_apart(model)
         self._states = states and self.packs
-        # LongRoPE's frequencies depend on what follows
-        self.shares = self.packs and not any(getattr(part, "rope_type", None) == "longrope" for part in model.modules())
+        ropes = [getattr(part, "rope_type", None) for part in model.modules()]
+        self.shares = self.packs and "longrope" not in ropes  # whose frequencies depend on what follows
         # not submodules: this module has their parameters
         object.__setattr__(self, "model_", model)
         object.__setattr__(self, "output", _Head(model, top))
@@ -169,13 +172,20 @@ class TransformersDecoder(Decoder):
         for row in tokens:
             positions = torch.arange(len(row), device=row.device)[None]
             nothing = row.new_zeros(0)
-            batch = MicroBatch(row[None], positions, (len(row),), nothing, nothing, nothing, 0, len(row))
-            rows.append(self.output(self.hidden_states(batch)[0]))
+            length = len(row)
+            batch = MicroBatch(row[None], positions, (length,), nothing, nothing, nothing, 0, length)
+            hidden = self.hidden_states(batch)[0]
+            rows.append(self.output(hidden))
         return torch.stack(rows)
 
     def converted(self, state: Mapping[str, Tensor]) -> Converted:
-        if (text := self.text_part) is not None:
-            state = {name: state[name] for name in state if not text.lacks(self._names.of(name)[0])}
+        if self.text_part is not None:
+            of_text = {}
+            for name in state:
+                new, _ = self._names.of(name)
+                if not self.text_part.lacks(new):
+                    of_text[name] = state[name]
+            state = of_text
         return Converted(self.model_, self._names, state, self.tied)
 
     def buffers_to_load(self) -> dict[str, Tensor]:
@@ -230,8 +240,11 @@ class _Head(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return its parameters, including token rows that it shares with the embeddings."""
-        rows = [vars(part)[TokenRows.NAME] for part in self.causal.children() if TokenRows.NAME in vars(part)]
-        return chain(super().parameters(recurse), *(part.parameters() for part in rows))
+        yield from super().parameters(recurse)
+        for part in self.causal.children():
+            rows = vars(part).get(TokenRows.NAME)
+            if rows is not None:
+                yield from rows.parameters()
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[n, d] -> [n, v]."""
@@ -240,8 +253,10 @@ class _Head(nn.Module):
 
 def _try_head(model: Any, head: nn.Module, width: int) -> None:
     """Refuse a model whose code needs more than hidden states from its body."""
+    dtype = model.get_input_embeddings().weight.dtype
+    hidden = torch.empty(2, width, device="meta", dtype=dtype)
     with explain_errors(f"{type(model).__name__} does not compute logits from hidden states as others do"):
-        logits = head(torch.empty(2, width, device="meta", dtype=model.get_input_embeddings().weight.dtype))
+        logits = head(hidden)
     if logits.ndim != 2 or len(logits) != 2:
         raise UserError(f"{type(model).__name__} computes logits of shape {list(logits.shape)} for 2 hidden states")
 
@@ -335,19 +350,22 @@ def build(
     decoder = TransformersDecoder(model.train(), json.dumps(config, sort_keys=True))
     if parameters is None and targets is not None and not list(targets):
         raise UserError(f"target_modules is empty; expected {ALL} or names of linear layers")
-    if parameters is not None and (use_dora or dropout):
-        dora = "with LoRA, not with DoRA, as in PEFT; set use_dora=False"
-        drops = "only without dropout, as in PEFT; set lora_dropout=0.0"
-        raise UserError(f"target_parameters works {dora if use_dora else drops}")
-    if targets is not None and targets != ALL:  # adapters name some linear layers by their weights
-        linears = [str(name).removesuffix(".weight") for name in parameters or () if str(name).endswith(".weight")]
-        targets = [*([targets] if isinstance(targets, str) else targets), *linears]
+    if parameters is not None and use_dora:
+        raise UserError("target_parameters works with LoRA, not with DoRA, as in PEFT; set use_dora=False")
+    if parameters is not None and dropout:
+        raise UserError("target_parameters works only without dropout, as in PEFT; set lora_dropout=0.0")
+    if targets is not None and targets != ALL:
+        targets = [targets] if isinstance(targets, str) else list(targets)
+        for name in map(str, parameters or ()):
+            if name.endswith(".weight"):  # adapters name some linear layers by their weights
+                targets.append(name.removesuffix(".weight"))
     kind = partial(DoRALinear if use_dora else LoRALinear, dropout=dropout, quantize_base=quantize_base)
     names = put_in(model, decoder.layers_name, targets, kind, sizes)
     if parameters is not None:
         names += put_in_experts(model, parameters, sizes, names)
     sizes.check_keys(names)
-    if use_dora and (odd := {name.rpartition(".")[2] for name in names} & decoder.names_of_experts):
+    odd = {last_part(name) for name in names} & decoder.names_of_experts
+    if use_dora and odd:
         raise UserError(
             f"PEFT takes {', '.join(sorted(odd))} of this model for its experts', and does not open DoRA on them; set "
             "use_dora=False, or target_modules without them"
@@ -422,7 +440,12 @@ def _log_structure(decoder: TransformersDecoder, name: str, adapted: list[str]) 
         log.info("%s trains only on text: %s are neither loaded nor changed", name, ", ".join(text.parts))
     frozen = frozen_kinds(decoder, adapted)
     experts = fused_experts(decoder)
-    hint = f"; target_parameters={ALL_EXPERTS} adapts fused experts" if experts and not experts.keys() & adapted else ""
-    kinds = (Counter(path.rpartition(".")[2] for path in adapted), frozen)
-    counts = (", ".join(f"{count} {kind}" for kind, count in sorted(counted.items())) for counted in kinds)
-    log.info("LoRA on %s; none on %s%s", *counts, hint)
+    hint = ""
+    if experts and not experts.keys() & adapted:
+        hint = f"; target_parameters={ALL_EXPERTS} adapts fused experts"
+    with_lora = Counter(last_part(name) for name in adapted)
+    log.info("LoRA on %s; none on %s%s", _counted(with_lora), _counted(frozen), hint)
+
+
+def _counted(kinds: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))

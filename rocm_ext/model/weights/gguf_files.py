@@ -84,7 +84,7 @@ class GgufFile:
                 self.metadata, self.places = self._read()
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-        end = max((tensor.begin + tensor.nbytes for tensor in self.places.values()), default=0)
+        end = max((place.begin + place.nbytes for place in self.places.values()), default=0)
         if end > self._size:
             raise UserError(f"{path} has {self._size:,} bytes instead of {end:,}; {AGAIN}")
 
@@ -120,11 +120,16 @@ class GgufFile:
         self._expect(len({name for name, *_ in entries}) == tensors)
         step = metadata.get("general.alignment", 32)
         self._expect(type(step) is int and 1 <= step <= _MOST)
-        begin = -(-self._file.tell() // step) * step
-        return metadata, {name: self._place(name, shape, kind, begin + at) for name, shape, kind, at in entries}
+        begin = self._file.tell()
+        begin += -begin % step
+        places = {}
+        for name, shape, kind, at in entries:
+            places[name] = self._place(name, shape, kind, begin + at)
+        return metadata, places
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, (count,) = self._text(), self._fields("<I")
+        name = self._text()
+        (count,) = self._fields("<I")
         self._expect(count <= 4 and name.isprintable())
         shape = self._fields(f"<{count}Q")[::-1]
         kind, at = self._fields("<IQ")
@@ -135,10 +140,13 @@ class GgufFile:
         if kind in _PLAIN:
             return Place(shape, "", _PLAIN[kind], begin)
         if kind not in _TYPES:
-            found, expected = _OTHERS.get(kind, kind), ", ".join(_TYPES.values())
+            found = _OTHERS.get(kind, kind)
+            expected = ", ".join(_TYPES.values())
             raise UserError(f"{self.path}: {name} is of ggml's type {found}; expected F32, F16, BF16, {expected}")
-        self._expect(bool(shape) and shape[-1] % BLOCKS[_TYPES[kind]][0] == 0)
-        return Place(shape, _TYPES[kind], torch.float32, begin)
+        blocks = _TYPES[kind]
+        values, _ = BLOCKS[blocks]
+        self._expect(bool(shape) and shape[-1] % values == 0)
+        return Place(shape, blocks, torch.float32, begin)
 
     def _value(self, kind: int) -> Any:
         if kind in _SCALARS:
