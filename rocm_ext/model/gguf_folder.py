@@ -164,7 +164,11 @@ def _tokenizer(file: GgufFile) -> Json:
         pairs = _merges_of(vocabulary, types, of.get("tokenizer.ggml.scores"))
     else:
         pairs = [str(merge).split(" ") for merge in merges]
-    usable = [pair for pair in pairs if len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys()]
+    usable = []
+    for pair in pairs:
+        made = "".join(pair)
+        if len(pair) == 2 and {*pair, made} <= vocabulary.keys():
+            usable.append(pair)
     check(bool(usable), "describes no merges of its tokenizer")
     if pieces:
         unknown = tokens[types.index(_UNKNOWN)] if _UNKNOWN in types else None
@@ -210,7 +214,8 @@ def _merges_of(vocabulary: Mapping[str, int], types: Sequence[int], scores: Any)
     """Return the merges of SentencePiece's pieces, the highest score first, in llama.cpp's order."""
     if not isinstance(scores, list) or len(scores) != len(types):
         return []
-    pieces = {text: number for text, number in vocabulary.items() if types[number] in (_NORMAL, _USER)}
+    mergeable = (_NORMAL, _USER)
+    pieces = {text: number for text, number in vocabulary.items() if types[number] in mergeable}
     ranked = sorted(pieces, key=lambda text: (-scores[pieces[text]], pieces[text]))
     merges = []
     for text in ranked:

@@ -56,8 +56,10 @@ class _LoraFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, scale):  # type: ignore[override]
         x2 = x.reshape(-1, x.shape[-1])
+        a_ = a.to(x.dtype)
+        b_ = (scale * b).to(x.dtype)
         out = F.linear(x2, weight, bias)
-        out.addmm_(x2 @ a.to(x.dtype).T, (scale * b).to(x.dtype).T)
+        out.addmm_(x2 @ a_.T, b_.T)
         ctx.save_for_backward(x2, weight, a, b)
         ctx.scale = scale
         ctx.shape = x.shape
@@ -72,9 +74,9 @@ class _LoraFunction(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = (g @ weight).addmm_(low, a_).view(ctx.shape)
-        grad_a = low.T @ x2
-        grad_b = g.T @ (x2 @ a_.T)
-        return grad_x, None, None, grad_a.to(a.dtype), grad_b.to(b.dtype).mul_(ctx.scale), None
+        grad_a = (low.T @ x2).to(a.dtype)
+        grad_b = (g.T @ (x2 @ a_.T)).to(b.dtype)
+        return grad_x, None, None, grad_a, grad_b.mul_(ctx.scale), None
 
 
 class Dora(DoRALinear):
@@ -89,7 +91,9 @@ class Dora(DoRALinear):
     @property
     def scale(self) -> float:
         """Factor s of B A."""
-        return self.scaling * math.sqrt(self.lora_a.weight.shape[0]) if self.rslora else self.scaling
+        if not self.rslora:
+            return self.scaling
+        return self.scaling * math.sqrt(len(self.lora_a.weight))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_dim] -> [..., out_dim]."""

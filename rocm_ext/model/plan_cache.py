@@ -83,7 +83,8 @@ def _describe(value: Any, words: list[str], seen: dict[int, tuple[int, Any]], mo
     words.append(f"{module}.{getattr(kind, '__qualname__', kind)}")
     if isinstance(value, Tensor):
         words.append(f"{tuple(value.shape)} {value.dtype} {value.requires_grad}")
-        parts: Iterable[Any] = [getattr(value, name) for name in ("packed", "scale", "block") if hasattr(value, name)]
+        inner = [name for name in ("packed", "scale", "block") if hasattr(value, name)]
+        parts: Iterable[Any] = [getattr(value, name) for name in inner]
     elif isinstance(value, Mapping):
         parts = _entries(value)
     elif isinstance(value, Set):

@@ -314,9 +314,11 @@ class SamplingLinear(nn.Module):
     def refresh(self, layers: Sequence[Any]) -> None:
         """Copy the values of the adapters under training, in place."""
         if self.a is not None:
-            for mine, value in zip((self.a, self.b, self.factor), _factors(layers), strict=True):
-                if mine is not None:
-                    mine.copy_(value)
+            a, b, factor = _factors(layers)
+            self.a.copy_(a)
+            self.b.copy_(b)
+            if factor is not None:
+                self.factor.copy_(factor)
             return
         sizes = [len(layer.weight) for layer in layers]
         for rows, layer in zip(self.weight.split(sizes), layers, strict=True):
@@ -326,7 +328,8 @@ class SamplingLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         if x.ndim > 2:
-            return self.forward(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+            rows = self.forward(x.flatten(0, -2))
+            return rows.unflatten(0, x.shape[:-1])
         if x.is_cuda or len(x) <= MAX_ROWS:
             return self._product(x)
         parts = x.tensor_split(math.ceil(len(x) / MAX_ROWS))  # nearly equal ones have at least MIN_ROWS

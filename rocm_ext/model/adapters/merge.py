@@ -178,7 +178,8 @@ class MergedWeights:
         for name, rows in self.rows.items():
             shape = list(shapes[name].shape)
             ids = self._ids(name)
-            if list(rows.shape[1:]) != shape[1:] or ids[-1] >= shape[0]:
+            vocabulary, *width = shape
+            if list(rows.shape[1:]) != width or ids[-1] >= vocabulary:
                 yield f"has rows {ids} of {rows.shape[1]} values for {name}, which is {shape}"
         for name, parts in self.linear.items():
             rank, inputs = parts[LORA_A].shape
@@ -284,7 +285,8 @@ def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         return exact.to(dtype)
     generator = np.random.default_rng(crc32(name.encode()))
     chance = generator.integers(0, 1 << dropped, tuple(exact.shape), np.uint16)
-    bits = exact.contiguous().view(torch.int32) + torch.from_numpy(chance.astype(np.int32))
+    bits = exact.contiguous().view(torch.int32)
+    bits = bits + torch.from_numpy(chance.astype(np.int32))
     kept = bits & -(1 << dropped)
     return kept.view(torch.float32).to(dtype)
 

@@ -504,11 +504,16 @@ def _finite_tensors(source: Path) -> dict[str, Tensor]:
     except (SafetensorError, UnpicklingError, ValueError, RuntimeError, OSError) as error:
         cause = "it is no file of tensors" if isinstance(error, UnpicklingError) else str(error).split("\n")[0]
         raise UserError(f"cannot read the adapter in {source}: {cause}; expected a PEFT folder") from error
-    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+    tensors = state.values() if isinstance(state, dict) else [state]
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise UserError(f"cannot read the adapter in {source}: expected tensors by name")
     for name, tensor in state.items():
-        if not tensor.is_floating_point() or not tensor.float().isfinite().all():
-            problem = "has values that are not finite" if tensor.is_floating_point() else f"is {tensor.dtype}"
+        problem = ""
+        if not tensor.is_floating_point():
+            problem = f"is {tensor.dtype}"
+        elif not tensor.float().isfinite().all():
+            problem = "has values that are not finite"
+        if problem:
             raise UserError(f"adapter {source} is damaged: {name} {problem}; expected floating-point numbers")
     return state
 

@@ -90,7 +90,8 @@ class _EachSequence(nn.Module):
         is_long = torch.tensor([beyond]).to(x.device, non_blocking=True)  # [1, s]
         near = super().forward(x, position_ids * ~is_long)
         far = super().forward(x, position_ids)
-        return tuple(torch.where(is_long[..., None], b, a) for a, b in zip(near, far, strict=True))
+        is_long = is_long[..., None]
+        return tuple(torch.where(is_long, b, a) for a, b in zip(near, far, strict=True))
 
 
 def scale_each_sequence(model: nn.Module) -> None:
@@ -114,14 +115,16 @@ def packed_mask(
 
 @torch.compiler.disable
 def _attend(query, key, value, mask: Mask, dropout, scaling, softcap, sinks) -> Tensor:
-    score = None if sinks is None else sinks.view(1, -1, 1, 1)
+    settings = {"dropout": dropout, "scale": scaling, "softcap": softcap}
+    if sinks is not None:
+        settings["sinks"] = sinks.view(1, -1, 1, 1)
 
     def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         allowed = mask.of(q.shape[2], q.device)
-        return sdpa(q, k, v, mask.kernel, mask=allowed, dropout=dropout, scale=scaling, softcap=softcap, sinks=score)
+        return sdpa(q, k, v, mask.kernel, mask=allowed, **settings)
 
-    together = mask.plain and mask.kernel in ("auto", "flash") and softcap is None and sinks is None
-    return mask.lengths.attend([query, key, value], compute, together)
+    has_kernel = mask.kernel in ("auto", "flash") and softcap is None and sinks is None
+    return mask.lengths.attend([query, key, value], compute, together=mask.plain and has_kernel)
 
 
 # ---- slots
@@ -218,10 +221,10 @@ def _attend_to_slots(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling, softcap, sinks
 ) -> Tensor:
     """Attend within the slots: key and value are [n, kv_heads, places, head_dim], query has s tokens per slot."""
-    if mask is None or mask.shape[1:] != (1, query.shape[2], key.shape[2]):
-        raise UserError(f"{type(module).__name__} makes masks of its own")
     n, heads, s, head_dim = query.shape
-    kv_heads = key.shape[1]
+    _, kv_heads, places, _ = key.shape
+    if mask is None or mask.shape[1:] != (1, s, places):
+        raise UserError(f"{type(module).__name__} makes masks of its own")
     now = _pass.get()
     now.layers += 1
     now.read = max(now.read, kv_heads * (key.shape[-1] + value.shape[-1]))

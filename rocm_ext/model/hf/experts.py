@@ -239,7 +239,8 @@ class _Chooses(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk):
             return out
         values = args[0] if args else kwargs["input"]
-        if values.shape[1:] != (self._experts,) or out.indices.shape[1] != self._chosen:
+        chooses = values.shape[1:] == (self._experts,) and out.indices.shape[1] == self._chosen
+        if not chooses:
             return out
         index = self._choose(out.indices)
         return topk((values.gather(1, index), index))

@@ -71,7 +71,8 @@ class Rows:
             padded_begins = padded.cumsum(0) - padded
             row += (padded_begins - begins)[by_expert]
             ends = padded.cumsum(0, dtype=torch.int32)
-            order = choices.new_full((int(ends[-1]),), n).index_copy_(0, row, choices)
+            order = choices.new_full((int(ends[-1]),), n)
+            order.index_copy_(0, row, choices)
         back = torch.empty_like(choices)
         back[choices] = row
         grouped = on_gpu(order) and dtype == torch.bfloat16 and grouped_products()

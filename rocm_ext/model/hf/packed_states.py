@@ -174,7 +174,8 @@ def chunk_scan(
 
     def chunks(t: Tensor) -> Tensor:  # [b, s, heads, ...] -> [b, chunks, heads, size, ...]
         behind = count * size - length
-        padded = pad(t.float(), (0, 0) * (t.dim() - 2) + (0, behind))
+        others = (0, 0) * (t.dim() - 2)
+        padded = pad(t.float(), (*others, 0, behind))
         return padded.unflatten(1, (count, size))
 
     def joined(t: Tensor) -> Tensor:  # [b, chunks, heads, i, d] -> [b, chunks, groups, i, heads of a group x d]

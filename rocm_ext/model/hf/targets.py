@@ -79,7 +79,8 @@ def put_in_experts(model: nn.Module, targets: Any, sizes: Sizes, adapted: Iterab
         names = _matching_parameters(model, list(experts), _listed(targets), known)
     for name in names:
         module, key = experts[name]
-        lora = ExpertLora(module.get_parameter(key).shape, bool(module.is_transposed), *sizes.of(name))
+        rank, alpha = sizes.of(name)
+        lora = ExpertLora(module.get_parameter(key).shape, bool(module.is_transposed), rank, alpha)
         module.add_module(f"{key}{ExpertLora.SUFFIX}", lora)
     return names
 
@@ -116,9 +117,13 @@ def _matching_parameters(model: nn.Module, experts: list[str], targets: list[str
 def frozen_kinds(model: nn.Module, adapted: Iterable[str]) -> Counter[str]:
     """Count the weight matrices without LoRA by the ends of their names; ``adapted`` names layers with LoRA."""
     known = set(adapted)
-    matrices = [name for name, p in model.named_parameters() if p.ndim > 1 and not name.endswith("bias")]
-    frozen = [name.removesuffix(".weight") for name in matrices if ".lora_" not in name]
-    return Counter(".".join(name.split(".")[-2:]) for name in frozen if name not in known)
+    kinds: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        layer = name.removesuffix(".weight")
+        if parameter.ndim < 2 or name.endswith("bias") or ".lora_" in name or layer in known:
+            continue
+        kinds[".".join(layer.split(".")[-2:])] += 1
+    return kinds
 
 
 def _left_out(model: nn.Module, name: str) -> bool:

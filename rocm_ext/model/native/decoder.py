@@ -295,7 +295,8 @@ class NativeSampler(Sampler):
     def new_cache(self, slots: int, length: int) -> SlotCache:
         cache = SlotCache(len(self.decoder.layers), slots, length)
         attention = self.decoder.layers[0].attn
-        row = torch.empty(1, attention.num_kv_heads, 1, attention.head_dim, dtype=self.dtype, device=self.device)
+        shape = 1, attention.num_kv_heads, 1, attention.head_dim
+        row = torch.empty(shape, dtype=self.dtype, device=self.device)
         for layer in cache.layers:
             layer.lazy_initialization(row, row)
         return cache

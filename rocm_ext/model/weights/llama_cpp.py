@@ -550,7 +550,8 @@ def _rope_of(files: Sequence[GgufFile], keys: Metadata, config: Json, proportion
         family = "Llama 3"
         rope |= {"rope_type": "llama3", "factor": round(float(factors.max()), 3)}
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        same = fits and torch.allclose(_factors(width, read_rope({"rope_parameters": rope}, 1)), factors, 1e-4)
+        computed = _factors(width, read_rope({"rope_parameters": rope}, 1))
+        same = fits and torch.allclose(computed, factors, 1e-4)
     if not same:
         raise UserError(f"{path}: {_FACTORS} are not {family}'s; put the model's config.json beside the file")
     return rope
