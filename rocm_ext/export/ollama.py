@@ -33,7 +33,7 @@ class TemplateParts:
 
     Attributes:
         start: text before the first user's message if there is no system message.
-        system: texts before and after a system message; None: the template takes no system message.
+        system: texts before and after a system message. None if the template takes no system message.
         user: texts before and after a user's message, including the header of the answer.
         answer: texts before and after the assistant's message.
         last: text before a new answer; Qwen3 without reasoning has an empty reasoning there.
@@ -125,7 +125,7 @@ def _text(template: ChatTemplate, messages: Messages, begin: str) -> str:
 
 
 def _cut(template: ChatTemplate, messages: Messages, begin: str) -> list[str] | None:
-    """Return the texts before, between and after the messages; None: the template does not take them in this order."""
+    """Return the texts before, between and after the messages. None if the template refuses their order."""
     try:
         rest = _text(template, messages, begin)
     except UserError:

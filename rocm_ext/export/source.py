@@ -41,10 +41,10 @@ class Source:
 
     Attributes:
         base: folder of the base model in Hugging Face's format.
-        adapter: PEFT folder; None: only the base model.
-        run: records of the run that trained the adapter; None: unknown.
+        adapter: PEFT folder, or None for the base model alone.
+        run: records of the run that trained the adapter. None if it is unknown.
         cfg: ``model``, ``checkpointer``, ``tokenizer`` and chat template, as in a run's config.
-        base_name: the base model's name on the hub; None: see its folder.
+        base_name: the base model's name on the hub. If it is None, the folder may have it.
     """
 
     base: Path
@@ -86,7 +86,7 @@ def open_source(path: Path, base: Path | None = None, trusted: bool = False) -> 
 
     Args:
         path: ``output_dir`` of a run, a PEFT folder, or a model's folder.
-        base: the base model's folder; None: the run's config or the adapter names it.
+        base: the base model's folder. By default the run's config or the adapter names it.
         trusted: whether a run's config may name any model, see :func:`rocm_ext.config.check_from_folder`.
 
     Raises:
@@ -109,7 +109,7 @@ def open_source(path: Path, base: Path | None = None, trusted: bool = False) -> 
 
 
 def _run_of(adapter: Path) -> RunFolder | None:
-    """Return the run of an adapter or checkpoint, by the names of folders; None: it is from elsewhere."""
+    """Return the run of an adapter or checkpoint, by the names of folders. None if it is from elsewhere."""
     run = adapter.parent if adapter.name == "adapter" else adapter.parent.parent
     ours = adapter.name == "adapter" or adapter.parent.name == "checkpoints"
     return RunFolder(run) if ours and (run / _RUN_CONFIG).is_file() else None

@@ -54,9 +54,9 @@ def sdpa(
             in q's dtype (math computes in fp32). A GPU's flash kernel takes no masks: with one, torch chooses. apart:
             a GPU's auto, in plans only.
         mask: True where a query attends, or 0 there and -inf elsewhere; it broadcasts to [n, heads, queries, keys].
-            None: causal.
+            None for causal attention.
         dropout: probability on attention weights.
-        scale: factor of the scores; None: 1 / sqrt(head_dim).
+        scale: factor of the scores, by default 1 / sqrt(head_dim).
         softcap: Gemma 2's c in ``c tanh(score / c)``.
         sinks: scores without values (gpt-oss); they broadcast to [n, heads, queries, 1].
 
@@ -152,8 +152,8 @@ class Slots:
 
     Args:
         cache: the model's cache.
-        window: sliding window of the layer's attention; None: it attends to all positions. With a window a slot is a
-            ring: it stores position p at index p mod ``places``.
+        window: sliding window of the layer's attention, or None if it attends to all positions. With a window a slot is
+            a ring: it stores position p at index p mod ``places``.
 
     Attributes:
         places: positions that a slot can store.
@@ -273,7 +273,7 @@ class SlotCache(Pass):
         self.layers = [Slots(self) for _ in range(layers)]
 
     def ring(self, window: int | None) -> int:
-        """Return the positions that a slot stores for a sliding window; None: attention to all positions."""
+        """Return the positions that a slot stores for a sliding window, or with None for attention to all positions."""
         return self._length
 
     def begin(self, positions: Tensor, span: int) -> None:

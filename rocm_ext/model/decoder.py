@@ -41,16 +41,17 @@ class Decoder(nn.Module, ABC):
         layers: the decoder's layers.
         tok_embeddings: the embeddings.
         output: maps hidden states [n, d] to logits [n, v], including the model's scaling or capping.
-        architecture: description of the function, without weights; empty: the config names its builder.
-        graph_obstacle: why no CUDA/HIP graph can replay a decoding step; empty: one can.
+        architecture: description of the function, without weights. Empty if the config names its builder.
+        graph_obstacle: why no CUDA/HIP graph can replay a decoding step. Empty if one can.
         names: translates the model's names of weights to Hugging Face's and back. None if torchtune's converters
             know the names, see :class:`rocm_ext.model.names.TorchtuneNames`.
         left_out: names of the published model's modules that this decoder lacks, such as a vision tower.
         kernels: kernels of installed packages that its layers call.
-        replay: the routers' recorded choices, see :class:`rocm_ext.model.hf.experts.Replay`; None: routers choose.
+        replay: the routers' recorded choices, see :class:`rocm_ext.model.hf.experts.Replay`. None if routers choose.
         quantizes: whether weights with a stand-in of :mod:`rocm_ext.model.weights.quantized` are quantised while they
             are loaded; otherwise the files are quantised.
-        published_modules: names of all modules of the published model; empty: PEFT's names of its layers are unique.
+        published_modules: names of all modules of the published model. Empty if PEFT's names of its layers are
+            unique.
         names_of_experts: ends of module names that PEFT takes for experts.
     """
 
@@ -87,7 +88,7 @@ class Decoder(nn.Module, ABC):
         """Put the buffers of a model that is built on the meta device on ``device``."""
 
     def converted(self, state: Mapping[str, Tensor]) -> ConvertedWeights | None:
-        """Return a checkpoint's tensors by this model's names; None: they have these names."""
+        """Return a checkpoint's tensors by this model's names, or None if they have these names."""
         return None
 
     def buffers_to_load(self) -> dict[str, Tensor]:
@@ -115,8 +116,8 @@ class Decoder(nn.Module, ABC):
         """Return a copy for sampling, see :class:`rocm_ext.model.sampler.Sampler`.
 
         Args:
-            merge: add the adapters' updates to the weights; None: only to fp32 weights.
-            device: device for sampling; None: the weights' device.
+            merge: add the adapters' updates to the weights. With None, only to fp32 weights.
+            device: device for sampling, by default the weights' device.
 
         Raises:
             UserError: the model cannot be sampled from in this process.

@@ -167,7 +167,7 @@ def published_models() -> dict[str, Path]:
 
 
 def published(checkpoint_dir: str) -> tuple[str, Path] | None:
-    """Return the name and the folder of the published model that a config means; None: this library does not ship it.
+    """Return the name and the folder of the published model that a config means. None if this library does not ship it.
 
     Args:
         checkpoint_dir: a name on the hub, or a folder with the model's name, such as ``models/Qwen3-8B``.

@@ -123,7 +123,7 @@ class Architecture:
         heads, kv_heads, head_dim: shape of attention.
         positions: the longest sequence for which the decoder computes the same as transformers. A sliding window limits
             it, because up to its length windowed attention is causal attention.
-        window: the sliding window; None: the model has none.
+        window: the sliding window, or None if the model has none.
         norm_eps: eps of every RMSNorm.
         tied: whether the output layer is the embeddings.
         qkv_bias, out_bias: which projections of attention have a bias.
@@ -289,7 +289,7 @@ def _class_name(config: ModelConfig, trust_remote_code: bool = False) -> str:
 
 
 def own_code(config: ModelConfig) -> str | None:
-    """Return the name of the model's class in the folder's code (``auto_map``); None: there is no such code."""
+    """Return the name of the model's class in the folder's code (``auto_map``), or None without such code."""
     brings = config.get("auto_map")
     code = brings.get("AutoModelForCausalLM") if isinstance(brings, Mapping) else None
     return None if code is None else str(code).rpartition(".")[2]
@@ -309,7 +309,7 @@ class StoredFormat:
 
     Attributes:
         kind: ``fp8`` or ``mxfp4``.
-        block: rows and columns that share a scale; 0: all.
+        block: rows and columns that share a scale, or 0 if all do.
         skipped: modules that are stored in 16 bits: names, parts of names, or patterns after ``re:``.
     """
 
@@ -326,7 +326,7 @@ class StoredFormat:
 
 
 def stored_format(folder: Path) -> StoredFormat | None:
-    """Return how a folder's files store quantised weights; None: they are not quantised."""
+    """Return how a folder's files store quantised weights, or None if they are not quantised."""
     with _opened(folder) as config:
         return _stored_format(config)
 
@@ -354,7 +354,7 @@ def _stored_format(config: ModelConfig) -> StoredFormat | None:
 
 
 def _known_format(settings: ModelConfig) -> StoredFormat | None:
-    """Return the format that a ``quantization_config`` describes; None: it is not supported."""
+    """Return the format that a ``quantization_config`` describes, or None if it is not supported."""
     skipped = settings.get("modules_to_not_convert") or settings.get("ignore") or []
     if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
         raise ValueError(f"the modules that are not quantised must be a list of names, found {skipped!r}")

@@ -33,7 +33,7 @@ _PIECES, _SPACE = ("llama", "gemma4"), "\u2581"  # tokenizers from SentencePiece
 
 
 def folder_of(name: str) -> Path | None:
-    """Return the folder of a GGUF file, and make it if it is missing; None: ``name`` is no such file.
+    """Return the folder of a GGUF file, and make it if it is missing. None if ``name`` is no such file.
 
     ``name`` is a GGUF file, the first part of a split model, or a folder with one GGUF model and no other weights.
 

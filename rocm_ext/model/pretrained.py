@@ -39,7 +39,7 @@ def from_checkpoint(
         target_modules: layers to adapt, by PEFT's names (``q_proj``, ``down_proj``, …, ``lm_head``); None or
             ``all-linear``: all linear layers of attention and MLP.
         target_parameters: fused weights of experts to adapt, by PEFT's names (``experts.gate_up_proj``,
-            ``experts.down_proj``); ``all-experts``: all of them; None: none.
+            ``experts.down_proj``); ``all-experts`` means all of them, None none.
         rank_pattern, alpha_pattern: exceptions from ``lora_rank`` and ``lora_alpha``, by ends of layers' names or
             regular expressions, as in PEFT; see :class:`rocm_ext.model.lora.Sizes`.
         trainable_tokens: tokens, as texts of the folder's tokenizer or ids, with trained rows in the embeddings and

@@ -30,12 +30,12 @@ class SequenceMemory(NamedTuple):
     """The memory of a sequence in a model.
 
     Attributes:
-        keys: bytes per position, and window, of all layers with keys; window None: all positions.
+        keys: bytes per position, and window, of all layers with keys. The window is None for all positions.
         states: bytes of all recurrent states.
         windows: whether any layer has a window.
         scores: whether attention holds its scores in memory.
         expanded: bytes per position, in fp32, of the keys and values that a layer computes from its cache in every step
-            (DeepSeek); 0: the cache has them.
+            (DeepSeek). 0 if the cache has them.
         positions: most positions of a sequence.
     """
 

@@ -148,7 +148,7 @@ class PeftConfig(Sizes):
         )
 
     def ids(self, layer: str) -> list[int]:
-        """Return the trained tokens of ``layer``, named as in PEFT's tensors; []: it has none."""
+        """Return the trained tokens of ``layer``, named as in PEFT's tensors, or [] if it has none."""
         if len(self.tokens) == 1:  # embeddings may have any name
             return next(iter(self.tokens.values()))
         for end, ids in self.tokens.items():
@@ -216,7 +216,7 @@ class PeftConfig(Sizes):
             )
 
     def other_base(self, folder: Path, base: str) -> str | None:
-        """Return a warning if the adapter names another base model than the run's, ``base``; None: the names agree.
+        """Return a warning if the adapter names another base model than the run's, ``base``. None if the names agree.
 
         Hub names and folders are equal if their last parts are: ``Qwen/Qwen2.5-7B`` and ``models/Qwen2.5-7B``.
         """
@@ -367,7 +367,7 @@ def _any_adapted(layers: list[PeftLayer]) -> Adapter:
 def config_folder(source: Path) -> Path | None:
     """Return the folder with an adapter's ``adapter_config.json``: a PEFT folder, or the folder of torchtune's file.
 
-    None: there is no such config for torchtune's file, so its alpha is unknown.
+    The result is None if torchtune's file has no such config, so that its alpha is unknown.
     """
     if not source.is_file():
         return source

@@ -38,7 +38,7 @@ class Mask:
     Args:
         lengths: the sequences' lengths.
         rule: transformers' mask function, ``(batch, head, query, key) -> bool`` on indices.
-        window: up to this many tokens per sequence the rule is causal attention; None: no such number is known.
+        window: up to this many tokens per sequence the rule is causal attention. None if no such number is known.
         kernel: see :func:`rocm_ext.model.attention.sdpa`.
 
     Attributes:
@@ -54,7 +54,10 @@ class Mask:
         self._dense: dict[int, Tensor] = {}
 
     def of(self, length: int, device: torch.device) -> Tensor | None:
-        """Return the mask within a sequence of ``length`` tokens: [s, s], True where tokens attend; None: causal."""
+        """Return the mask within a sequence of ``length`` tokens, or None if it is causal.
+
+        It is [s, s], True where tokens attend.
+        """
         in_window = self._window is not None and length <= self._window
         if self.plain or in_window:
             return None
@@ -136,8 +139,8 @@ class ForwardPass:
 
     Attributes:
         positions: positions of its tokens, [n, s].
-        ring: maps the size of a window (None: all positions) to the size of its ring; None: a prefill, whose keys are
-            in order.
+        ring: maps the size of a window (None for all positions) to the size of its ring. None in a prefill, whose keys
+            are in order.
         kernel: see :func:`rocm_ext.model.attention.sdpa`.
         fixed: whether no shape may depend on values.
         windows: whether the model's code asked for a mask with a window.
@@ -167,7 +170,7 @@ def forward_pass(
 
     Args:
         positions, kernel: see :class:`ForwardPass`.
-        cache: the slots; None: a prefill.
+        cache: the slots, or None in a prefill.
         fixed: let no shape depend on values, so that a graph can replay the pass.
 
     Yields:
@@ -261,7 +264,7 @@ def attention(
         key, value: [n, kv_heads, s, head_dim]; in sampling, [n, kv_heads, places, head_dim].
         attention_mask: the mask from :func:`packed_mask` or :func:`slots_mask`.
         dropout: probability on attention weights; a sampling model has none.
-        scaling: factor of the scores; None: 1 / sqrt(head_dim).
+        scaling: factor of the scores, by default 1 / sqrt(head_dim).
         softcap: Gemma 2's c in ``c tanh(score / c)``.
         s_aux: gpt-oss's sinks, [heads]: a score without a value.
         others: arguments in :data:`_KNOWN`; any other could change the result.

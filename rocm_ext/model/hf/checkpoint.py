@@ -85,7 +85,7 @@ class Converted(ConvertedWeights):
         model: transformers' model, without weights.
         names: translates the checkpoint's names.
         state: tensors by the checkpoint's names.
-        tied: names of the weights of output layer and embeddings if they are tied; None: they are not. The output
+        tied: names of the weights of output layer and embeddings if they are tied, or else None. The output
             layer's copy in ``state`` is left out.
 
     Raises:

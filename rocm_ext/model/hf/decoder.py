@@ -66,7 +66,7 @@ class TransformersDecoder(Decoder):
         architecture: content of ``config.json``, which decides the model's function.
 
     Attributes:
-        text_part: the remaining part of a multimodal model; None: ``model`` is a text model.
+        text_part: the remaining part of a multimodal model, or None if ``model`` is a text model.
 
     Raises:
         UserError: this class does not support the model's structure.

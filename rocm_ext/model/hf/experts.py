@@ -198,10 +198,10 @@ class Replay:
             self._given = routes.reshape(-1, self.layers, self.chosen)
 
     def differing(self) -> tuple[Tensor, Tensor] | None:
-        """Return where the given choices differ from the routers', and where choices are given; None: nowhere.
+        """Return where the given choices differ from the routers', and where choices are given.
 
-        Both are [t, layers, chosen] booleans for the pass since :meth:`begin`. Layers that are computed again do not
-        count.
+        Both are [t, layers, chosen] booleans for the pass since :meth:`begin`, or the result is None if no choices are
+        given. Layers that are computed again do not count.
         """
         differs, self._differs = self._differs, None
         if self._given is None or not differs:

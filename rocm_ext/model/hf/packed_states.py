@@ -269,7 +269,7 @@ class _Function:
     Attributes:
         wrap: turns transformers' function into ours.
         package: a package; if installed, transformers uses its kernel instead of code in torch.
-        inputs: makes a trial's inputs in a dtype; None: there is no trial.
+        inputs: makes a trial's inputs in a dtype. None if there is no trial.
         options: further arguments of the trial.
     """
 

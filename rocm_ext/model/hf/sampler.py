@@ -150,7 +150,7 @@ class TransformersSlots(SlotCache, Cache):
     Args:
         config: transformers' config of the model.
         slots, length: number of slots, and positions per slot.
-        rounded: returns a ring's positions for a window; None: every layer attends to all positions.
+        rounded: returns a ring's positions for a window. None if every layer attends to all positions.
 
     Raises:
         UserError: the model has an unsupported kind of layer.
@@ -242,7 +242,7 @@ class TransformersSampler(Sampler):
     Args:
         source: the model, with adapters.
         merge: see :func:`rocm_ext.model.sampler.sampler_of`.
-        device: device for sampling; None: the weights' device.
+        device: device for sampling, by default the weights' device.
 
     Attributes:
         together: whether prompts are computed together, padded on the right. The rounding in a prompt's cache then
@@ -481,7 +481,7 @@ def _memory_of(decoder: Any) -> tuple[int, int, SequenceMemory]:
 
 @torch.no_grad()
 def obstacle_of(source: Any) -> str:
-    """Say why no graph can replay a decoding step; empty: one can.
+    """Say why no graph can replay a decoding step. The text is empty if one can.
 
     A step on the meta device shows it. Tensors there have no values: in a graph no shape depends on values, and nothing
     is copied between host and device.

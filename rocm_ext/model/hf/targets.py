@@ -28,7 +28,7 @@ def put_in(
         model: transformers' model.
         layers: name of its list of layers.
         targets: names or ends of names, as in PEFT; None or ``all-linear``: every linear layer of the decoder's layers
-            but routers; empty: none.
+            but routers. Empty means none.
         adapted: builds a layer from ``in_dim``, ``out_dim``, ``rank``, ``alpha`` and ``use_bias``.
         sizes: LoRA's r and alpha.
 

@@ -79,7 +79,7 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
             self.cache *= self.rope.yarn.attention
 
     def forward(self, x: Tensor, input_pos: Tensor | None = None) -> Tensor:
-        """Rotate heads [b, s, heads, head_dim] at positions [b, s], bit for bit as torchtune does; None: indices."""
+        """Rotate heads [b, s, heads, head_dim], bit for bit as torchtune does; positions [b, s] may be left out."""
         if torch.compiler.is_compiling():
             return super().forward(x, input_pos=input_pos)
         return rotated(x, self.tables(x.dtype, x.shape[1], input_pos))
@@ -90,7 +90,7 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
         Args:
             dtype: the heads' dtype.
             length: number of tokens.
-            input_pos: [...], the tokens' positions; None: indices, [1, length].
+            input_pos: [...], the tokens' positions, by default indices, [1, length].
         """
         table = self.cache[:length][None] if input_pos is None else self.cache[input_pos]
         cos, sin = table.unsqueeze(-2).to(dtype).chunk(2, dim=-1)
@@ -201,8 +201,8 @@ class Attention(MultiHeadAttention):
             x: [b, s, d]; [1, s, d] for packed sequences; [n, d] in a step of sampling, one token per slot.
             y: same as ``x``.
             mask: lengths of packed sequences, a cache that the sampler reads or fills, or [b, s, s], True where the
-                first attends to the second; None: every row is one sequence.
-            input_pos: [b, s] or [n], the tokens' positions in their sequences; None: their indices.
+                first attends to the second. With None every row is one sequence.
+            input_pos: [b, s] or [n], the tokens' positions in their sequences, by default their indices.
 
         Returns:
             A tensor shaped like ``x``.

@@ -41,7 +41,7 @@ class Place:
 
     Attributes:
         shape: torch's shape of the values.
-        kind: kind of blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`; empty: numbers of ``dtype``.
+        kind: kind of blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`. Empty for numbers of ``dtype``.
         dtype: dtype of numbers.
         begin: offset of the first byte in the file.
     """
@@ -198,7 +198,7 @@ def links_in(folder: Path) -> Json:
 
 
 def files_in(folder: Path) -> list[str] | None:
-    """Return the paths of the GGUF files that a folder names; None: it names none."""
+    """Return the paths of the GGUF files that a folder names, or None if it names none."""
     files = links_in(folder).get("files")
     if files is None:
         return None

@@ -65,9 +65,9 @@ class Part:
     Attributes:
         name: Hugging Face's name, in a form that the package ``gguf`` knows.
         rows: rows of the weight, or of every expert's weight, after ``change``.
-        heads: shape [a, b, width] of the columns after ``change``, which llama.cpp orders as [b, a, width]; None: the
-            order is the same.
-        change: functions on the weight's values, to llama.cpp and back; None: values stay.
+        heads: shape [a, b, width] of the columns after ``change``, which llama.cpp orders as [b, a, width]. None if
+            the order is the same.
+        change: functions on the weight's values, to llama.cpp and back. None if values stay.
     """
 
     name: str
@@ -102,7 +102,7 @@ def joined(parts: Sequence[Part], tensors: Sequence[Tensor], kind: str) -> Tenso
     Args:
         parts: the weight's parts.
         tensors: llama.cpp's tensors, one per part: numbers, or bytes of blocks.
-        kind: kind of the blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`; empty: numbers.
+        kind: kind of the blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`. Empty for numbers.
     """
     first, *others = parts
     weight = tensors[0]
@@ -149,7 +149,7 @@ class Layout:
         layers, vocabulary: number of layers, and rows of the embeddings.
         keys: values of the metadata, by ``KEY`` in ``GGUFWriter.add_KEY``.
         parts: maps a weight's name to its parts.
-        factors: divisors of RoPE's frequencies, [head_dim / 2]; None: there are none.
+        factors: divisors of RoPE's frequencies, [head_dim / 2], or None if there are none.
         merged_only: ends of the names of weights for which llama.cpp computes another LoRA.
         differs: a warning about small differences in llama.cpp's results.
     """
@@ -190,7 +190,7 @@ class GgufNames:
         self._map = gguf.get_tensor_name_map(kind, layout.layers)
 
     def find(self, hf: str) -> str | None:
-        """Return llama.cpp's name of a weight; None: it has none."""
+        """Return llama.cpp's name of a weight, or None if it has none."""
         return self._map.get_name(hf, try_suffixes=(".weight", ".bias", ".scale"))
 
     def name(self, hf: str) -> str:

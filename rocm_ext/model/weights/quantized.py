@@ -63,7 +63,7 @@ class Quantized(Tensor):
         multiplies: whether FP8 with one scale per row is multiplied without dequantising, see :func:`scaled_product`.
         kind: kind of ggml's blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`.
         heads: shape [a, b, width] of the columns in ggml's blocks; the dequantised tensor has them as [b, a, width],
-            because a block may hold several heads. None: the order is the same.
+            because a block may hold several heads. None if the order is the same.
     """
 
     packed: Tensor
@@ -210,7 +210,7 @@ class Quantized(Tensor):
         return func(*args, **kwargs)
 
 
-# ---- operations on quantised weights; None: these arguments need a dequantised weight
+# ---- operations on quantised weights; they return None where a dequantised weight is needed
 
 
 def _to(weight: Quantized, *, dtype: Any = None, device: Any = None, **others: Any) -> Quantized | None:
@@ -312,7 +312,7 @@ def stored(name: str, packed: Tensor, scale: Tensor, block: tuple[int, int] = (0
         name: the weight's name, for the message.
         packed: see :class:`Quantized`. MXFP4's are experts' weights, which models expect as [..., in, out].
         scale: see :class:`Quantized`; or one scale for all values, or one per row.
-        block: rows and columns that share a scale by ``config.json``; 0: all.
+        block: rows and columns that share a scale by ``config.json``, or 0 if all do.
     """
     if packed.dtype == torch.uint8:
         if packed.shape[:-1] != scale.shape or packed.shape[-1] != 16:
@@ -375,7 +375,7 @@ FP8_ROWS = StoredFormat("fp8", (1, 0), ("gate", "router", "shared_expert_gate"))
 def stand_in(weight: Tensor, kind: str, block: tuple[int, int], transposed: bool = False) -> nn.Parameter:
     """Return ``weight``, a parameter on the meta device, in the format ``fp8`` or ``mxfp4``.
 
-    ``block`` is the rows and columns of a block; 0: all. For ``transposed`` see :class:`Quantized`.
+    ``block`` is the rows and columns of a block, 0 for all. For ``transposed`` see :class:`Quantized`.
     """
     *before, rows, columns = weight.mT.shape if transposed else weight.shape
     high, wide = block
@@ -440,9 +440,10 @@ def expect(decoder: Any, form: StoredFormat | None, quantizes: bool = False) -> 
 
 
 def scaled_product(x: Tensor, weight: Quantized) -> Tensor | None:
-    """Multiply x [n, in] with an FP8 weight; x also gets one scale per row. None: torch does not take these shapes.
+    """Multiply x [n, in] with an FP8 weight; x also gets one scale per row.
 
-    Where the sum is over the weight's rows, as for the gradient of an input, x is first multiplied by their scales.
+    The result is None for shapes that torch does not take. Where the sum is over the weight's rows, as for the gradient
+    of an input, x is first multiplied by their scales.
     """
     size = 16  # divides the weight's sides in torch._scaled_mm
     stored = weight.packed  # [rows, columns]
