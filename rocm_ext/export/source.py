@@ -172,7 +172,7 @@ def write_merged(source: Source, out: Path, card: Callable[[], str]) -> None:
             path = folder / "generation_config.json"
             content = json_object(path.read_bytes()) if path.is_file() else {}
             settings = {**(content or {}), "eos_token_id": [*stops, *more]}
-        path.write_text(json.dumps(settings, indent=2) + "\n")
+            path.write_text(json.dumps(settings, indent=2) + "\n")
 
     merge(source.cfg.checkpointer, source.adapter, out, source.decoder(), complete)
 
