@@ -97,7 +97,8 @@ def parts(template: ChatTemplate, begin: str = "") -> TemplateParts | None:
     conversations: list[Messages] = [_TALK[:1], _TALK, _LONGER]
     if system:
         conversations += [[_SYSTEM, *conversation] for conversation in conversations]
-    text = "".join([result.start, *(system or ()), *result.user, *result.answer, result.last])
+    texts = [result.start, *(system or ()), *result.user, *result.answer, result.last]
+    text = "".join(texts)
     if '"""' in text or "{{" in text:
         return None
     for conversation in conversations:
@@ -160,8 +161,9 @@ def write_modelfile(source: Source, gguf: Path, adapter: bool = False) -> Path:
             )
         else:
             lines.append(f'TEMPLATE """{read_off.go()}"""')
-    stops = [number for number in (end_of_turn(source), *source.tokenizer.stop_tokens) if number in texts]
-    lines += [f'PARAMETER stop "{texts[number]}"' for number in dict.fromkeys(stops)]
+    for number in dict.fromkeys((end_of_turn(source), *source.tokenizer.stop_tokens)):
+        if number in texts:
+            lines.append(f'PARAMETER stop "{texts[number]}"')
     path = gguf.with_suffix(".Modelfile")
     replace_text(path, "\n".join(lines) + "\n")
     return path

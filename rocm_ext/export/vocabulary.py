@@ -6,6 +6,7 @@ finds the name for the rules in ``tokenizer.json``, and refuses unknown rules.
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -70,7 +71,8 @@ def _refuse(path: Path, what: str) -> NoReturn:
 def _splitting(path: Path, content: Json) -> str:
     """Return llama.cpp's name of the rules that split text into words; refuse unknown rules."""
     normalizer = content.get("normalizer")
-    if normalizer not in (None, {"type": "NFC"}) and normalizer != {"type": "Sequence", "normalizers": []}:
+    nothing = {"type": "Sequence", "normalizers": []}
+    if normalizer not in (None, {"type": "NFC"}, nothing):
         _refuse(path, f"normalizer is {normalizer.get('type') if isinstance(normalizer, Mapping) else '?'}")
     pre = content.get("pre_tokenizer") or {}
     name = pre_tokenizers.name_of(pre)
@@ -116,7 +118,7 @@ def _tokens(content: Json, size: int) -> tuple[list[str], list[int]]:
     model = content["model"]
     vocabulary = model["vocab"]
     added = content.get("added_tokens") or []
-    most = max([*vocabulary.values(), *(token["id"] for token in added)])
+    most = max(chain(vocabulary.values(), (token["id"] for token in added)))
     if most >= size:
         raise UserError(f"{TOKENIZER} has the token {most}, but the model has {size} tokens; download both again")
     for text, number in vocabulary.items():

@@ -68,7 +68,8 @@ def sdpa(
     """
     groups = q.shape[1] // k.shape[1]
     if groups > 1:  # torch's enable_gqa takes the math path where no kernel has groups
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        k = k.repeat_interleave(groups, dim=1)
+        v = v.repeat_interleave(groups, dim=1)
     plain = softcap is None and sinks is None
     if not plain and kernel not in ("auto", "apart", "eager"):
         raise UserError(

@@ -115,7 +115,8 @@ class Weights:
         digest = hashlib.sha256(architecture.encode())
         for name, tensor in sorted(on_meta(self.state).items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(sample(self.state, name).float().cpu().numpy().tobytes())
+            values = sample(self.state, name)
+            digest.update(values.float().cpu().numpy().tobytes())
         return digest.hexdigest()
 
 

@@ -126,7 +126,8 @@ def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
         from rocm_ext.model.hf.decoder import shapes_of
 
         (folder / SHAPES).write_text(json.dumps(shapes_of(folder)) + "\n")
-    for name, make in (("generation_config.json", _generation), (TOKENIZER, _tokenizer), (_SETTINGS, _settings)):
+    makers = {"generation_config.json": _generation, TOKENIZER: _tokenizer, _SETTINGS: _settings}
+    for name, make in makers.items():
         if name in copies:
             shutil.copy(copies[name], folder)
         else:
@@ -157,7 +158,7 @@ def _tokenizer(file: GgufFile) -> Json:
     types = of.get("tokenizer.ggml.token_type") or []
     merges = of.get("tokenizer.ggml.merges") or []
     lists = all(isinstance(part, list) for part in (tokens, types, merges))
-    is_complete = lists and bool(tokens) and len(tokens) == len(types) == len(set(tokens))
+    is_complete = lists and len(tokens) == len(types) == len(set(tokens)) > 0
     check(is_complete, "describes its tokenizer in part only")
     vocabulary = {text: number for number, text in enumerate(tokens) if types[number] != _UNUSED}
     if kind == "llama":

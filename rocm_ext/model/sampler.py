@@ -307,7 +307,8 @@ class SamplingLinear(nn.Module):
         if any(bias is not None for bias in biases):
             values = []
             for bias, weight in zip(biases, weights, strict=True):
-                values.append(weight.new_zeros(len(weight)) if bias is None else dense(bias.detach()))
+                zeros = weight.new_zeros(len(weight))
+                values.append(zeros if bias is None else dense(bias.detach()))
             self.bias = frozen(torch.cat(values))
 
     @torch.no_grad()
@@ -350,7 +351,8 @@ class SamplingLinear(nn.Module):
 
 def _factors(layers: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return A, B and factor of :class:`SamplingLinear`, in fp32; layers without adapters have rank 0."""
-    like = next(layer.lora_a.weight.detach() for layer in layers if isinstance(layer, Lora | Dora))
+    adapted = next(layer for layer in layers if isinstance(layer, Lora | Dora))
+    like = adapted.lora_a.weight.detach()
     lows, highs, ratios = [], [], []
     for layer in layers:
         out, width = layer.weight.shape
@@ -364,8 +366,10 @@ def _factors(layers: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
             ratios.append(layer.magnitude.detach() / layer.weight_norm())
         else:
             ratios.append(like.new_ones(out))
-    has_factor = any(isinstance(layer, Dora) for layer in layers)
-    return torch.cat(lows), torch.block_diag(*highs), torch.cat(ratios) if has_factor else None
+    factor = None
+    if any(isinstance(layer, Dora) for layer in layers):
+        factor = torch.cat(ratios)
+    return torch.cat(lows), torch.block_diag(*highs), factor
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

@@ -415,7 +415,8 @@ def read_adapter(source: Path, decoder: Decoder, model_type: str) -> dict[str, T
 
 def _check_targets(folder: Path, state: Mapping[str, Tensor], decoder: Decoder, layers: list[PeftLayer]) -> None:
     """Check that adapter and model adapt the same kinds of layers."""
-    theirs = sorted({last_part(name.removesuffix(LORA_A)) for name in state if name.endswith(LORA_A)})
+    layers_of_file = [name.removesuffix(LORA_A) for name in state if name.endswith(LORA_A)]
+    theirs = sorted(set(map(last_part, layers_of_file)))
     ours = sorted({last_part(name.removesuffix(".weight")) for name in sizes_of(layers)})
     if not theirs or theirs == ours:
         return
@@ -454,7 +455,8 @@ def _damage(config: PeftConfig, state: Mapping[str, Tensor]) -> Iterator[str]:
         if tensors.keys() == {ROWS}:
             continue
         layer = weight.removesuffix(".weight")
-        unexpected, missing = tensors.keys() - {*parts}, {*parts} - tensors.keys()
+        unexpected = tensors.keys() - {*parts}
+        missing = {*parts} - tensors.keys()
         if unexpected or missing:
             kind = "unexpected" if unexpected else "missing"
             yield f"{kind} {layer}{min(unexpected | missing)}"

@@ -122,7 +122,11 @@ def parameter_names(decoder: nn.Module) -> list[str]:
 
 def sizes_of(layers: Iterable[PeftLayer]) -> dict[str, tuple[int, float]]:
     """Return r and alpha of the adapted layers, by the names that patterns match in PEFT."""
-    return {layer.sized_as: rank_and_alpha(layer.layer) for layer in layers if not isinstance(layer.layer, TokenRows)}
+    sizes = {}
+    for layer in layers:
+        if not isinstance(layer.layer, TokenRows):
+            sizes[layer.sized_as] = rank_and_alpha(layer.layer)
+    return sizes
 
 
 def target_modules(layers: Iterable[PeftLayer], decoder: Decoder) -> list[str]:
@@ -148,15 +152,22 @@ def target_parameters(layers: Iterable[PeftLayer], decoder: Decoder) -> list[str
 
 def matching(decoder: nn.Module, targets: Iterable[str]) -> set[str]:
     """Return the names of the decoder's parameters that PEFT's ``target_parameters`` matches."""
-    targets = list(map(str, targets))
-    return {name for name in parameter_names(decoder) if any(ends_with(name, target) for target in targets)}
+    names = parameter_names(decoder)
+    matched: set[str] = set()
+    for target in map(str, targets):
+        matched.update(name for name in names if ends_with(name, target))
+    return matched
 
 
 def token_indices(layers: Iterable[PeftLayer]) -> list[int] | dict[str, list[int]]:
     """Return ``trainable_token_indices``: ids of the embeddings, or ids by the ends of layers' names, or nothing."""
-    trained_rows = {last_part(layer.module): layer.layer for layer in layers if isinstance(layer.layer, TokenRows)}
-    ids = {end: rows.tokens for end, rows in trained_rows.items()}
-    if [rows.embeds for rows in trained_rows.values()] == [True]:
+    ids = {}
+    in_output = False
+    for layer in layers:
+        if isinstance(layer.layer, TokenRows):
+            ids[last_part(layer.module)] = layer.layer.tokens
+            in_output |= not layer.layer.embeds
+    if len(ids) == 1 and not in_output:
         (only,) = ids.values()
         return only
     return ids
@@ -260,8 +271,9 @@ def take_experts(state: dict[str, Tensor], decoder: nn.Module, config: Any) -> d
         a, b = state.pop(name_a), state.pop(name_b)
         rank, _ = config.of(peft_layer.weight)
         inner = layer.experts * rank
-        fits = a.shape == (inner, layer.in_dim) and b.shape == (layer.out_dim, inner)
-        fits_old = a.shape == (inner, layer.out_dim) and b.shape == (layer.in_dim, inner)
+        shapes = a.shape, b.shape
+        fits = shapes == ((inner, layer.in_dim), (layer.out_dim, inner))
+        fits_old = shapes == ((inner, layer.out_dim), (layer.in_dim, inner))
         both_fit = layer.in_dim == layer.out_dim
         if fits_old and not layer.transposed and (not both_fit or is_old(config.version)):
             a, b = _swapped(a, b, layer.experts)

@@ -341,7 +341,8 @@ def build(
         UserError: transformers does not know the model, or the model lacks a layer of ``targets`` or a pattern.
     """
     model = _on_meta(folder, _needs_code(config, trust_remote_code))
-    named, built = (config.get("architectures") or [""])[0], type(model).__name__
+    named = (config.get("architectures") or [""])[0]
+    built = type(model).__name__
     if named and str(named).lower() != built.lower():
         raise UserError(
             f"{folder / CONFIG}: it names {named}, but transformers builds {built} for model_type "

@@ -206,8 +206,11 @@ class StoredWeights(Mapping[str, Tensor]):
             for of_values, of_scales in _QUANTISED:
                 weight = name.removesuffix(of_values)
                 scale = weight + of_scales
-                if name.endswith(of_values) and scale in self._stored and reader.on_meta(theirs).element_size() == 1:
-                    weights[name], scales[name] = weight, scale
+                if not name.endswith(of_values) or scale not in self._stored:
+                    continue
+                if reader.on_meta(theirs).element_size() == 1:
+                    weights[name] = weight
+                    scales[name] = scale
         if not weights:
             return
         if (form := stored_format(folder)) is not None:
@@ -444,7 +447,10 @@ class _Gguf:
             kind = ""
             for i, (file, part) in enumerate(self._stored(name)):
                 blocks = file.places[part].kind
-                tensors[i] = unpack(tensors[i], blocks, torch.float32) if blocks else tensors[i].float()
+                if blocks:
+                    tensors[i] = unpack(tensors[i], blocks, torch.float32)
+                else:
+                    tensors[i] = tensors[i].float()
         try:
             made = llama_cpp.joined(self._parts[name], tensors, kind)
         except ValueError as error:
@@ -459,7 +465,9 @@ class _Blocks(_Raw):
     """A GGUF file's tensors as stored: bytes of blocks, or numbers."""
 
     def __init__(self, file: GgufFile) -> None:
-        self.path, self.places, self.names = file.path, file.places, sorted(file.places)
+        self.path = file.path
+        self.places = file.places
+        self.names = sorted(file.places)
 
     def on_meta(self, name: str) -> Tensor:
         at = self.places[name]

@@ -194,7 +194,9 @@ def parts_of(path: Path) -> list[Path]:
 def links_in(folder: Path) -> Json:
     """Return the content of :data:`LINKS`: ``files``, and ``made``: whether ``config.json`` was made from metadata."""
     path = folder / LINKS
-    return (json_object(path.read_bytes()) or {"files": []}) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    return json_object(path.read_bytes()) or {"files": []}
 
 
 def files_in(folder: Path) -> list[str] | None:

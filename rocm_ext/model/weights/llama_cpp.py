@@ -299,8 +299,10 @@ def places(folder: Path, first: GgufFile, stored: Collection[str]) -> dict[str, 
     weights: dict[str, list[Part]] = {}
     path = folder / SHAPES
     known = {_FACTORS}
-    shapes = (json_object(path.read_bytes()) or {}) if path.is_file() else stored_names(layout.layers)
-    for name in shapes:
+    expected: Collection[str] = stored_names(layout.layers)
+    if path.is_file():
+        expected = json_object(path.read_bytes()) or {}
+    for name in expected:
         ways = [layout.parts(name)]
         if name.endswith("gate_up_proj"):
             ways.append([Part(f"{name}.weight")])
@@ -349,7 +351,8 @@ def config_of(files: Sequence[GgufFile]) -> Json:
     kind, row = _family_of(file)
     if len(getattr(places.get("token_embd.weight"), "shape", ())) != 2:
         raise UserError(f"{file.path} lacks token_embd.weight, the embeddings")
-    config: Json = {"architectures": [MODEL_TYPES.get(kind) or _class_of(kind, file)], "model_type": kind}
+    name = MODEL_TYPES.get(kind) or _class_of(kind, file)
+    config: Json = {"architectures": [name], "model_type": kind}
     asked = dict(_COMMON)
     optional = set(_OPTIONAL)  # see check_config
     if row is not None:
