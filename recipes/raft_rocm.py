@@ -77,6 +77,7 @@ class RAFTTrainer(PolicyTrainer):
         self.trained: list[int] = []
         self.kept: dict[int, list[SampleKey]] = {}
         self.updates_before = 0
+        self._before: Mapping[str, torch.Tensor] | None = None  # the adapter at the beginning of a whole cycle
         super().begin_run()
         self._progress.close()  # each cycle shows its updates instead
         if self.fresh and self.ranks.is_main:
@@ -151,6 +152,7 @@ class RAFTTrainer(PolicyTrainer):
             adapter = self.learner.adapter_state()
             if all(torch.equal(value, adapter[name]) for name, value in self._before.items()):
                 raise UserError(f"cycle {self.step + 1}: {nothing_changed(self.done, 'the cycle')}")
+            self._before = None  # frees its tensors
         losses = [line["loss"] for line in self.update_lines]
         ends = {"first_loss": losses[0], "last_loss": losses[-1]} if losses else {}
         return measured | ends
@@ -164,7 +166,7 @@ class RAFTTrainer(PolicyTrainer):
         return [steps[number] for number in range(steps.per_epoch * cfg.epochs)]
 
     def begin_step(self, updates: int) -> None:
-        """Begin the schedule of a cycle with so many updates, or read the measurements of those that are done."""
+        """Begin the schedule of a cycle, or read the lines of the updates that a checkpoint has."""
         path = self._updates_file()
         if self.ranks.is_main:
             rewrite_lines(path, lambda line: line["step"] <= self.done)
@@ -211,7 +213,7 @@ class RAFTTrainer(PolicyTrainer):
         per_epoch = self.total_steps // self.cfg.epochs
         epoch = (self.done - 1) // per_epoch + 1
         if self.ranks.is_main:
-            append_line(self._updates_file(), {"step": self.done, "epoch": epoch, **line})
+            append_line(self._updates_file(), {"step": self.done, "epoch": epoch, **line, **self.memory()})
         if self.done % self.cfg.log_every_n_steps == 0:
             self.log_numbers(line)
         self._progress.update(f"loss {line['loss']:.4f}  {line['tokens_per_second']:,.0f} tok/s")

@@ -174,7 +174,7 @@ class PolicyTrainer(Training):
         for update in loader.range(self.done, len(updates)):
             stats = self.train_step(replace(update, sequences=update.sequences / share))
             self.done += 1
-            line = stats.line(time.perf_counter() - began) | self.memory()
+            line = stats.line(time.perf_counter() - began)
             self.update_lines.append({**line, "labels": update.labels, "sequences": update.sequences})
             self.finish_update(stats.interrupted)
             began = time.perf_counter()
