@@ -44,7 +44,8 @@ class Key:
 @cache
 def table() -> dict[str, Any]:
     """Return the content of keys.yaml, by defaults file."""
-    return yaml.load(TABLE.read_text(), yaml.CSafeLoader)
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may be built without its C library
+    return yaml.load(TABLE.read_text(encoding="utf-8"), loader)
 
 
 def keys_in(file: str) -> list[Key]:

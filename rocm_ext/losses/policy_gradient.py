@@ -28,7 +28,7 @@ _KEYS_OF_GRPO = (  # that are arguments, too
     "mismatch_limits",
 )
 _KINDS = {"loss": one_of(*ALGORITHMS), "temperature": POSITIVE}
-_KINDS |= {name: kinds(registry.GRPO)[name] for name in _KEYS_OF_GRPO}
+_KINDS |= {name: kind for name, kind in kinds(registry.GRPO).items() if name in _KEYS_OF_GRPO}
 
 
 class PolicyGradient(Objective):

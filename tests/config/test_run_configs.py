@@ -13,6 +13,7 @@ from torchtune import config as torchtune_config
 from rocm_ext import config, verifiers
 from rocm_ext.base import registry
 from rocm_ext.config.checks.rollouts import check_sampled_values
+from rocm_ext.config.keys import kinds
 from rocm_ext.losses import Preference, objective_of
 from rocm_ext.machine.profile import check_locked, load_profile
 from rocm_ext.model.download import published, published_models
@@ -47,6 +48,14 @@ def test_a_head_names_the_files_that_have_the_recipe_s_other_keys(name):
     for file in named.split(", "):
         keys |= OmegaConf.load(CONFIGS / "defaults" / file).keys() - {"include", "extends"}
     assert keys == config.defaults(RECIPES[name]).keys()
+
+
+@pytest.mark.parametrize("recipe", registry.TITLES)
+def test_a_default_is_one_of_the_values_that_its_key_takes(recipe):
+    defaults = config.defaults(recipe)
+    taken = {key: kind for key, kind in kinds(recipe).items() if defaults[key] != "???"}
+    assert len(taken) > 30
+    assert [key for key, kind in taken.items() if not kind.fits(OmegaConf.create({"x": defaults[key]}).x)] == []
 
 
 def test_every_machine_has_configs():
