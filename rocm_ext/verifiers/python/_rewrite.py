@@ -215,17 +215,14 @@ def _full(place, what, *args):
 
 
 def _outside_methods(node):
-    """Yield the nodes below a node, but not those of methods, which run when a test calls them."""
-    parts = [node]
-    while parts:
-        part = parts.pop()
-        yield part
-        children = ast.iter_child_nodes(part)
+    """The nodes below a node without those of methods, which run when a test calls them."""
+    in_methods = set()
+    for part in walk(node):
         if isinstance(part, ast.ClassDef):
-            children = (child for child in children if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)))
-        elif isinstance(part, (ast.List, ast.Tuple, ast.Set)):
-            children = (child for child in children if type(child) is not ast.Constant)  # there may be millions
-        parts += children
+            for statement in part.body:
+                if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    in_methods.update(walk(statement))
+    return [part for part in walk(node) if part not in in_methods]
 
 
 def _watched(statement):
