@@ -109,7 +109,7 @@ class PocketCard(TypedDict):
 
 @dataclass(frozen=True)
 class Material:
-    """What a pocket model is made from.
+    """The parts of a pocket model.
 
     Attributes:
         pool: what it is trained on.

@@ -84,7 +84,7 @@ class Steps:
     Attributes:
         rows: number of rows in the data set.
         per_step: rows of an optimiser step, over all ranks; the last step of an epoch may have fewer.
-        limit: maximum number of steps per epoch; by default there is none.
+        limit: maximum number of steps per epoch. None sets no limit.
         data_seed: together with the epoch, determines the order of rows.
         shuffle: whether to shuffle the rows; False keeps their order.
         mixture: the rows' data sets and their weights in an epoch.

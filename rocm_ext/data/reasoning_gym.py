@@ -30,7 +30,7 @@ def reasoning_gym_prompts(
         seed: seed of the entries.
         skip: number of first entries to leave out, together with later entries that repeat them.
         options: settings of the task, such as ``{min_terms: 2, max_terms: 4}``.
-        system_prompt: system message, which asks for the tags that the verifier reads. Without text there is none.
+        system_prompt: system message, which asks for the tags that the verifier reads. An empty text adds no message.
 
     Raises:
         UserError: the package is not installed, the task or an option is unknown, or a number is out of range.
