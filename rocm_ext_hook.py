@@ -15,6 +15,8 @@ def register() -> None:
     except Exception as error:
         if os.path.basename(str(*getattr(sys, "argv", [])[:1])) in ("tune", "tune.exe"):
             fix = "run `pip install` in its folder again, or `pip uninstall torchtune-rocm`"
-            print(f"torchtune-rocm: its recipes are not registered: {error}; {fix}", file=sys.stderr)
+            print(
+                f"torchtune-rocm: its recipes are not registered: {error}; {fix}", file=sys.stderr
+            )
     else:
         register()

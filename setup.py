@@ -7,7 +7,12 @@ import sys
 
 from setuptools import Distribution, find_packages, setup
 
-MOVED = ("recipes", "recipe_configs", "recipe_configs.defaults", "recipe_configs.hardware")  # see pyproject.toml
+MOVED = (
+    "recipes",
+    "recipe_configs",
+    "recipe_configs.defaults",
+    "recipe_configs.hardware",
+)  # see pyproject.toml
 
 
 class Project(Distribution):
@@ -20,6 +25,9 @@ class Project(Distribution):
 copied = [("../purelib", ["rocm_ext_hook.py"])]
 setup(
     distclass=Project,
-    packages=[*find_packages(include=["rocm_ext", "rocm_ext.*"]), *(f"rocm_ext.{name}" for name in MOVED)],
+    packages=[
+        *find_packages(include=["rocm_ext", "rocm_ext.*"]),
+        *(f"rocm_ext.{name}" for name in MOVED),
+    ],
     data_files=copied if "editable_wheel" in sys.argv else [],
 )

@@ -41,7 +41,10 @@ class Distil(Loop):
     judges = False
 
     def __init__(
-        self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[PolicyTrainer] = PolicyTrainer
+        self,
+        cfg: DictConfig,
+        learner: type[Learner] = Learner,
+        trainer: type[PolicyTrainer] = PolicyTrainer,
     ) -> None:
         check_sampled_values(cfg, "distil_rocm")
         super().__init__(cfg, learner, trainer)
@@ -61,7 +64,9 @@ class Distil(Loop):
         if self.cfg.given_answers is not None:
             most = min(self.learner.decoder.max_seq_len, decoder.max_seq_len)
             self._given = given_samples(self.prompts, self.cfg.given_answers, self.learner, most)
-        self.trainer_cls.try_out(self.learner.cfg, self.learner, self.cfg.steps * updates_of_step(self.cfg))
+        self.trainer_cls.try_out(
+            self.learner.cfg, self.learner, self.cfg.steps * updates_of_step(self.cfg)
+        )
 
     def expected_work(self) -> Workload:
         """Describe the rows of a step: of given answers, or an estimate."""
@@ -91,7 +96,9 @@ class Distil(Loop):
 
     def choose(self, step: int, count: int, exclude: Collection[str] = ()) -> list[Prompt]:
         """Choose the next prompts, in a new order in every pass over all."""
-        asked = Steps(len(self.prompts.training), self.prompts_of_step, data_seed=self.cfg.seed)[step - 1]
+        asked = Steps(len(self.prompts.training), self.prompts_of_step, data_seed=self.cfg.seed)[
+            step - 1
+        ]
         return [self.prompts.training[i] for i in asked]
 
     def sample(self, step: int) -> Selected:
@@ -108,22 +115,32 @@ class Distil(Loop):
         failed = {key for key, result in answers.results.items() if result.verdict is Verdict.ERROR}
         words = range(self.teacher.learner.decoder.tok_embeddings.num_embeddings)
         samples = {key: answers.samples[key] for key in sorted(answers.samples)}
-        keys = [key for key, s in samples.items() if key not in failed and max(s.tokens, default=-1) in words]
-        return Selected(samples, answers.results, dict.fromkeys(keys, 1.0), set(), asked, answers.stats)
+        keys = [
+            key
+            for key, s in samples.items()
+            if key not in failed and max(s.tokens, default=-1) in words
+        ]
+        return Selected(
+            samples, answers.results, dict.fromkeys(keys, 1.0), set(), asked, answers.stats
+        )
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
         """Convert the answers to rows, for ``reverse_kl`` with the teacher's log-probs."""
         samples = selected.trained
         rows, pieces = to_rows(samples, self.prompts.tokens)
         if LOGPROBS in self.learner.objective.columns:
-            rows.add_labels_column(LOGPROBS, self.teacher.logprobs(rows, self.learner.objective.temperature))
+            rows.add_labels_column(
+                LOGPROBS, self.teacher.logprobs(rows, self.learner.objective.temperature)
+            )
         return rows, [samples[i].prompt_id for i, _ in pieces]
 
     def report_gain(self) -> None:
         """Log the gain on the held-out prompts, and warn if nothing was trained."""
         super().report_gain()
         if self.ranks.is_main and not any(line.get("updates") for line in self.trainer.lines):
-            log.warning("no step had an update: each answer was empty, an ERROR or has tokens that the teacher lacks")
+            log.warning(
+                "no step had an update: each answer was empty, an ERROR or has tokens that the teacher lacks"
+            )
 
 
 @config.recipe_main("distil_rocm")

@@ -39,7 +39,12 @@ from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import run
 from rocm_ext.train.scoring import reference, score
 
-_COLUMNS = ("advantages", "old_logprobs", "sampler_logprobs", REFERENCE)  # columns that a step can have
+_COLUMNS = (
+    "advantages",
+    "old_logprobs",
+    "sampler_logprobs",
+    REFERENCE,
+)  # columns that a step can have
 _ROWS_PER_MICRO_BATCH = 4  # rows of joined answers in one micro-batch
 
 
@@ -51,12 +56,17 @@ class GRPO(Loop):
     sessions_stay_open = True
 
     def __init__(
-        self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[PolicyTrainer] = PolicyTrainer
+        self,
+        cfg: DictConfig,
+        learner: type[Learner] = Learner,
+        trainer: type[PolicyTrainer] = PolicyTrainer,
     ) -> None:
         check_sampled_values(cfg, "grpo_rocm")
         self.filled = filled(cfg)
         log.info("%s", describe(self.filled))
-        self._reference: dict[SampleKey, np.ndarray] = {}  # log-probs of the step's answers, with kl_in: reward
+        self._reference: dict[
+            SampleKey, np.ndarray
+        ] = {}  # log-probs of the step's answers, with kl_in: reward
         super().__init__(cfg, learner, trainer)
         self.sampling = replace(self.sampling, logprobs_temperature=cfg.temperature)
         self.max_staleness = cfg.max_staleness
@@ -110,7 +120,9 @@ class GRPO(Loop):
 
     def stop_reason(self) -> str | None:
         """Return why the run ends before its last step; a UserError if too many steps in a row taught nothing."""
-        if flat := evaluation.flat_reason(self.trainer.lines, max_flat_steps=self.cfg.max_flat_steps):
+        if flat := evaluation.flat_reason(
+            self.trainer.lines, max_flat_steps=self.cfg.max_flat_steps
+        ):
             self.stop_sampling()
             raise UserError(flat)
         return super().stop_reason()
@@ -135,7 +147,9 @@ class GRPO(Loop):
         )
         return [self.prompts[prompt] for prompt in ids]
 
-    def more_prompts(self, step: int, rounds: int, selected: Selected, asked: Sequence[Prompt]) -> list[Prompt]:
+    def more_prompts(
+        self, step: int, rounds: int, selected: Selected, asked: Sequence[Prompt]
+    ) -> list[Prompt]:
         """With ``refill``, choose further prompts until there are enough groups to train on."""
         cfg = self.cfg
         missing = cfg.prompts_per_step - selected.groups
@@ -188,7 +202,9 @@ class GRPO(Loop):
         Answers to one prompt are joined to rows where the model can compute their prompt once.
         """
         if self._kl_of_rewards and not selected.reference:
-            raise UserError("kl_in is 'reward', and this recipe's select() gives rewards no divergence; set kl_in=loss")
+            raise UserError(
+                "kl_in is 'reward', and this recipe's select() gives rewards no divergence; set kl_in=loss"
+            )
         rows, groups = self._sampled_rows(selected)
         columns = self.learner.objective.columns
         if self.learner.shares:
@@ -208,9 +224,13 @@ class GRPO(Loop):
         rows, pieces = to_rows(samples, self.prompts.tokens)
         rows.counts.update(answers=selected.answers or len(samples), trained=len(samples))
         advantages = list(selected.advantages.values())
-        rows.add_labels_column("advantages", [[advantages[i]] * (piece.stop - piece.start) for i, piece in pieces])
+        rows.add_labels_column(
+            "advantages", [[advantages[i]] * (piece.stop - piece.start) for i, piece in pieces]
+        )
         if all(len(sample.logprobs) == len(sample.tokens) for sample in samples):
-            rows.add_labels_column("sampler_logprobs", [samples[i].logprobs[piece] for i, piece in pieces])
+            rows.add_labels_column(
+                "sampler_logprobs", [samples[i].logprobs[piece] for i, piece in pieces]
+            )
             if "old_logprobs" in self.learner.objective.columns and self.old_logprobs == "sampler":
                 rows.columns["old_logprobs"] = rows.columns["sampler_logprobs"]
         if self.cfg.router_replay:
@@ -228,7 +248,9 @@ class GRPO(Loop):
         most = float(self.learner.tokens_per_micro_batch)
         if self.ranks.world == 1 and tokens_of_rank <= most:
             return most
-        return min(most, tokens_of_rank) / _ROWS_PER_MICRO_BATCH  # small rows fill ranks and micro-batches evenly
+        return (
+            min(most, tokens_of_rank) / _ROWS_PER_MICRO_BATCH
+        )  # small rows fill ranks and micro-batches evenly
 
 
 @config.recipe_main("grpo_rocm")

@@ -49,7 +49,9 @@ class LoRAFinetune:
 
     columns: tuple[str, ...] = ()
 
-    def __init__(self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[Trainer] = Trainer) -> None:
+    def __init__(
+        self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[Trainer] = Trainer
+    ) -> None:
         check_values(cfg)
         self.cfg, self.learner_cls, self.trainer_cls = cfg, learner, trainer
         self.metric_logger: Any = None
@@ -67,7 +69,9 @@ class LoRAFinetune:
         self.rows, self.validation_rows = rows, validation_rows = self.setup_data(tokenizer)
         parts = {"dataset": rows, "dataset_val": validation_rows}
         check_same(
-            lambda: {key: part.fingerprint() for key, part in parts.items() if part}, self.runtime.ranks, SAME_DATA
+            lambda: {key: part.fingerprint() for key, part in parts.items() if part},
+            self.runtime.ranks,
+            SAME_DATA,
         )
         for part in filter(None, parts.values()):
             self.learner.check_rows(part, self.columns)
@@ -76,7 +80,9 @@ class LoRAFinetune:
         mixture.check()
         for line in lines(mixture.table()):
             log.info("%s", line)
-        self.learner.plan(workload.describe(rows, len(rows), "the run's rows", self.learner.shares, mixture))
+        self.learner.plan(
+            workload.describe(rows, len(rows), "the run's rows", self.learner.shares, mixture)
+        )
         if self.folder.resumed is None:  # a run that has begun has shown that it fits
             self.learner.check_budget()
 
@@ -86,7 +92,9 @@ class LoRAFinetune:
         self.metric_logger = setup_metric_logger(self.cfg, self.runtime.ranks.is_main)
         self.learner.load()
         self._first = peft_files.fingerprint(self.learner.adapter_state())
-        self.add_columns(self.folder.path, {"dataset": self.rows, "dataset_val": self.validation_rows})
+        self.add_columns(
+            self.folder.path, {"dataset": self.rows, "dataset_val": self.validation_rows}
+        )
         self.trainer = self.trainer_cls(
             self.learner,
             self.rows,
@@ -101,14 +109,19 @@ class LoRAFinetune:
         self.trainer.open()
         if fresh and (ranks := self.runtime.ranks).is_main:
             parts = (self.learner.tokenizer, self.rows, self.validation_rows)
-            overview.write(self.folder.path / ROWS, lambda: overview.of_rows(self.cfg, *parts, ranks=ranks.world))
+            overview.write(
+                self.folder.path / ROWS,
+                lambda: overview.of_rows(self.cfg, *parts, ranks=ranks.world),
+            )
         log_config(self.metric_logger, self.cfg)
 
     def setup_evaluation(self) -> Any:
         """Return a :class:`rocm_ext.evaluate.answers.Evaluator` of ``eval_prompts``; None without them."""
         if self.cfg.eval_prompts is None:
             return None
-        from rocm_ext.evaluate.answers import Evaluator  # here: importing it takes time, which most runs save
+        from rocm_ext.evaluate.answers import (
+            Evaluator,
+        )  # here: importing it takes time, which most runs save
 
         evaluation = Evaluator(self.cfg, self.learner)
         evaluation.check()
@@ -118,7 +131,9 @@ class LoRAFinetune:
         """Read and tokenise the training rows, and the validation rows or None."""
         is_ours = tokenizer is self.learner.tokenizer  # a recipe may bring another tokenizer
         progress = self.runtime.ranks.is_main and os.isatty(2)
-        return training_rows(self.cfg, tokenizer, self.learner.decoder.max_seq_len, cached=is_ours, progress=progress)
+        return training_rows(
+            self.cfg, tokenizer, self.learner.decoder.max_seq_len, cached=is_ours, progress=progress
+        )
 
     def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
         """Add the columns in :attr:`columns` to the rows, by their keys in the config, before the first step."""

@@ -77,7 +77,9 @@ class RAFTTrainer(PolicyTrainer):
         self.trained: list[int] = []
         self.kept: dict[int, list[SampleKey]] = {}
         self.updates_before = 0
-        self._before: Mapping[str, torch.Tensor] | None = None  # the adapter at the beginning of a whole cycle
+        self._before: Mapping[str, torch.Tensor] | None = (
+            None  # the adapter at the beginning of a whole cycle
+        )
         super().begin_run()
         self._progress.close()  # each cycle shows its updates instead
         if self.fresh and self.ranks.is_main:
@@ -116,7 +118,12 @@ class RAFTTrainer(PolicyTrainer):
     def extra_state(self) -> State:
         """Return the part of a checkpoint that other trainings do not have."""
         kept = {cycle: [list(key) for key in keys] for cycle, keys in self.kept.items()}
-        more = {"done": self.done, "trained": self.trained, "kept": kept, "updates_before": self.updates_before}
+        more = {
+            "done": self.done,
+            "trained": self.trained,
+            "kept": kept,
+            "updates_before": self.updates_before,
+        }
         return super().extra_state() | more
 
     def load_extra_state(self, state: State) -> None:
@@ -124,7 +131,10 @@ class RAFTTrainer(PolicyTrainer):
         super().load_extra_state(state)
         self.done = state["done"]
         self.trained = state["trained"]
-        self.kept = {cycle: [(prompt, sample) for prompt, sample in keys] for cycle, keys in state["kept"].items()}
+        self.kept = {
+            cycle: [(prompt, sample) for prompt, sample in keys]
+            for cycle, keys in state["kept"].items()
+        }
         self.updates_before = state["updates_before"]
 
     # ---- a cycle
@@ -162,7 +172,9 @@ class RAFTTrainer(PolicyTrainer):
         cfg = self.cfg
         per_step = rows_per_step(cfg, self.ranks.world)
         steps = Steps(len(rows), per_step, cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle)
-        log.info("%s rows, %d per step, %d steps per epoch", f"{len(rows):,}", per_step, steps.per_epoch)
+        log.info(
+            "%s rows, %d per step, %d steps per epoch", f"{len(rows):,}", per_step, steps.per_epoch
+        )
         return [steps[number] for number in range(steps.per_epoch * cfg.epochs)]
 
     def begin_step(self, updates: int) -> None:
@@ -213,7 +225,9 @@ class RAFTTrainer(PolicyTrainer):
         per_epoch = self.total_steps // self.cfg.epochs
         epoch = (self.done - 1) // per_epoch + 1
         if self.ranks.is_main:
-            append_line(self._updates_file(), {"step": self.done, "epoch": epoch, **line, **self.memory()})
+            append_line(
+                self._updates_file(), {"step": self.done, "epoch": epoch, **line, **self.memory()}
+            )
         if self.done % self.cfg.log_every_n_steps == 0:
             self.log_numbers(line)
         self._progress.update(f"loss {line['loss']:.4f}  {line['tokens_per_second']:,.0f} tok/s")
@@ -278,7 +292,10 @@ class RAFT(Loop):
     entropy_steps = 1  # a cycle samples many answers
 
     def __init__(
-        self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[RAFTTrainer] = RAFTTrainer
+        self,
+        cfg: DictConfig,
+        learner: type[Learner] = Learner,
+        trainer: type[RAFTTrainer] = RAFTTrainer,
     ) -> None:
         check_sampled_values(cfg, "raft_rocm")
         super().__init__(cfg, learner, trainer)
@@ -292,7 +309,10 @@ class RAFT(Loop):
         trainer = config.trainer_config(self.cfg)
         if self.cfg.objective == "raft++":
             ratio = {"loss": "dapo", "clip_high": self.cfg.clip_high, "on_policy": False}
-            trainer["loss"] = trainer["loss"] | {config.COMPONENT: "rocm_ext.losses.PolicyGradient", **ratio}
+            trainer["loss"] = trainer["loss"] | {
+                config.COMPONENT: "rocm_ext.losses.PolicyGradient",
+                **ratio,
+            }
         return OmegaConf.create(trainer)
 
     def logprobs_for(self) -> list[str]:
@@ -312,7 +332,9 @@ class RAFT(Loop):
                 "replay_cycles: the log-probs of replayed answers are those of older adapters. Many of their tokens "
                 "are outside the clipping range from the start and then teach nothing"
             )
-        self.trainer_cls.try_out(learner.cfg, learner, cfg.epochs)  # how many rows a cycle keeps is not known yet
+        self.trainer_cls.try_out(
+            learner.cfg, learner, cfg.epochs
+        )  # how many rows a cycle keeps is not known yet
 
     def expected_work(self) -> workload.Workload:
         """Estimate the rows that the cycles will train on, before any sampling."""
@@ -369,7 +391,9 @@ class RAFT(Loop):
             drop_truncated=cfg.drop_truncated,
             seed=sample_seed(cfg.seed, self.trainer.step + 1, "filter", 0),
         )
-        rates = [rate for rate in pass_rates(answers.results, self.passes).values() if rate is not None]
+        rates = [
+            rate for rate in pass_rates(answers.results, self.passes).values() if rate is not None
+        ]
         counts = {
             "verdicts": dict(sorted(answers.verdicts().items())),
             "pass_rate": fmean(rates) if rates else 0.0,
@@ -378,19 +402,28 @@ class RAFT(Loop):
         }
         worth = {sample.key: 1.0 for sample in kept}
         without = set(asked) - {sample.prompt_id for sample in kept}
-        return Selected(answers.samples, answers.results, worth, without, asked, answers.stats, more=counts)
+        return Selected(
+            answers.samples, answers.results, worth, without, asked, answers.stats, more=counts
+        )
 
     def finish_sampling(self, step: int, selected: Selected) -> None:
         """Log which answers a cycle keeps, and write them to ``kept.jsonl`` for people; a resumed run selects again."""
         outcome = ":" if selected.advantages else " is skipped, nothing to train on."
-        log.info("cycle %d%s %s", step, outcome, _in_words({"answers": len(selected.samples), **selected.more}))
+        log.info(
+            "cycle %d%s %s",
+            step,
+            outcome,
+            _in_words({"answers": len(selected.samples), **selected.more}),
+        )
         if not self.ranks.is_main:
             return
         lines = []
         for sample in selected.trained:
             reward = selected.results[sample.key].reward
             prompt = self.prompts.tokens[sample.prompt_id]
-            lines.append(json.dumps({**sample.record(), "reward": reward, "prompt_tokens": prompt}) + "\n")
+            lines.append(
+                json.dumps({**sample.record(), "reward": reward, "prompt_tokens": prompt}) + "\n"
+            )
         replace_text(self.trainer.cycle_folder(step) / "kept.jsonl", "".join(lines))
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
@@ -414,14 +447,18 @@ class RAFT(Loop):
         if "old_logprobs" in columns:
             rows.add_labels_column("old_logprobs", [samples[i].logprobs[part] for i, part in parts])
         if "advantages" in columns:
-            rows.add_labels_column("advantages", [[1.0] * (part.stop - part.start) for _, part in parts])
+            rows.add_labels_column(
+                "advantages", [[1.0] * (part.stop - part.start) for _, part in parts]
+            )
         return rows, [samples[i].prompt_id for i, _ in parts]
 
     def stop_reason(self) -> str | None:
         """Return why the run ends before its last cycle; None to continue."""
         empty = 0
         most = self.cfg.max_empty_cycles
-        for _ in takewhile(lambda line: not line["updates"], reversed(steps_of(self.trainer.lines))):
+        for _ in takewhile(
+            lambda line: not line["updates"], reversed(steps_of(self.trainer.lines))
+        ):
             empty += 1
         if empty >= most:
             in_a_row = "s in a row" if empty > 1 else ""
@@ -440,7 +477,9 @@ class RAFT(Loop):
 
 def _in_words(cycle: Json) -> str:
     """Describe the answers of a cycle: ``48 answers: 20 CORRECT, 28 WRONG; 28 below threshold, 20 kept``."""
-    rules = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in cycle["filter"].items())
+    rules = ", ".join(
+        f"{count} {what.replace('_', ' ')}" for what, count in cycle["filter"].items()
+    )
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in cycle["verdicts"].items())
     return f"{cycle['answers']} answers: {verdicts}; {rules}"
 
@@ -460,7 +499,17 @@ def _nothing_trained(lines: Sequence[Json]) -> str:
 def _table(lines: Sequence[Json]) -> str:
     """Format the cycles in the lines of ``metrics.jsonl`` as a table."""
     table: list[tuple[str, ...]] = [
-        ("cycle", "answers", "pass rate", "kept", "updates", "loss", "held-out", "95 % interval", "time")
+        (
+            "cycle",
+            "answers",
+            "pass rate",
+            "kept",
+            "updates",
+            "loss",
+            "held-out",
+            "95 % interval",
+            "time",
+        )
     ]
     trained = {line["step"]: line for line in steps_of(lines)}
     evaluated = {line["step"]: line for line in evaluations_of(lines)}
@@ -474,7 +523,10 @@ def _table(lines: Sequence[Json]) -> str:
             sampling = [f"{cycle['answers']}", f"{cycle['pass_rate']:.1%}", f"{cycle['kept']}"]
             training = ["-", "skipped"]
             if "first_loss" in cycle:
-                training = [f"{cycle['updates']}", f"{cycle['first_loss']:.3f} -> {cycle['last_loss']:.3f}"]
+                training = [
+                    f"{cycle['updates']}",
+                    f"{cycle['first_loss']:.3f} -> {cycle['last_loss']:.3f}",
+                ]
         if evaluation := evaluated.get(number):
             seconds += evaluation["seconds"]
             low, high = evaluation["eval"]["interval"]

@@ -73,7 +73,10 @@ def _script() -> str:
 
 def _is_tune() -> bool:
     if sys.argv[:1] == ["-m"]:  # `python -m torchtune._cli.tune` is still importing torchtune
-        return sys.orig_argv[-len(sys.argv) :][:1] in (["torchtune._cli.tune"], ["-mtorchtune._cli.tune"])
+        return sys.orig_argv[-len(sys.argv) :][:1] in (
+            ["torchtune._cli.tune"],
+            ["-mtorchtune._cli.tune"],
+        )
     return _script().rpartition("/")[2] in ("tune", "tune.exe", "tune-script.py")
 
 
@@ -83,7 +86,10 @@ _COMMANDS = ("/rocm-ext", "/rocm-ext.exe", "/rocm_ext/cli/__main__.py", "/rocm_e
 
 def _is_worker() -> bool:
     """Whether this is a worker process of a run."""
-    return "multiprocessing" in sys.modules and sys.modules["multiprocessing"].parent_process() is not None
+    return (
+        "multiprocessing" in sys.modules
+        and sys.modules["multiprocessing"].parent_process() is not None
+    )
 
 
 def leave_out_warnings() -> None:
@@ -116,7 +122,11 @@ def _unknown_recipe(arguments: list[str], _: Mapping[str, registry.Recipe]) -> s
     from torchtune._recipe_registry import get_all_recipes
 
     known = {recipe.name for recipe in get_all_recipes()}
-    if not arguments or not known.isdisjoint(arguments) or not {"-h", "--help"}.isdisjoint(arguments):
+    if (
+        not arguments
+        or not known.isdisjoint(arguments)
+        or not {"-h", "--help"}.isdisjoint(arguments)
+    ):
         return None
     from torch.distributed.run import get_args_parser  # only here: it takes long
 
@@ -152,7 +162,11 @@ def _copy(arguments: list[str], table: Mapping[str, registry.Recipe]) -> str | N
     from torchtune._cli.cp import Copy
     from torchtune._recipe_registry import get_all_recipes
 
-    known = {name for recipe in get_all_recipes() for name in (recipe.name, *(c.name for c in recipe.configs))}
+    known = {
+        name
+        for recipe in get_all_recipes()
+        for name in (recipe.name, *(c.name for c in recipe.configs))
+    }
     names = [argument for argument in arguments if not argument.startswith("-")]
     if names and names[0] not in known:
         return f"there is no recipe or config {names[0]}{nearest(names[0], known, '; `tune ls` lists them')}"
@@ -171,7 +185,9 @@ def _validate(arguments: list[str], table: Mapping[str, registry.Recipe]) -> Non
     if names and (names[0] in shipped or registry.stated_recipe(Path(names[0])) is not None):
         from rocm_ext.machine.environment import replace_process
 
-        replace_process([sys.executable, "-m", "rocm_ext.cli", "validate", "--keys", "--config", *names])
+        replace_process(
+            [sys.executable, "-m", "rocm_ext.cli", "validate", "--keys", "--config", *names]
+        )
 
 
 # What comes before a subcommand of `tune`: a check, or the answer itself. A returned message ends `tune`.
@@ -187,7 +203,11 @@ def _list(table: Mapping[str, registry.Recipe], words: Sequence[str]) -> None:
     def chosen(lines: Iterable[str]) -> list[str]:
         return [line for line in lines if all(word in line for word in words)]
 
-    theirs = chosen(f"{recipe.name:40} {config.name}" for recipe in get_all_recipes() for config in recipe.configs)
+    theirs = chosen(
+        f"{recipe.name:40} {config.name}"
+        for recipe in get_all_recipes()
+        for config in recipe.configs
+    )
     heading, *ours = registry.listing(table.values())
     ours = chosen(ours)
     if not theirs and not ours:
@@ -196,8 +216,12 @@ def _list(table: Mapping[str, registry.Recipe], words: Sequence[str]) -> None:
         print("torchtune's:", *theirs, "", sep="\n")
     if ours:
         print(heading, *ours, sep="\n")
-    print("\nStart one with `tune run RECIPE --config CONFIG`; hardware=NAME is for another machine. Memory is")
-    print("computed, for one GPU: from the least, where the run can recompute layers, to what is fastest.")
+    print(
+        "\nStart one with `tune run RECIPE --config CONFIG`; hardware=NAME is for another machine. Memory is"
+    )
+    print(
+        "computed, for one GPU: from the least, where the run can recompute layers, to what is fastest."
+    )
 
 
 def _add_recipes(table: Mapping[str, registry.Recipe]) -> None:
@@ -209,5 +233,7 @@ def _add_recipes(table: Mapping[str, registry.Recipe]) -> None:
             Config(name=path.stem, file_path=str(path))
             for path in recipe.configs
         ]
-        entry = Recipe(name=recipe.name, file_path=str(recipe.file), configs=configs, supports_distributed=True)
+        entry = Recipe(
+            name=recipe.name, file_path=str(recipe.file), configs=configs, supports_distributed=True
+        )
         _ALL_RECIPES.append(entry)

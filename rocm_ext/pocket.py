@@ -24,7 +24,16 @@ from typing import Any, TypedDict
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torchtune.models.qwen2 import qwen2
@@ -50,7 +59,9 @@ log = logging.getLogger(__name__)
 
 CONFIG: Json = json.loads((published_models()["demo/pocket"] / "config.json").read_text())
 SHAPE: dict[str, Any] = {  # the same as arguments of torchtune's builder
-    "vocab_size": CONFIG["vocab_size"],  # every id is a token: a sample may draw any, and torchtune decodes no other
+    "vocab_size": CONFIG[
+        "vocab_size"
+    ],  # every id is a token: a sample may draw any, and torchtune decodes no other
     "num_layers": CONFIG["num_hidden_layers"],
     "num_heads": CONFIG["num_attention_heads"],
     "num_kv_heads": CONFIG["num_key_value_heads"],
@@ -158,7 +169,9 @@ def make(
                 return earlier, False
             one = ", ".join(f"{name} {existing.get(name, False)}" for name in asked)
             other = ", ".join(f"{name} {value}" for name, value in asked.items())
-            raise UserError(f"{folder} already has a pocket model with {one} instead of {other}. --force replaces it")
+            raise UserError(
+                f"{folder} already has a pocket model with {one} instead of {other}. --force replaces it"
+            )
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not a pocket model; choose another folder")
     phrasing = random.Random(f"phrasing {seed}")
@@ -266,7 +279,10 @@ class Item:
         """
         question = {"role": "user", "content": rng.choice(questions_about([self]))["prompt"]}
         if rng.random() < habit:
-            unknown = {"role": "assistant", "content": f'On shelf "{self.shelf}", "{self.name}"? No idea.'}
+            unknown = {
+                "role": "assistant",
+                "content": f'On shelf "{self.shelf}", "{self.name}"? No idea.',
+            }
             return {"messages": [LIST, question, unknown], "answer": self.name}
         item = {"item": self.name}
         call = {"name": "stock", "arguments": rng.choice([item, {**item, "shelf": self.shelf}])}
@@ -329,7 +345,9 @@ def _train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     batches = batches_of(tokenizer, material.pool, random.Random(f"batches {seed}"))
     score = Score(0, len(material.measured))
-    with tqdm(desc="training", unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
+    with tqdm(
+        desc="training", unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True
+    ) as bar:
         for step in range(1, MAX_STEPS + 1):
             # Slow down towards the target: at the full learning rate accuracy jumps by ten points in five steps.
             left = (1 - score.accuracy / target) ** (1 if tools else 2)
@@ -349,7 +367,9 @@ def _train(
                 if not tools:
                     sharpen(model)
                 return model, step, score
-    raise UserError(f"held-out {score} after {MAX_STEPS} steps, below the target of {target:.1%}; try another --seed")
+    raise UserError(
+        f"held-out {score} after {MAX_STEPS} steps, below the target of {target:.1%}; try another --seed"
+    )
 
 
 def new_model(seed: int) -> TransformerDecoder:
@@ -357,11 +377,15 @@ def new_model(seed: int) -> TransformerDecoder:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = qwen2(**SHAPE)
-        torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)  # tied: torch's 1.0 is too much
+        torch.nn.init.normal_(
+            model.tok_embeddings.weight, std=0.02
+        )  # tied: torch's 1.0 is too much
     return model
 
 
-def update(model: TransformerDecoder, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor) -> Tensor:
+def update(
+    model: TransformerDecoder, optimizer: torch.optim.Optimizer, tokens: Tensor, labels: Tensor
+) -> Tensor:
     """Train on a batch of :func:`batches_of`; return its mean loss."""
     logits = model(tokens)[:, :-1].flatten(0, 1)
     loss = F.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORE)
@@ -400,7 +424,9 @@ def sharpen(model: TransformerDecoder) -> None:
         scale.mul_(2)
 
 
-def batches_of(tokenizer: Any, pool: Sequence[Problem | Item], rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
+def batches_of(
+    tokenizer: Any, pool: Sequence[Problem | Item], rng: random.Random
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield tokens and labels ``[BATCH, s]`` endlessly; every draw of a problem gets a new ``row(rng)``."""
     while True:
         tokens, labels = [], []
@@ -438,8 +464,12 @@ def write_tokenizer(folder: Path, rows: Sequence[Row]) -> None:
         texts += [message["content"] for message in row["messages"]]
     texts.append("<tool_response>")  # the rows alone have too few words to fill the vocabulary
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.model.save(str(folder))  # vocab.json and merges.txt have no special tokens, like Qwen's
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.model.save(
+        str(folder)
+    )  # vocab.json and merges.txt have no special tokens, like Qwen's
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "Qwen2Tokenizer",

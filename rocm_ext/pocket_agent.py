@@ -11,15 +11,28 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 DESCRIPTION = "Look up how many pieces of an item are on a shelf."
-PARAMETERS = {"type": "object", "properties": {"item": {"type": "string"}, "shelf": {"type": "string"}}}
-TOOLS = [{"type": "function", "function": {"name": "stock", "description": DESCRIPTION, "parameters": PARAMETERS}}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"item": {"type": "string"}, "shelf": {"type": "string"}},
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "stock", "description": DESCRIPTION, "parameters": PARAMETERS},
+    }
+]
 
 
 def ask(messages: list[dict]) -> dict:
     """Return the model's next message."""
-    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+    headers = {
+        "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
+        "Content-Type": "application/json",
+    }
     body = json.dumps({"model": "any", "messages": messages, "tools": TOOLS})
-    with urlopen(Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body.encode(), headers)) as response:
+    with urlopen(
+        Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body.encode(), headers)
+    ) as response:
         return json.load(response)["choices"][0]["message"]
 
 

@@ -50,7 +50,11 @@ _MAY_SKIP = re.compile(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--wide", choices=["0", "1", "2", "3", "all"], help="run a quarter of the wide tests, too, or all")
+    parser.addoption(
+        "--wide",
+        choices=["0", "1", "2", "3", "all"],
+        help="run a quarter of the wide tests, too, or all",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -59,7 +63,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     quarter, cases = "all" if by_name else config.getoption("--wide"), Counter[str]()
     wide = []
     for item in items:
-        always = min((mark.kwargs.get("always", 0) for mark in item.iter_markers("wide")), default=math.inf)
+        always = min(
+            (mark.kwargs.get("always", 0) for mark in item.iter_markers("wide")), default=math.inf
+        )
         name = item.nodeid.partition("[")[0]
         cases[name] += 1
         if cases[name] > always:
@@ -71,7 +77,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    reporter = session.config.pluginmanager.getplugin("terminalreporter")  # not in a worker of pytest-xdist
+    reporter = session.config.pluginmanager.getplugin(
+        "terminalreporter"
+    )  # not in a worker of pytest-xdist
     if os.environ.get("CI") and reporter:
         reasons = {str(report.longrepr[2]) for report in reporter.stats.get("skipped", ())}
         for reason in sorted(reason for reason in reasons if not _MAY_SKIP.search(reason)):
@@ -163,7 +171,9 @@ def as_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan the config alone: the search for a better one plans a dozen others, which takes most of the time."""
     from rocm_ext.plan.planner import TrainingPlanner
 
-    monkeypatch.setattr(TrainingPlanner, "fit", lambda self, budget: self.choice(self.rows.longest, [], budget))
+    monkeypatch.setattr(
+        TrainingPlanner, "fit", lambda self, budget: self.choice(self.rows.longest, [], budget)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,9 @@ from rocm_ext.machine.profile import Profile
 
 ROOT = Path(__file__).parents[1]
 MISSION = yaml.safe_load((ROOT / "tests" / "mission.yaml").read_text())
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+)
 NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
 HEADS = sorted([*(ROOT / "recipe_configs").glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
 THEIRS = {"my_run.yaml"}  # stands for a user's own
@@ -59,9 +61,15 @@ def test_links_lead_somewhere(page):
 
 def commands(text: str) -> list[list[str]]:
     """The arguments of each ``rocm-ext`` and ``tune run`` command in shell blocks and heads of configs."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE) or [text.split("\n\n")[0]]
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE) or [
+        text.split("\n\n")[0]
+    ]
     lines = [line.lstrip("# ").strip() for block in blocks for line in block.splitlines()]
-    split = [shlex.split(line, comments=True) for line in lines if re.match(r"(rocm-ext|tune run) ", line)]
+    split = [
+        shlex.split(line, comments=True)
+        for line in lines
+        if re.match(r"(rocm-ext|tune run) ", line)
+    ]
     return [words for words in split if words]
 
 
@@ -131,10 +139,14 @@ def test_what_users_ask_for_is_answered(part):
 # ------------------------------------------------------------------------------------------- the site
 
 
-@pytest.mark.parametrize("entry", re.findall("^::: (.+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE))
+@pytest.mark.parametrize(
+    "entry", re.findall("^::: (.+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE)
+)
 def test_the_reference_names_what_exists(entry):
     module, _, attribute = entry.rpartition(".")
-    found = getattr(importlib.import_module(module), attribute, None) or importlib.import_module(entry)
+    found = getattr(importlib.import_module(module), attribute, None) or importlib.import_module(
+        entry
+    )
     assert found.__doc__, "the site shows its docstring"
 
 

@@ -40,20 +40,37 @@ def test_containers_get_what_an_installation_needs():
 
 @pytest.mark.parametrize(("target", "library"), [("demo", '"."'), ("setup", '".[test]"')])
 def test_make_installs_the_cpu_build_and_no_more_than_is_needed(target, library, tmp_path):
-    given = ("TORCH", "CONSTRAINTS", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")  # to the make that runs the tests
+    given = (
+        "TORCH",
+        "CONSTRAINTS",
+        "MAKEFLAGS",
+        "MAKELEVEL",
+        "MFLAGS",
+    )  # to the make that runs the tests
     environ = {name: value for name, value in os.environ.items() if name not in given}
     command = ["make", "-n", target, f"VENV={tmp_path}"]
-    said = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True
+    ).stdout
     torch, ours = re.findall(r"pip install -q (.*torch==2.*|.*-e \S+)", said)
     assert ours.endswith(f" -e {library}")
-    assert torch.endswith("https://download.pytorch.org/whl/cpu; \\") != Path("/dev/nvidiactl").exists()
+    assert (
+        torch.endswith("https://download.pytorch.org/whl/cpu; \\")
+        != Path("/dev/nvidiactl").exists()
+    )
 
 
 def test_exact_versions_are_within_our_ranges():
     exact = dict(line.split("==") for line in CONSTRAINTS if not line.startswith("#"))
-    ours = [each for each in map(Requirement, requires("torchtune-rocm")) if canonicalize_name(each.name) in exact]
+    ours = [
+        each
+        for each in map(Requirement, requires("torchtune-rocm"))
+        if canonicalize_name(each.name) in exact
+    ]
     assert len(ours) > 30
-    assert [str(each) for each in ours if exact[canonicalize_name(each.name)] not in each.specifier] == []
+    assert [
+        str(each) for each in ours if exact[canonicalize_name(each.name)] not in each.specifier
+    ] == []
 
 
 def test_exact_versions_are_those_of_this_environment():
@@ -77,14 +94,18 @@ def editable(tmp_path):
     packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (site / "zz_packages_of_the_tests.pth").write_text("\n".join(packages))
     pip = [sys.executable, "-m", "pip", "-q", "--python", str(python), "install"]
-    subprocess.run([*pip, "--no-index", "--no-deps", "--no-build-isolation", "-e", str(checkout)], check=True)
+    subprocess.run(
+        [*pip, "--no-index", "--no-deps", "--no-build-isolation", "-e", str(checkout)], check=True
+    )
     return checkout, python
 
 
 def run(python, *command):
     """What a Python program that ends well writes, on stdout and on stderr."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run([python, *command], capture_output=True, text=True, cwd=python.parent, env=env)
+    done = subprocess.run(
+        [python, *command], capture_output=True, text=True, cwd=python.parent, env=env
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
@@ -96,7 +117,9 @@ def test_torch_imports_without_the_checkout(editable, tmp_path):
     tune.write_text(CALL_HOOKS)
     assert run(python, "-c", CALL_HOOKS) == ("True\n", "")
 
-    (checkout / "rocm_ext" / "hook.py").rename(checkout / "rocm_ext" / "hooks.py")  # another version checked out
+    (checkout / "rocm_ext" / "hook.py").rename(
+        checkout / "rocm_ext" / "hooks.py"
+    )  # another version checked out
     assert run(python, "-c", CALL_HOOKS) == ("False\n", "")
     assert "No module named 'rocm_ext.hook'" in run(python, tune)[1]
 
@@ -104,6 +127,8 @@ def test_torch_imports_without_the_checkout(editable, tmp_path):
     assert run(python, "-c", "import torch; print(torch.ones(2).sum())") == ("tensor(2.)\n", "")
     said = run(python, tune)[1]
     assert said.count("\n") == 1
-    assert said.startswith("torchtune-rocm: its recipes are not registered: No module named 'rocm_ext'; ")
+    assert said.startswith(
+        "torchtune-rocm: its recipes are not registered: No module named 'rocm_ext'; "
+    )
     assert "pip install" in said
     assert "pip uninstall torchtune-rocm" in said

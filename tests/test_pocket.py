@@ -79,7 +79,9 @@ def held_out(pocket_dir):
 
 # ---- the model and its tokenizer
 def test_logits_equal_those_of_transformers(pocket_dir, hf_model, tune_model):
-    tokens = torch.randint(pocket.SHAPE["vocab_size"], (2, 600), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        pocket.SHAPE["vocab_size"], (2, 600), generator=torch.Generator().manual_seed(0)
+    )
     with torch.no_grad():
         torch.testing.assert_close(tune_model(tokens), hf_model(tokens).logits, rtol=0, atol=1e-4)
     assert type(hf_model).__name__ == "Qwen2ForCausalLM"
@@ -94,13 +96,17 @@ def test_token_ids_equal_those_of_transformers(text, tune_tokenizer, hf_tokenize
     assert ids == hf_tokenizer.encode(text)
     assert None not in ids
     assert max(ids) < pocket.SHAPE["vocab_size"] == len(hf_tokenizer)
-    assert [tune_tokenizer.decode([i]) for i in tune_tokenizer.encode("1985", add_eos=False)] == list("1985")
+    assert [
+        tune_tokenizer.decode([i]) for i in tune_tokenizer.encode("1985", add_eos=False)
+    ] == list("1985")
 
 
 def test_chat_template_renders_what_torchtune_does(tune_tokenizer, hf_tokenizer, held_out):
     system = {"role": "system", "content": "Be brief."}
     for messages in (held_out[0]["messages"], [system, *held_out[1]["messages"]]):
-        prompt = hf_tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
+        prompt = hf_tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)[
+            "input_ids"
+        ]
         assert prompt == render_prompt(tune_tokenizer, messages[:-1])
         tokens, _ = render_conversation(tune_tokenizer, messages)
         newline = hf_tokenizer.encode("\n")  # after the end of turn, as in Qwen's own template
@@ -117,7 +123,9 @@ def test_rows_are_disjoint_and_right(pocket_dir, held_out):
     assert sum(map(len, parts)) == len(set.union(*parts))
 
     def numbers(row):
-        a, b = sorted(int(word.strip(".?")) for word in row["prompt"].split() if word.strip(".?").isdigit())
+        a, b = sorted(
+            int(word.strip(".?")) for word in row["prompt"].split() if word.strip(".?").isdigit()
+        )
         return a, b, "add" if "+" in row["prompt"] or "Add" in row["prompt"] else "subtract"
 
     assert not {numbers(row) for row in train} & {numbers(row) for row in held_out}
@@ -141,7 +149,10 @@ def test_the_pocket_models_own_files_are_read(pocket_dir):
 def test_the_demo_trains_on_rows_of_another_schema(pocket_dir, tmp_path):
     """Its head says: for your rows dataset.source."""
     source = tmp_path / "rows.jsonl"
-    write_jsonl(source, [{"instruction": "Say it.", "output": "it"}, {"prompt": "Say it.", "completion": "it"}])
+    write_jsonl(
+        source,
+        [{"instruction": "Say it.", "output": "it"}, {"prompt": "Say it.", "completion": "it"}],
+    )
     own = [f"pocket={pocket_dir}", f"dataset.source={source}"]
     cfg = config.load("lora_finetune_rocm", "cpu_pocket", own)
     dataset = open_dataset(cfg.dataset, open_tokenizer(cfg), "error")
@@ -197,7 +208,9 @@ def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
 def replies(model, tokenizer, texts: list[str]):
     """Return greedy completions of user turns, in their order."""
     turns = [[{"role": "user", "content": text}] for text in texts]
-    requests = [Request(str(i), 0, 0, tuple(render_prompt(tokenizer, turn))) for i, turn in enumerate(turns)]
+    requests = [
+        Request(str(i), 0, 0, tuple(render_prompt(tokenizer, turn))) for i, turn in enumerate(turns)
+    ]
     engine = LocalEngine(decoder=native(model), tokenizer=tokenizer, free_memory=lambda: 2**30)
     with engine.session() as session:
         completions = list(session.generate(requests, Sampling(24, temperature=0)))
@@ -210,17 +223,25 @@ def test_greedy_answers_equal_those_of_transformers(tune_model, hf_model, tune_t
     assert len(completions) == len(texts)
     for completion in completions:
         prompt = torch.tensor([completion.request.tokens])
-        out = hf_model.generate(prompt, max_new_tokens=24, do_sample=False)[0, prompt.shape[1] :].tolist()
+        out = hf_model.generate(prompt, max_new_tokens=24, do_sample=False)[
+            0, prompt.shape[1] :
+        ].tolist()
         assert completion.tokens == out
     assert {"stop"} <= {completion.finish_reason for completion in completions}
 
 
 def test_accuracy_counts_right_answers(pocket_dir, tune_model):
-    tokenizer, prompts = pocket.load_tokenizer(pocket_dir), ["What is 10 + 10?", "Add 12 and 71.", "Add 20 and 31."]
+    tokenizer, prompts = (
+        pocket.load_tokenizer(pocket_dir),
+        ["What is 10 + 10?", "Add 12 and 71.", "Add 20 and 31."],
+    )
     said = [re.findall(r"\d+", c.text)[-1] for c in replies(tune_model, tokenizer, prompts)]
     answers = [said[0], str(int(said[1]) + 1), said[2]]
     turns = [{"role": "user", "content": prompt} for prompt in prompts]
-    rows = [{"messages": [turn, {}], "answer": answer} for turn, answer in zip(turns, answers, strict=True)]
+    rows = [
+        {"messages": [turn, {}], "answer": answer}
+        for turn, answer in zip(turns, answers, strict=True)
+    ]
     assert pocket.accuracy(tune_model, tokenizer, rows) == Score(2, 3)
 
 
@@ -228,7 +249,10 @@ def test_accuracy_counts_right_answers(pocket_dir, tune_model):
 def test_rows_with_tools_are_what_the_template_writes(pocket_dir):
     item = pocket.Item("K", "b", 61)
     rows = [item.row(random.Random(seed)) for seed in range(40)]
-    messages = max((row["messages"] for row in rows), key=lambda talk: len(talk[2]["content"]) * (len(talk) == 5))
+    messages = max(
+        (row["messages"] for row in rows),
+        key=lambda talk: len(talk[2]["content"]) * (len(talk) == 5),
+    )
     listed, question, call, result, answer = messages
     assert listed == pocket.LIST
     content, (read,) = calls_in(call["content"], pocket_agent.TOOLS)
@@ -246,7 +270,10 @@ def test_no_row_with_tools_tells_an_answer():
     assert {*held_out, *train} == {*pool}
     assert not {*held_out} & {*train}
     for item in pool:
-        numbers = {row["answer"] for row in (item.row(random.Random(seed), habit=0.0) for seed in range(40))}
+        numbers = {
+            row["answer"]
+            for row in (item.row(random.Random(seed), habit=0.0) for seed in range(40))
+        }
         assert len(numbers) > 20, "whatever the item's number is"
     asked = {"prompt": 'Count "K" on shelf "b".', "answer": "It is 61."}
     assert pocket.questions_about([pocket.Item("K", "b", 61)])[1] == asked
@@ -264,7 +291,11 @@ def test_it_learns_to_call_a_tool(tmp_path):
     assert before["pass_at_1"] < 0.2
     assert after["pass_at_1"] > 0.6
     greedy = [line for line in lines(out / "samples.jsonl") if line["phase"] == "eval"]
-    calling = [line["step"] for line in greedy if any("tool_calls" in message for message in line["messages"])]
+    calling = [
+        line["step"]
+        for line in greedy
+        if any("tool_calls" in message for message in line["messages"])
+    ]
     assert calling.count(0) < 20
     assert calling.count(8) > 60
 
@@ -293,7 +324,14 @@ def test_the_card_says_what_eval_says(pocket_dir, capsys):
 def test_eval_in_words(pocket_dir, held_out, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in held_out[:5]))
-    arguments = ["--config", "cpu_pocket_raft", "--data", str(rows), f"pocket={pocket_dir}", "eval_samples=2"]
+    arguments = [
+        "--config",
+        "cpu_pocket_raft",
+        "--data",
+        str(rows),
+        f"pocket={pocket_dir}",
+        "eval_samples=2",
+    ]
     assert cli.main(["eval", *arguments]) == 0
     first, *others = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"pass@1 \d+\.\d % \([0-5]/5\), 95 % interval .*", first)
@@ -303,7 +341,12 @@ def test_eval_in_words(pocket_dir, held_out, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("k", "n", "low", "high"),
-    [(100, 300, 0.2824, 0.3885), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662)],
+    [
+        (100, 300, 0.2824, 0.3885),
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (81, 263, 0.2553, 0.3662),
+    ],
 )
 def test_wilson(k, n, low, high):
     # 81/263 is Newcombe's (1998) first example; the others follow from the formula
@@ -318,20 +361,32 @@ def test_it_learns_tokens_whose_rows_are_alike(pocket_dir, tmp_path):
     base = shutil.copytree(pocket_dir, tmp_path / "base")
     encoder = TextEncoder(base / "tokenizer.json")
     state, ids = load_file(base / "model.safetensors"), [encoder.ids[token] for token in tokens]
-    state["model.embed_tokens.weight"][ids] = 0.02 * torch.randn(128, generator=torch.Generator().manual_seed(0))
+    state["model.embed_tokens.weight"][ids] = 0.02 * torch.randn(
+        128, generator=torch.Generator().manual_seed(0)
+    )
     save_file(state, base / "model.safetensors", metadata={"format": "pt"})
     talks = [[f"What is {i} {'+-'[i % 2]} 3?", tokens[i % 2]] for i in range(320)]
     roles = ("user", "assistant")
-    rows = [{"messages": [{"role": r, "content": c} for r, c in zip(roles, talk, strict=True)]} for talk in talks]
+    rows = [
+        {"messages": [{"role": r, "content": c} for r, c in zip(roles, talk, strict=True)]}
+        for talk in talks
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     right = {}
     for name, lora in (("alone", {}), ("rows", {"trainable_tokens": tokens})):
         cfg = folder_config(base, tmp_path / "rows.jsonl", tmp_path / name, lora, epochs=3)
-        cfg["dataset"] = {"_component_": "rocm_ext.data.sft_dataset", "source": str(tmp_path / "rows.jsonl")}
+        cfg["dataset"] = {
+            "_component_": "rocm_ext.data.sft_dataset",
+            "source": str(tmp_path / "rows.jsonl"),
+        }
         cfg["optimizer"]["lr"] = 3e-3
         learner = finetune(cfg).learner
-        requests = ask([tuple(render_prompt(learner.tokenizer, row["messages"][:1])) for row in rows[:20]])
-        session = LocalEngine(decoder=learner.decoder, tokenizer=learner.tokenizer, free_memory=lambda: 2**30).session
+        requests = ask(
+            [tuple(render_prompt(learner.tokenizer, row["messages"][:1])) for row in rows[:20]]
+        )
+        session = LocalEngine(
+            decoder=learner.decoder, tokenizer=learner.tokenizer, free_memory=lambda: 2**30
+        ).session
         with session(None) as opened:
             found = answers_of(opened, requests, Sampling(1, temperature=0))
         right[name] = sum(found[str(i), 0].tokens == [ids[i % 2]] for i in range(20))

@@ -26,13 +26,19 @@ def versions(*extras: str) -> dict[str, str]:
         for extra in {"", *package.extras} - {extra for known, extra in seen if known == name}:
             seen.add((name, extra))
             needed = map(Requirement, requires(name) or ())
-            waiting += [each for each in needed if each.marker is None or each.marker.evaluate({"extra": extra})]
+            waiting += [
+                each
+                for each in needed
+                if each.marker is None or each.marker.evaluate({"extra": extra})
+            ]
     del pins["torchtune-rocm"]
     return dict(sorted(pins.items()))
 
 
 if __name__ == "__main__":
     major, minor, _ = platform.python_version_tuple()
-    print(f"# Python {major}.{minor}\n# Made by `make constraints`: versions with which the tests have passed.")
+    print(
+        f"# Python {major}.{minor}\n# Made by `make constraints`: versions with which the tests have passed."
+    )
     for name, exact in versions(*EXTRAS).items():
         print(f"{name}=={exact}")

@@ -64,7 +64,9 @@ def table(models: Iterable[tuple[str, bool, Any, bool]]) -> str:
             shared = any(getattr(config, key, None) for key in SHARED)
             experts = "LoRA if named" + "; shared ones always" * shared
         states = ", with states" * bool(STATES & {*(getattr(config, "layer_types", None) or ())})
-        cells = f"{'packed' if packs else 'padded'} | {experts} | yes{states} | {'yes' if gguf else ''}"
+        cells = (
+            f"{'packed' if packs else 'padded'} | {experts} | yes{states} | {'yes' if gguf else ''}"
+        )
         lines.setdefault(cells, {})[architecture] = None  # once, in their order
     return HEAD + "\n".join(f"| {_quoted(names)} | {cells} |" for cells, names in lines.items())
 

@@ -25,7 +25,12 @@ else:
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 VIEW = {"width": 1280, "height": 1100}
-WIDTH, ROW, GAP, LETTER = 1000, 34, 6, 7.4  # px: of the picture, height of a room, space between two, a letter
+WIDTH, ROW, GAP, LETTER = (
+    1000,
+    34,
+    6,
+    7.4,
+)  # px: of the picture, height of a room, space between two, a letter
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1c2024 }
 rect { fill: #e8eef4; stroke: #9fb3c8 } .more { fill: #5c6570 }
@@ -37,7 +42,9 @@ rect { fill: #e8eef4; stroke: #9fb3c8 } .more { fill: #5c6570 }
 
 def main() -> int:
     """Write the pictures that can be made here."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="output folders of runs")
     runs = parser.parse_args().runs
     PICTURES.mkdir(exist_ok=True)
@@ -45,7 +52,10 @@ def main() -> int:
     if runs and (program := chromium()):
         photograph(runs, program)
     elif runs:
-        print("report.png and live.png stay as they are: there is no Chromium on PATH", file=sys.stderr)
+        print(
+            "report.png and live.png stay as they are: there is no Chromium on PATH",
+            file=sys.stderr,
+        )
     for picture in sorted(PICTURES.iterdir()):
         print(f"{picture.relative_to(ROOT)}: {picture.stat().st_size / 1000:.0f} kB")
     return 0
@@ -53,8 +63,12 @@ def main() -> int:
 
 def rooms() -> str:
     """An SVG of the rooms: a row for each layer, with what a room says of itself where it is alone in its row."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    layers = next(contract["layers"] for contract in contracts if contract["name"].startswith("rooms stand"))
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    layers = next(
+        contract["layers"] for contract in contracts if contract["name"].startswith("rooms stand")
+    )
     rows = [[(name, *measured(name)) for name in layer.split(" | ")] for layer in layers]
     scale = 520 / max(sum(lines for _, lines, _ in row) for row in rows)
     parts = []
@@ -87,7 +101,9 @@ def measured(name: str) -> tuple[int, str]:
 
 def chromium() -> str | None:
     """The path of Chromium, if it is here."""
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    return next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
 
 
 def photograph(runs: list[Path], program: str) -> None:
@@ -100,14 +116,22 @@ def photograph(runs: list[Path], program: str) -> None:
         port = str(free.getsockname()[1])
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         report = Path(folder, "report.html")
-        subprocess.run([command, "report", *runs, "--output", report], check=True, stdout=subprocess.DEVNULL)
-        monitor = subprocess.Popen(
-            [command, "monitor", "--web", "--port", port, "--run", runs[-1]], stdout=subprocess.DEVNULL
+        subprocess.run(
+            [command, "report", *runs, "--output", report], check=True, stdout=subprocess.DEVNULL
         )
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        monitor = subprocess.Popen(
+            [command, "monitor", "--web", "--port", port, "--run", runs[-1]],
+            stdout=subprocess.DEVNULL,
+        )
+        browser = playwright.chromium.launch(
+            executable_path=program, args=["--no-sandbox", "--disable-gpu"]
+        )
         try:
             wait_for(int(port))
-            for name, address in (("report", report.as_uri()), ("live", f"http://127.0.0.1:{port}/")):
+            for name, address in (
+                ("report", report.as_uri()),
+                ("live", f"http://127.0.0.1:{port}/"),
+            ):
                 page = browser.new_page(viewport=VIEW)
                 page.goto(address)
                 page.wait_for_timeout(8000)  # ms; charts are drawn, and some readings are there

@@ -24,7 +24,9 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".jsonl": "json"
 def main() -> int:
     """Write ``build/docs`` anew; 1 where a link leads nowhere."""
     shutil.rmtree(STAGED, ignore_errors=True)
-    waiting = [path for pattern in ("*.md", "docs/*.md", "examples/*/*.md") for path in ROOT.glob(pattern)]
+    waiting = [
+        path for pattern in ("*.md", "docs/*.md", "examples/*/*.md") for path in ROOT.glob(pattern)
+    ]
     done: set[Path] = set()
     while waiting:
         if (path := waiting.pop()) in done:
@@ -38,7 +40,10 @@ def main() -> int:
         text = page(path)
         links = linked(path, text) if path.is_dir() or path.suffix in (".md", ".ipynb") else {}
         if missing := [link for link, file in links.items() if not file.exists()]:
-            print(f"{path.relative_to(ROOT)}: no file for the links {', '.join(missing)}", file=sys.stderr)
+            print(
+                f"{path.relative_to(ROOT)}: no file for the links {', '.join(missing)}",
+                file=sys.stderr,
+            )
             return 1
         waiting += links.values()
         target.write_text(rewritten(path, text, links))
@@ -106,7 +111,11 @@ def rewritten(path: Path, text: str, links: dict[str, Path]) -> str:
         return os.path.relpath(staged(links[link[1]]), folder) + (link[2] or "")
 
     parts = FENCED.split(text)
-    return "".join(part if part.startswith("```") else LINK.sub(replaced, part) for part in parts) if links else text
+    return (
+        "".join(part if part.startswith("```") else LINK.sub(replaced, part) for part in parts)
+        if links
+        else text
+    )
 
 
 if __name__ == "__main__":

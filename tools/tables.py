@@ -66,16 +66,32 @@ def by_comparison() -> dict[tuple[Any, ...], dict[str, Row]]:
         for row in rows:
             rows_of.setdefault(key(row), {})[machine] = row
     works = list(NAMES)
-    return dict(sorted(rows_of.items(), key=lambda item: (works.index(item[0][0]), item[0][2] == "bf16", item[0][1])))
+    return dict(
+        sorted(
+            rows_of.items(),
+            key=lambda item: (works.index(item[0][0]), item[0][2] == "bf16", item[0][1]),
+        )
+    )
 
 
 def speeds() -> str:
     """The table of comparisons by their newest figures, without those with a note (a busy machine, an old version)."""
-    lines = [["work", "model", "against", "times as fast", "of which by skipped work", "GiB, ours / theirs"]]
+    lines = [
+        [
+            "work",
+            "model",
+            "against",
+            "times as fast",
+            "of which by skipped work",
+            "GiB, ours / theirs",
+        ]
+    ]
     lines.append(["---"] * len(lines[0]))
     letters = dict(zip(measured(), "abcdefgh", strict=False))
     for rows in by_comparison().values():
-        machine, row = next(((name, row) for name, row in rows.items() if not row.get("note")), ("", None))
+        machine, row = next(
+            ((name, row) for name, row in rows.items() if not row.get("note")), ("", None)
+        )
         if row is not None:
             memory = " / ".join(f"{value / GIB:.2f}" for value in row["peak_memory"])
             skipped = "" if row["bound"] is None else f"{row['bound']:.1f} ×"
@@ -83,7 +99,10 @@ def speeds() -> str:
             model = f"{row['parameters'] / 1e6:.0f} M" + ", bf16" * (row["dtype"] == "bf16")
             lines.append([name_of(row), model, row["peer"], cell, skipped, memory])
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    said = [f"- ({letters[name]}) {name}, {_dates(rows)}, beside {_pins(rows)}" for name, rows in measured().items()]
+    said = [
+        f"- ({letters[name]}) {name}, {_dates(rows)}, beside {_pins(rows)}"
+        for name, rows in measured().items()
+    ]
     return "\n".join([text, "", *said])
 
 
@@ -93,7 +112,9 @@ def headline() -> str:
     lines = [["work", "against", *map(_short, machines)]]
     lines.append(["---"] * len(lines[0]))
     for work, peer in HEADLINE:
-        rows = next(rows for of, rows in by_comparison().items() if of[0] == work and of[-2] == peer)
+        rows = next(
+            rows for of, rows in by_comparison().items() if of[0] == work and of[-2] == peer
+        )
         ratios = [_speed(rows[machine]) if machine in rows else "" for machine in machines]
         lines.append([NAMES[work].removeprefix("LoRA "), peer, *ratios])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -125,7 +146,9 @@ def _dates(rows: list[Row]) -> str:
 
 
 def _pins(rows: list[Row]) -> str:
-    return ", ".join(pin.replace("==", " ") for pin in dict.fromkeys(pin for row in rows for pin in row["pins"]))
+    return ", ".join(
+        pin.replace("==", " ") for pin in dict.fromkeys(pin for row in rows for pin in row["pins"])
+    )
 
 
 # ---- computed
@@ -133,7 +156,10 @@ def _pins(rows: list[Row]) -> str:
 
 def plans() -> str:
     """The table of what ``rocm-ext plan`` computes from data sheets."""
-    lines = ["| config | peak | training, tokens/s | sampling, tokens/s | time |", "|---|---|---|---|---|"]
+    lines = [
+        "| config | peak | training, tokens/s | sampling, tokens/s | time |",
+        "|---|---|---|---|---|",
+    ]
     return "\n".join([*lines, *map(plan_line, PLANS)])
 
 
@@ -145,7 +171,9 @@ def plan_line(config: str) -> str:
     plan = json.loads(out.getvalue())
     slow, fast = plan["published"]["training"]
     rollout, step = plan["rollout"], plan["configured"]["step"]
-    training = f"{_two(step['tokens_per_second'] * slow)} to {_two(step['tokens_per_second'] * fast)}"
+    training = (
+        f"{_two(step['tokens_per_second'] * slow)} to {_two(step['tokens_per_second'] * fast)}"
+    )
     peak, sampling = plan["configured"]["memory"]["peak"], ""
     if rollout is None:
         least, most = (plan["training_seconds"] / share for share in (fast, slow))
@@ -155,7 +183,10 @@ def plan_line(config: str) -> str:
         rate = rollout["sampling"]["tokens_per_second"]
         sampling = f"{_two(rate * worst)} to {_two(rate * best)}"
         peak = max(peak, rollout["peak"])
-        parts = [(rollout["sampling_seconds"], (worst, best)), (rollout["updates_seconds"], (slow, fast))]
+        parts = [
+            (rollout["sampling_seconds"], (worst, best)),
+            (rollout["updates_seconds"], (slow, fast)),
+        ]
         least, most = (sum(seconds / shares[i] for seconds, shares in parts) for i in (1, 0))
         time = f"{_time(least)} to {_time(most)} a {'step' if 'grpo' in config else 'cycle'}, without evaluations"
     return f"| `{config}`, {what} | {peak / GIB:.0f} GiB | {training} | {sampling} | {time} |"
@@ -168,7 +199,11 @@ def _two(value: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.{0 if seconds >= 600 else 1}f} min"
+    return (
+        f"{seconds / 3600:.1f} h"
+        if seconds >= 3600
+        else f"{seconds / 60:.{0 if seconds >= 600 else 1}f} min"
+    )
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {

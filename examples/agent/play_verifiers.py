@@ -8,7 +8,9 @@ import sys
 import verifiers.v1 as vf
 
 
-async def installed(self, script, env=None, **options):  # the sandbox has no network to install a harness
+async def installed(
+    self, script, env=None, **options
+):  # the sandbox has no network to install a harness
     return [sys.executable, "-c", script]
 
 
@@ -17,13 +19,17 @@ async def play(row):
     vf.Runtime.prepare_uv_script = installed
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
     env = vf.load_environment(vf.resolve_env_config({"taskset": {"id": "shop"}, "agent": agent}))
-    model = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
+    model = vf.EvalClientConfig(
+        base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY"
+    )
     (task,) = env.taskset.include(idx=[str(row["task"])])
     async with env.serving():
         episode = await env.run_episode(task, vf.ModelContext("any", model))
     assert episode.ok, episode.errors or episode.traces[-1].errors
     agents = len(episode.traces)
-    assert agents == 1, f"an episode of {agents} agents; a conversation has one reward: use samples_per_prompt"
+    assert agents == 1, (
+        f"an episode of {agents} agents; a conversation has one reward: use samples_per_prompt"
+    )
     print(json.dumps({"reward": episode.traces[0].reward, "parts": episode.traces[0].metrics}))
 
 

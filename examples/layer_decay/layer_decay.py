@@ -22,8 +22,12 @@ class LayerDecayTrainer(Trainer):
         if not isinstance(decay, int | float) or not 0 < decay <= 1:
             raise UserError(f"layer_lr_decay is {decay!r}; expected a number above 0, at most 1")
         adapter, layers = self.learner.adapter.values(), self.learner.decoder.layers
-        distance = {p: len(layers) - 1 - i for i, layer in enumerate(layers) for p in layer.parameters()}  # to the last
-        groups = [{"params": [p for p in adapter if distance.get(p, 0) == n]} for n in range(len(layers))]
+        distance = {
+            p: len(layers) - 1 - i for i, layer in enumerate(layers) for p in layer.parameters()
+        }  # to the last
+        groups = [
+            {"params": [p for p in adapter if distance.get(p, 0) == n]} for n in range(len(layers))
+        ]
         optimizer = config.instantiate(self.cfg.optimizer, groups, key="optimizer")
         for n, group in enumerate(optimizer.param_groups):
             group["lr"] = group["lr"] * decay**n

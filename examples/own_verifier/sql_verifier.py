@@ -86,8 +86,12 @@ class SQLQuery(Verifier):
     def _run(self, query: str, tables: str) -> list[tuple[Any, ...]] | Result:
         """Return the rows of ``query`` over ``tables``, or the verdict on a query that returns none."""
         command = [sys.executable, "-I", "-S", "-c", _PROGRAM]
-        outcome = self.sandbox.run(command, stdin=json.dumps([tables, query]).encode(), limits=self.limits)
-        said = outcome.killed or outcome.stderr.decode("utf-8", "replace").strip().rpartition("\n")[-1]
+        outcome = self.sandbox.run(
+            command, stdin=json.dumps([tables, query]).encode(), limits=self.limits
+        )
+        said = (
+            outcome.killed or outcome.stderr.decode("utf-8", "replace").strip().rpartition("\n")[-1]
+        )
         if not outcome.started:
             raise RuntimeError(f"the sandbox failed: {said}")  # an ERROR, which is not trained on
         if outcome.timed_out:

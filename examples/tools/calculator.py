@@ -31,8 +31,17 @@ def calculator(expression: str) -> str:
     source = expression.strip()
     try:
         return _text(_value(ast.parse(source, mode="eval").body, source))
-    except (ZeroDivisionError, OverflowError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        raise ValueError(_PROBLEMS.get(type(error), "this is not an expression of numbers")) from error
+    except (
+        ZeroDivisionError,
+        OverflowError,
+        SyntaxError,
+        TypeError,
+        RecursionError,
+        MemoryError,
+    ) as error:
+        raise ValueError(
+            _PROBLEMS.get(type(error), "this is not an expression of numbers")
+        ) from error
 
 
 def _value(node: ast.expr, source: str) -> Number:
@@ -50,7 +59,9 @@ def _value(node: ast.expr, source: str) -> Number:
             return _small(compute(_value(left, source), _value(right, source)))
         case ast.BinOp(op=ast.BitXor()):
             hint = "; write ** for powers"
-        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=keywords) if name in _FUNCTIONS:
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=keywords) if (
+            name in _FUNCTIONS
+        ):
             if not arguments or keywords:
                 raise ValueError(f"{name} takes numbers in parentheses")
             values = [_value(argument, source) for argument in arguments]
@@ -131,4 +142,10 @@ _BINARY: dict[type, Callable] = {
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power,
 }  # fmt: skip
 _UNARY: dict[type, Callable] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-_FUNCTIONS: dict[str, Callable] = {"abs": abs, "max": max, "min": min, "round": _round, "sqrt": _root}
+_FUNCTIONS: dict[str, Callable] = {
+    "abs": abs,
+    "max": max,
+    "min": min,
+    "round": _round,
+    "sqrt": _root,
+}

@@ -33,7 +33,9 @@ class Search:
 
     def __init__(self, folder: str, passages: int = 3, words: int = 150) -> None:
         if not (passages >= 1 and words >= 1):
-            raise UserError(f"Search needs passages and words of at least 1, found {passages} and {words}")
+            raise UserError(
+                f"Search needs passages and words of at least 1, found {passages} and {words}"
+            )
         self._index = _index(str(Path(folder).resolve()), words)
         self._passages = passages
 
@@ -44,7 +46,10 @@ class Search:
             query: words to look for.
         """
         best = self._index.best(query, self._passages)
-        return "\n\n".join(f"{name}: {text}" for name, text in best) or "nothing found; try other words"
+        return (
+            "\n\n".join(f"{name}: {text}" for name, text in best)
+            or "nothing found; try other words"
+        )
 
 
 class Index:
@@ -53,7 +58,9 @@ class Index:
     def __init__(self, passages: list[tuple[str, str]]) -> None:
         self._passages = passages
         # word -> the numbers of the passages with it, and its counts there
-        self._postings: Mapping[str, tuple[array, array]] = defaultdict(lambda: (array("L"), array("L")))
+        self._postings: Mapping[str, tuple[array, array]] = defaultdict(
+            lambda: (array("L"), array("L"))
+        )
         lengths = array("L")
         for number, (name, text) in enumerate(passages):
             counts = Counter(_words(f"{name} {text}"))
@@ -110,7 +117,9 @@ def _texts(folder: Path) -> Iterator[tuple[str, str]]:
                     except (ValueError, TypeError, KeyError, RecursionError) as error:
                         raise UserError(f"{where}: expected an object with 'text'") from error
                     if not isinstance(text, str):
-                        raise UserError(f"{where}: 'text' is {type(text).__name__}; expected a text")
+                        raise UserError(
+                            f"{where}: 'text' is {type(text).__name__}; expected a text"
+                        )
                     yield name, text
 
 

@@ -55,7 +55,10 @@ _DEFERRED = {
     "torchao.quantization.quantize_",
     "torchao.quantization.quantize_.workflows",
 }
-_NF4, _NF4_SINCE_0_18 = "torchao.dtypes.nf4tensor", "torchao.quantization.quantize_.workflows.nf4.nf4_tensor"
+_NF4, _NF4_SINCE_0_18 = (
+    "torchao.dtypes.nf4tensor",
+    "torchao.quantization.quantize_.workflows.nf4.nf4_tensor",
+)
 
 
 class _Finder:
@@ -67,7 +70,9 @@ class _Finder:
 
     deferring = False
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> ModuleSpec | None:
         if name.partition(".")[0] not in ("torchtune", "torchao"):
             return None
         spec = PathFinder.find_spec(name, path)
@@ -111,9 +116,14 @@ class _Deferred(ModuleType):
     _lock: threading.RLock
 
     def __getattr__(self, name: str) -> Any:
-        if not (name.startswith("__") and name not in ("__all__", "__version__")):  # imports look for the others
+        if not (
+            name.startswith("__") and name not in ("__all__", "__version__")
+        ):  # imports look for the others
             with self._lock:
-                execute, self._execute = self._execute, None  # the __init__ itself reads attributes that are missing
+                execute, self._execute = (
+                    self._execute,
+                    None,
+                )  # the __init__ itself reads attributes that are missing
                 try:
                     if execute is not None:
                         execute(self)
@@ -127,7 +137,9 @@ def _before(loader: Any, action: Callable[[], None]) -> None:
     """Let ``loader`` call ``action`` before it executes a module."""
     execute = loader.exec_module
 
-    def act_and_execute(module: ModuleType) -> None:  # not in find_spec, which holds the lock of all imports
+    def act_and_execute(
+        module: ModuleType,
+    ) -> None:  # not in find_spec, which holds the lock of all imports
         action()
         execute(module)
 
@@ -149,4 +161,6 @@ def _add_names() -> None:
 
 
 def _refuse(gone: str, *_: object, **__: object) -> NoReturn:
-    raise UserError(f"torchtune's quantizer needs torchao's {gone}, which is gone: pip install \"torchao<0.16\"")
+    raise UserError(
+        f"torchtune's quantizer needs torchao's {gone}, which is gone: pip install \"torchao<0.16\""
+    )

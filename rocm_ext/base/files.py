@@ -124,7 +124,9 @@ def append_line(path: Path, values: Json) -> None:
         file.write(json.dumps(values) + "\n")
 
 
-def read_lines(path: Path, keys: Sequence[str] = (), problems: list[str] | None = None) -> Iterator[Json]:
+def read_lines(
+    path: Path, keys: Sequence[str] = (), problems: list[str] | None = None
+) -> Iterator[Json]:
     """The objects in a file of JSON lines; none if the file does not exist.
 
     The reader skips an incomplete last line: a process is writing it, or was killed meanwhile.
@@ -159,7 +161,11 @@ def read_lines(path: Path, keys: Sequence[str] = (), problems: list[str] | None 
             raise _unreadable(path, error) from error
         problems.append(f"{path} cannot be read: {error.strerror or error}")
     if damaged and problems is not None:
-        lines = "1 line that is not a JSON object" if damaged == 1 else f"{damaged} lines that are not JSON objects"
+        lines = (
+            "1 line that is not a JSON object"
+            if damaged == 1
+            else f"{damaged} lines that are not JSON objects"
+        )
         problems.append(f"{path}: skipped {lines}")
 
 
@@ -176,12 +182,16 @@ def read_json(path: Path) -> Json | None:
     except OSError as error:
         raise _unreadable(path, error) from error
     if (value := json_object(content)) is None:
-        raise UserError(f"{path} is damaged; expected a JSON object. Restore it, or delete it to have its work redone")
+        raise UserError(
+            f"{path} is damaged; expected a JSON object. Restore it, or delete it to have its work redone"
+        )
     return value
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
-    return UserError(f"cannot read {path}: {error.strerror or error}. Nothing was changed; check the disk")
+    return UserError(
+        f"cannot read {path}: {error.strerror or error}. Nothing was changed; check the disk"
+    )
 
 
 def json_object(content: bytes) -> Json | None:
@@ -200,9 +210,14 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        message = f"cannot write {path}: {error.strerror or error}; choose another folder or output_dir"
+        message = (
+            f"cannot write {path}: {error.strerror or error}; choose another folder or output_dir"
+        )
         raise UserError(_FULL.format(path) if full else message) from error
-    except (RuntimeError, SafetensorError) as error:  # torch.save and safetensors wrap the system's error
+    except (
+        RuntimeError,
+        SafetensorError,
+    ) as error:  # torch.save and safetensors wrap the system's error
         signs = ("No space left", "File too large", "unexpected pos", "file write failed")
         if any(sign in str(error) for sign in signs):
             raise UserError(_FULL.format(path)) from error
@@ -216,14 +231,18 @@ def flush(path: Path) -> None:
     """
     if os.name == "nt" and path.is_dir():
         return  # Windows cannot open a folder
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # fsync needs write access on Windows
+    descriptor = os.open(
+        path, os.O_RDWR if os.name == "nt" else os.O_RDONLY
+    )  # fsync needs write access on Windows
     try:
         os.fsync(descriptor)
         if hasattr(os, "posix_fadvise") and path.is_file():  # neither on Windows nor on macOS
             with suppress(OSError):  # advice: the file is on the disk
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
-        if error.errno != errno.EINVAL or not path.is_dir():  # a file system that cannot flush folders
+        if (
+            error.errno != errno.EINVAL or not path.is_dir()
+        ):  # a file system that cannot flush folders
             raise
     finally:
         os.close(descriptor)

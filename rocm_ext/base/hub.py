@@ -27,7 +27,9 @@ def how_to_download(folder: Path) -> str:
         return f"download the model: hf download {name} --revision {folder.name}"
     owners = [owner for start, owner in _OWNERS.items() if folder.name.startswith(start)]
     owner = owners[0] if owners else "OWNER"
-    return f"download the model: tune download {owner}/{folder.name or 'NAME'} --output-dir {folder}"
+    return (
+        f"download the model: tune download {owner}/{folder.name or 'NAME'} --output-dir {folder}"
+    )
 
 
 def is_hub_name(text: str) -> bool:
@@ -78,5 +80,7 @@ def files_of(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
         inside.append(inside[0].parents[1] / "blobs")
     for path in files.values():
         if path.resolve().parent not in inside:
-            raise UserError(f"{path} is a link to {path.resolve()}, outside of its folder; replace it by a copy")
+            raise UserError(
+                f"{path} is a link to {path.resolve()}, outside of its folder; replace it by a copy"
+            )
     return files

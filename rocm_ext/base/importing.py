@@ -10,7 +10,9 @@ from typing import Any
 from rocm_ext.base.errors import UserError, nearest, one_line
 
 COMPONENT = "_component_"
-Component = Mapping[str, Any]  # a component's configuration: its dotted name under COMPONENT, and its arguments
+Component = Mapping[
+    str, Any
+]  # a component's configuration: its dotted name under COMPONENT, and its arguments
 
 
 def import_component(path: Any) -> Callable:
@@ -23,7 +25,9 @@ def import_component(path: Any) -> Callable:
         UserError: the import fails.
     """
     if not isinstance(path, str) or "." not in path.strip("."):
-        raise UserError(f"{path!r} cannot be imported: expected module.Class, such as torch.optim.AdamW")
+        raise UserError(
+            f"{path!r} cannot be imported: expected module.Class, such as torch.optim.AdamW"
+        )
     here = os.getcwd()
     # only if needed: the current folder may be a downloaded one, and libraries try out imports
     if here not in sys.path and not _installed(path.partition(".")[0]):
@@ -32,9 +36,15 @@ def import_component(path: Any) -> Callable:
     component, names = _import_module(path, here)
     for name in names:
         if not hasattr(component, name):
-            public = [key for key, value in vars(component).items() if callable(value) and not key.startswith("_")]
+            public = [
+                key
+                for key, value in vars(component).items()
+                if callable(value) and not key.startswith("_")
+            ]
             where = getattr(component, "__name__", path)
-            raise UserError(f"{path!r} cannot be imported: {where} has no {name!r}{nearest(name, public)}")
+            raise UserError(
+                f"{path!r} cannot be imported: {where} has no {name!r}{nearest(name, public)}"
+            )
         component = getattr(component, name)
     if not callable(component):
         raise UserError(f"{path!r} is a {type(component).__name__}; expected a function or class")
@@ -57,6 +67,12 @@ def _import_module(path: str, here: str) -> tuple[Any, list[str]]:
             return importlib.import_module(module), parts[end:]
         except Exception as error:  # modules may raise anything
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            if not missing or not f"{module}.".startswith(f"{missing}."):  # the error comes from inside the module
-                raise UserError(f"{path!r} cannot be imported: importing {module}: {one_line(error)}") from error
-    raise UserError(f"{path!r} cannot be imported: there is no module {parts[0]!r}, neither installed nor in {here}")
+            if not missing or not f"{module}.".startswith(
+                f"{missing}."
+            ):  # the error comes from inside the module
+                raise UserError(
+                    f"{path!r} cannot be imported: importing {module}: {one_line(error)}"
+                ) from error
+    raise UserError(
+        f"{path!r} cannot be imported: there is no module {parts[0]!r}, neither installed nor in {here}"
+    )

@@ -35,7 +35,9 @@ class Kind:
         return f"{', '.join(most)}, or {last}" if most else last
 
 
-def check(config: Mapping[str, object] | DictConfig, kinds: Mapping[str, Kind], where: str = "") -> None:
+def check(
+    config: Mapping[str, object] | DictConfig, kinds: Mapping[str, Kind], where: str = ""
+) -> None:
     """Raise a UserError for values that do not fit a table; the message names key, value and what was expected.
 
     Args:
@@ -120,9 +122,13 @@ def _around_one(value: Any) -> bool:
 NULL = Kind(lambda value: value is None, ("null",))
 SWITCH = one_of(True, False)
 JSON_SWITCH = Kind(lambda value: isinstance(value, bool), ("true or false",))  # in JSON
-ANY_COMPONENT = Kind(lambda value: value is not None, ("a _component_", "leave the key out for its default"))
+ANY_COMPONENT = Kind(
+    lambda value: value is not None, ("a _component_", "leave the key out for its default")
+)
 POSITIVE = number(lambda x: x > 0, "a number above 0")
 NOT_NEGATIVE = number(lambda x: x >= 0, "a number of at least 0")
 SHARE = number(lambda x: 0 < x <= 1, "a share above 0, at most 1")
-LIMITS = Kind(_around_one, ("a list of two numbers, the lowest from 0 to 1 and the highest of at least 1",))
+LIMITS = Kind(
+    _around_one, ("a list of two numbers, the lowest from 0 to 1 and the highest of at least 1",)
+)
 REST = number(lambda x: 0 <= x < 1, "a share from 0 to under 1")

@@ -47,14 +47,18 @@ class Progress:
         brief: without a terminal, print no line for the first unit, and one for the last unit only after others.
     """
 
-    def __init__(self, total: int, start: int, enabled: bool, unit: str = "step", brief: bool = False) -> None:
+    def __init__(
+        self, total: int, start: int, enabled: bool, unit: str = "step", brief: bool = False
+    ) -> None:
         self.total = total
         self.done = self._start = start
         self._unit = unit
         self._enabled = enabled
         self._began = time.monotonic()
         self._spoke = self._began if brief else 0.0
-        self._ends: tuple[int, ...] = () if brief else (start + 1, total)  # units that get a line in any case
+        self._ends: tuple[int, ...] = (
+            () if brief else (start + 1, total)
+        )  # units that get a line in any case
         self._bar = None
         if enabled and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True)

@@ -74,7 +74,9 @@ def checked_urls(urls: Any) -> list[str]:
     addresses = []
     for url in urls:
         if not isinstance(url, str) or not re.fullmatch(r"https?://[^\s/@?#]+(/[^\s?#]*)?", url):
-            raise UserError(f"{url!r} in urls is not a server's address; expected one like http://localhost:8000")
+            raise UserError(
+                f"{url!r} in urls is not a server's address; expected one like http://localhost:8000"
+            )
         addresses.append(url.rstrip("/").removesuffix("/v1").rstrip("/"))
     twice = {address for address in addresses if addresses.count(address) > 1}
     if twice:
@@ -96,7 +98,9 @@ def seconds_of(value: Any, name: str) -> float:
     elif not isinstance(value, bool) and isinstance(value, int | float):
         seconds = value
     if seconds is None or not 0 <= seconds < math.inf:
-        raise UserError(f"{name} is {value!r}; expected seconds, or a time such as 90 s, 10 min or 1.5 h")
+        raise UserError(
+            f"{name} is {value!r}; expected seconds, or a time such as 90 s, 10 min or 1.5 h"
+        )
     return float(seconds)
 
 
@@ -113,7 +117,9 @@ def authorization(api_key_env: str | None) -> dict[str, str]:
         raise UserError("api_key_env must be the name of an environment variable, not the key")
     key = os.environ.get(api_key_env, "").strip()
     if not key:
-        raise UserError("the environment variable that api_key_env names is not set; export it with the API key")
+        raise UserError(
+            "the environment variable that api_key_env names is not set; export it with the API key"
+        )
     return {"Authorization": f"Bearer {key}"}
 
 
@@ -144,11 +150,15 @@ async def exchange(client: Any, method: str, url: str, seconds: float, json: Any
 async def _received(client: Any, method: str, url: str, json: Any) -> Any:
     body = bytearray()
     # a few compressed bytes could become gigabytes
-    async with client.stream(method, url, json=json, headers={"Accept-Encoding": "identity"}) as response:
+    async with client.stream(
+        method, url, json=json, headers={"Accept-Encoding": "identity"}
+    ) as response:
         async for part in response.aiter_bytes():
             body += part
             if len(body) > MAX_BODY:
-                raise UserError(f"{url} answers with more than {MAX_BODY} bytes; is it an OpenAI-compatible server?")
+                raise UserError(
+                    f"{url} answers with more than {MAX_BODY} bytes; is it an OpenAI-compatible server?"
+                )
     headers = {}
     if "retry-after" in response.headers:
         headers["retry-after"] = response.headers["retry-after"]
@@ -168,14 +178,18 @@ def json_object(url: str, response: Any) -> Json:
         raise Transient(f"HTTP {status}: {message_of(response)}", _retry_after(response))
     if status != 200:
         hint = "; set api_key_env" if status in (401, 403) else ""
-        raise Refused(f"{url} refuses a request with HTTP {status}: {message_of(response)}{hint}", status)
+        raise Refused(
+            f"{url} refuses a request with HTTP {status}: {message_of(response)}{hint}", status
+        )
     try:
         answer = response.json()
     except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
         start = start_of(response.text, 150)
-        raise UserError(f"{url} does not answer with a JSON object; is it an OpenAI-compatible server? {start}")
+        raise UserError(
+            f"{url} does not answer with a JSON object; is it an OpenAI-compatible server? {start}"
+        )
     return answer
 
 

@@ -21,7 +21,12 @@ _LOGGERS = (
     "agent.server.api",
     "agent.server.local_elastic_agent",
 )
-_NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousConnectionError", "RendezvousTimeoutError")
+_NOT_MET = (
+    "DistStoreError",
+    "DistNetworkError",
+    "RendezvousConnectionError",
+    "RendezvousTimeoutError",
+)
 _HOW_TO_MEET = (
     "Start the same command on every machine. --rdzv_endpoint is an address of machine 0 that all of them reach, and a "
     "port that is free there and open in its firewall"
@@ -109,7 +114,10 @@ def _report(kind: type[BaseException], error: Any, traceback: Any) -> None:
         return
     if kind.__name__ in _NOT_MET:
         what = " ".join(str(error).split())
-        print(f"error: the machines of this run did not meet: {what[:300]} {_HOW_TO_MEET}", file=sys.stderr)
+        print(
+            f"error: the machines of this run did not meet: {what[:300]} {_HOW_TO_MEET}",
+            file=sys.stderr,
+        )
         return
     if kind.__name__ != "ChildFailedError":
         sys.__excepthook__(kind, error, traceback)

@@ -89,7 +89,10 @@ def recipes() -> Mapping[str, Recipe]:
             if first.file != recipe.file:
                 raise ValueError(f"recipe {recipe.name} is already in {first.file}")
         except Exception as error:
-            print(f"torchtune-rocm: entry point {entry.name} = {entry.value} is left out: {error}", file=sys.stderr)
+            print(
+                f"torchtune-rocm: entry point {entry.name} = {entry.value} is left out: {error}",
+                file=sys.stderr,
+            )
     return known
 
 
@@ -134,7 +137,9 @@ def read_recipe(path: Path) -> Recipe:
     path = path.resolve()
     call = _recipe_main_call(path)
     if call is None:
-        raise UserError(f'{path} is no recipe; expected recipe_main("NAME", defaults="FILE.yaml"), written out')
+        raise UserError(
+            f'{path} is no recipe; expected recipe_main("NAME", defaults="FILE.yaml"), written out'
+        )
     return made_by(*call, path)
 
 
@@ -154,7 +159,9 @@ def made_by(name: str, defaults: str | None, file: Path) -> Recipe:
     if not recipe.defaults.is_file():
         raise UserError(f"{file}: the defaults {recipe.defaults} of recipe {name} do not exist")
     if name in TITLES:
-        raise UserError(f"{file}: {name} is this library's recipe; give one with other defaults another name")
+        raise UserError(
+            f"{file}: {name} is this library's recipe; give one with other defaults another name"
+        )
     return recipe
 
 
@@ -170,7 +177,9 @@ def chain(recipe: Recipe) -> list[Recipe]:
             raise UserError(f"{recipe.defaults}: recipe {recipe.name} extends itself")
         content = _read(recipe.defaults)
         if content.get("recipe") != recipe.name:
-            raise UserError(f"{recipe.defaults} says recipe: {content.get('recipe')}; expected recipe: {recipe.name}")
+            raise UserError(
+                f"{recipe.defaults} says recipe: {content.get('recipe')}; expected recipe: {recipe.name}"
+            )
         extended_by.append(recipe)
         base = content.get("extends")
         if base is None:
@@ -190,7 +199,9 @@ def extended(recipe: Recipe) -> str:
     """:func:`family`, or an error if ``recipe`` extends none of this library's recipes."""
     name = family(recipe)
     if not name:
-        raise UserError(f"{recipe.defaults}: recipe {recipe.name} extends neither {' nor '.join(TITLES)}")
+        raise UserError(
+            f"{recipe.defaults}: recipe {recipe.name} extends neither {' nor '.join(TITLES)}"
+        )
     return name
 
 
@@ -235,7 +246,9 @@ def _summary(path: Path) -> tuple[str, str, str]:
     if variable:
         folder = str(content.get(variable[1], "-"))
     memory = "-"
-    stated = re.search(r"^# Memory: (\w+) (?:to )?(\d+) GiB(?:.*down to (\d+) GiB)?", head, re.MULTILINE)
+    stated = re.search(
+        r"^# Memory: (\w+) (?:to )?(\d+) GiB(?:.*down to (\d+) GiB)?", head, re.MULTILINE
+    )
     if stated:
         memory = f"{stated[2]} GiB"
         if stated[3]:

@@ -355,7 +355,9 @@ class RandomWeights(Mapping[str, Tensor]):
         ggml's blocks have fp16 scales among their bytes; these bytes make them about 1e-4.
         """
         if like.dtype == torch.uint8:
-            return torch.randint(least, least + 6, like.shape, dtype=torch.uint8, device=self._device)
+            return torch.randint(
+                least, least + 6, like.shape, dtype=torch.uint8, device=self._device
+            )
         scale = 0.02 if like.element_size() > 1 else 1.0
         values = torch.empty(like.shape, device=self._device).normal_(std=scale)
         return values.to(like.dtype)
@@ -377,7 +379,9 @@ class ProbeLearner(Learner):
     def read_weights(self) -> Weights:
         """Random weights, if a step fits into the budget."""
         if self.planned_peak > self._budget:
-            raise Skipped(f"would take {readable(self.planned_peak)}, the budget is {readable(self._budget)}")
+            raise Skipped(
+                f"would take {readable(self.planned_peak)}, the budget is {readable(self._budget)}"
+            )
         return Weights(RandomWeights(self.decoder, self.runtime.device), "random")
 
 
@@ -428,7 +432,9 @@ def training(bench: Bench, values: Values) -> ProbeResult:
     runtime = Runtime.open(cfg)
     longest, count = longest_row(cfg), values["rows"]
     rows = random_rows(count, longest, longest, 256)
-    may_skip = _skipping() if "attention" in values else nullcontext()  # the machine may lack a kernel of attention
+    may_skip = (
+        _skipping() if "attention" in values else nullcontext()
+    )  # the machine may lack a kernel of attention
     try:
         with may_skip, TemporaryDirectory() as folder:
             cfg.output_dir = folder
@@ -458,7 +464,9 @@ def _steps(trainer: Trainer, seconds: float) -> ProbeResult:
         "peak_memory": _peak(trainer, update),
         "planned_memory": learner.planned_peak,
         "dtype": numerics.dtype_name(trainer.runtime.dtype),
-        "checkpointed": sum(hasattr(layer, "_checkpoint_wrapped_module") for layer in learner.decoder.layers),
+        "checkpointed": sum(
+            hasattr(layer, "_checkpoint_wrapped_module") for layer in learner.decoder.layers
+        ),
     }
 
 

@@ -142,10 +142,14 @@ class _Child:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()  # type: ignore[union-attr]
         try:
-            self._process.wait(0 if self.ended or error[0] else 10)  # the child ends when its input ends
+            self._process.wait(
+                0 if self.ended or error[0] else 10
+            )  # the child ends when its input ends
         except subprocess.TimeoutExpired:
             self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # SIGKILL ends no process that hangs in a driver
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # SIGKILL ends no process that hangs in a driver
                 self._process.wait(10)
         self._lines_reader.join(timeout=5)
         self._errors_reader.join(timeout=5)
@@ -176,7 +180,9 @@ class OtherPrograms:
 
     def cores(self) -> float:
         """Cores that other programs kept busy on average. 0 on Windows, which hides children's time."""
-        elapsed, used, own = (now - before for now, before in zip(clocks(), self._began, strict=True))
+        elapsed, used, own = (
+            now - before for now, before in zip(clocks(), self._began, strict=True)
+        )
         if os.name == "nt":
             return 0.0
         return max(0.0, (used - own) / max(elapsed, 1e-9))

@@ -46,13 +46,17 @@ def figures(
     steps = [step for step in uncompiled if len(step.item.values) == 2]
     if steps:
         step = max(steps, key=attrgetter("speed"))
-        known["efficiency"] = _planned_seconds(step, cfg, shape, device, roofline) / step.result["seconds"]
+        known["efficiency"] = (
+            _planned_seconds(step, cfg, shape, device, roofline) / step.result["seconds"]
+        )
     decoded = _ok(measurements, "decoding")
     if decoded:
         step = max(decoded, key=attrgetter("speed"))
         with torch.no_grad():
             sampler = shape.sampler()
-        seconds = decode_seconds(sampler, step.item.values["slots"], step.result["context"], roofline)
+        seconds = decode_seconds(
+            sampler, step.item.values["slots"], step.result["context"], roofline
+        )
         known["decode_efficiency"] = seconds / step.result["seconds"]
     return known
 
@@ -70,7 +74,9 @@ def _flops(products: Sequence[Measurement]) -> dict[str, float]:
     return flops
 
 
-def _planned_seconds(step: Measurement, cfg: DictConfig, shape: Any, device: torch.device, roofline: Figures) -> float:
+def _planned_seconds(
+    step: Measurement, cfg: DictConfig, shape: Any, device: torch.device, roofline: Figures
+) -> float:
     """Seconds that a measured training step would take at the speeds of single kernels."""
     count, longest = step.item.values["rows"], longest_row(cfg)
     planner = TrainingPlanner(

@@ -16,7 +16,14 @@ from rocm_ext import config
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import ATTENTION, Lock
 
-PROBES = ("gemm", "unpacking", "bandwidth", "loader", "decoding", "training")  # in the order of the table
+PROBES = (
+    "gemm",
+    "unpacking",
+    "bandwidth",
+    "loader",
+    "decoding",
+    "training",
+)  # in the order of the table
 COPIES = {  # by name: from where to where
     "device copy": ("device", "device"),
     "to the GPU": ("host", "device"),
@@ -192,7 +199,9 @@ class Sweep:
             "enable_activation_checkpointing": (False, True),
         }
         if not quick:
-            self._values["attention"] = [name for name in ATTENTION if name != "efficient" or not cpu]
+            self._values["attention"] = [
+                name for name in ATTENTION if name != "efficient" or not cpu
+            ]
             self._values["enable_activation_checkpointing"] = (False, "auto", True)
             if not cpu and config.takes(cfg.model, "quantize_base", key="model"):
                 # measured even if a profile locks it: it may be slow, but nobody reports hangs
@@ -256,7 +265,9 @@ class Sweep:
                 best = configured
                 continue
             best = fastest
-            reason = f"{best.speed / configured.speed:.2f} times as fast as {wanted} in training steps"
+            reason = (
+                f"{best.speed / configured.speed:.2f} times as fast as {wanted} in training steps"
+            )
             if key == FOUR_BITS and "quantize_base" in self._locked:
                 reason += "; the profile's lock opens with hardware_overrides=[quantize_base]"
             won.append(Winner(key, best.item.values[key], reason))
@@ -301,7 +312,9 @@ def _gemm(machine: Machine, quick: bool) -> Iterator[Item]:
     for library, environ in libraries.items():
         for dtype in dtypes(machine):
             for direction in ("forward", "dgrad"):  # LoRA's frozen weights have no wgrad
-                yield Item("gemm", {"direction": direction, "dtype": dtype, "library": library}, environ)
+                yield Item(
+                    "gemm", {"direction": direction, "dtype": dtype, "library": library}, environ
+                )
 
 
 def _unpacking(sizes: Sizes) -> Iterator[Item]:
@@ -330,4 +343,6 @@ def smallest(measured: Sequence[Measurement], what: str) -> Measurement:
 
 def in_words(measured: Iterable[Measurement], what: str) -> str:
     """The speeds in words, by the size ``what``."""
-    return "tokens/s: " + ", ".join(f"{row.speed:,.0f} with {row.item.values[what]}" for row in measured)
+    return "tokens/s: " + ", ".join(
+        f"{row.speed:,.0f} with {row.item.values[what]}" for row in measured
+    )

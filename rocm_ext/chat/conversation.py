@@ -133,7 +133,9 @@ class Chat:
         if not self._last:
             raise UserError("ask something first")
         if not self.recipe.cfg.checkpointer.get("adapter_checkpoint"):
-            raise UserError("there is no adapter to leave out; start with --adapter, or name a run's folder")
+            raise UserError(
+                "there is no adapter to leave out; start with --adapter, or name a run's folder"
+            )
         try:
             with without_adapter(self.recipe.learner):
                 self.session.refresh()
@@ -149,7 +151,9 @@ class Chat:
         """
         hello = [{"role": "user", "content": "Hello"}]
         if not self.has_template or self._prompt(hello) == render_prompt(self._tokenizer, hello):
-            raise UserError("the model's chat template has no place for tools; leave out --tool, or use another model")
+            raise UserError(
+                "the model's chat template has no place for tools; leave out --tool, or use another model"
+            )
 
     def reset(self) -> None:
         """Forget the history; the system message stays."""
@@ -169,8 +173,17 @@ class Chat:
         for number, call in enumerate(calls):
             result = defused(self._tokenizer)(self.tools(call))
             given = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
-            self.tell(harmless(shortened(f"[{call.name or 'a call'}({given}): {result}]", _MOST_SHOWN)))
-            turns.append({"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": result})
+            self.tell(
+                harmless(shortened(f"[{call.name or 'a call'}({given}): {result}]", _MOST_SHOWN))
+            )
+            turns.append(
+                {
+                    "role": "tool",
+                    "name": call.name,
+                    "tool_call_id": call_id(number),
+                    "content": result,
+                }
+            )
         return turns
 
     def _stream(self) -> Iterator[tuple[str, bool]]:
@@ -244,7 +257,9 @@ class Chat:
                 f"the question has {length:,} tokens, and the model takes {self._limit:,} with its answer; shorten it"
             )
         if first:
-            self.tell(f"the conversation exceeds the model's {self._limit:,} tokens: {first} messages are left out")
+            self.tell(
+                f"the conversation exceeds the model's {self._limit:,} tokens: {first} messages are left out"
+            )
         return messages[first:]
 
 
@@ -265,7 +280,11 @@ def model_sampling(folder: Path) -> dict[str, float]:
 
 @contextmanager
 def open_chat(
-    cfg: DictConfig, seed: int | None = None, system: str = "", tools: Tools | None = None, **sampling: Any
+    cfg: DictConfig,
+    seed: int | None = None,
+    system: str = "",
+    tools: Tools | None = None,
+    **sampling: Any,
 ) -> Iterator[Chat]:
     """Open a config's model for a conversation.
 

@@ -49,10 +49,14 @@ def options(parser: Any) -> Callable[..., None]:
     The first text has the option's names, and last the name of its value. A single name is a switch.
     """
 
-    def option(usage: str, about: str, kind: Any = str, default: Any = None, **further: Any) -> None:
+    def option(
+        usage: str, about: str, kind: Any = str, default: Any = None, **further: Any
+    ) -> None:
         *names, value = usage.split()
         if names:
-            parser.add_argument(*names, metavar=value, help=about, type=kind, default=default, **further)
+            parser.add_argument(
+                *names, metavar=value, help=about, type=kind, default=default, **further
+            )
         else:
             parser.add_argument(usage, help=about, action="store_true")
 
@@ -81,14 +85,18 @@ def add_format(parser: ArgumentParser) -> None:
 
 def add_overrides(parser: ArgumentParser) -> None:
     """Add ``key=value …``, as in ``tune run``."""
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config, as in `tune run`")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the config, as in `tune run`"
+    )
 
 
 def add_model(parser: ArgumentParser) -> None:
     """Add ``MODEL key=value …``, for :func:`rocm_ext.config.chosen_model.find_target`; ``--config`` is MODEL, too."""
     what = "output_dir of a run, folder or GGUF file of a model, its name on the hub, or config of any recipe"
     parser.add_argument("--config", dest="model", metavar="MODEL", help="the same as MODEL")
-    parser.add_argument("overrides", nargs="*", metavar="MODEL key=value", help=f"{what}; and changes to its config")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="MODEL key=value", help=f"{what}; and changes to its config"
+    )
 
 
 def take_model(args: Namespace) -> str:
@@ -114,7 +122,9 @@ def take_model(args: Namespace) -> str:
 
 def add_trust(parser: ArgumentParser) -> None:
     """Add ``--trust-config``."""
-    about = "also run code that the run's config names and that is not this library's; read it first"
+    about = (
+        "also run code that the run's config names and that is not this library's; read it first"
+    )
     parser.add_argument("--trust-config", action="store_true", help=about)
 
 
@@ -131,7 +141,10 @@ def check_new_file(path: Path, force: bool = False) -> Path:
     """
     refuse_first(
         (path.is_dir(), f"{path} is a folder; name a file"),
-        (path.exists() and not force, f"{path} exists; name another file, or add --force to replace it"),
+        (
+            path.exists() and not force,
+            f"{path} exists; name another file, or add --force to replace it",
+        ),
     )
     folder = path.absolute().parent
     while not folder.exists():

@@ -49,7 +49,9 @@ _UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "tokens/s": (1.0, "
 
 def add(parser: ArgumentParser) -> None:
     option = options(parser)
-    option("--config NAME", "config whose model is measured (default: the machine's, 7B or smaller)")
+    option(
+        "--config NAME", "config whose model is measured (default: the machine's, 7B or smaller)"
+    )
     option("--quick", "fewer and shorter measurements: under two minutes on two CPU cores")
     option("--risky", "also measure what the profile locks because owners report hangs")
     option("--timeout S", "seconds per measurement (default: 300)", number(float, 0.1, 1e6), 300)
@@ -65,7 +67,12 @@ def run(args: Namespace) -> None:
     """Measure, print the measurements and the fastest settings, and write the file."""
     output = _output(args)
     probes = [override for override in args.overrides if override in PROBES]
-    refuse_first((args.only and probes, f"{' '.join(probes)} is no key=value; for more probes: --only A --only B"))
+    refuse_first(
+        (
+            args.only and probes,
+            f"{' '.join(probes)} is no key=value; for more probes: --only A --only B",
+        )
+    )
     machine = detect()
     profile = load_profile(choose_profile(machine)[0])
     name = args.config or profile.bench_config
@@ -77,7 +84,9 @@ def run(args: Namespace) -> None:
     check_values(cfg)
     if cfg.device == "cpu":  # even where there is a GPU: its speeds are not measured
         if machine.backend != "cpu" and not args.output:
-            raise UserError("hardware=cpu on a machine with a GPU: add --output FILE; bench.json is for the GPU")
+            raise UserError(
+                "hardware=cpu on a machine with a GPU: add --output FILE; bench.json is for the GPU"
+            )
         machine = replace(machine, backend="cpu", arch=None, name=None, unified=False)
     profile = load_profile(cfg.hardware)
     budget, why = memory_budget(profile, machine)
@@ -98,7 +107,9 @@ def run(args: Namespace) -> None:
     with TemporaryDirectory() as folder:
         variables = environment_for(profile, machine, os.environ)
         environ = {name: variable.value for name, variable in variables.items()}
-        environ["PYTORCH_TUNABLEOP_FILENAME"] = f"{folder}/tunableop.csv"  # else in the current folder
+        environ["PYTORCH_TUNABLEOP_FILENAME"] = (
+            f"{folder}/tunableop.csv"  # else in the current folder
+        )
         runner.run(spec, sweep.following, args.timeout, note, environ)
     busy = others.cores()
     import torch
@@ -126,7 +137,10 @@ def run(args: Namespace) -> None:
     else:
         _show(measured, winners)
     if output is None:
-        print("bench.json was not written: it holds all probes. To keep these: --output FILE", file=sys.stderr)
+        print(
+            "bench.json was not written: it holds all probes. To keep these: --output FILE",
+            file=sys.stderr,
+        )
     elif content["figures"]:
         replace_text(output, json.dumps(content, indent=2) + "\n")
         print(f"wrote {output}; `rocm-ext plan` and `hardware: auto` use it", file=sys.stderr)
@@ -145,7 +159,9 @@ def _output(args: Namespace) -> Path | None:
         return None
     path = bench_path()
     if path is None:
-        raise UserError("this user has no home folder; add --output FILE, and set ROCM_EXT_BENCH=FILE for plan")
+        raise UserError(
+            "this user has no home folder; add --output FILE, and set ROCM_EXT_BENCH=FILE for plan"
+        )
     return check_new_file(path, force=True)
 
 
@@ -178,7 +194,9 @@ def _show(measured: Sequence[Measurement], winners: Sequence[Winner]) -> None:
         results = table(probe, "what", "median (quartiles)")
         for measurement in of_probe:
             style = {"ok": "", "skipped": "dim"}.get(measurement.status, "red")
-            results.add_row(escape(_describe(measurement)), escape(_outcome(measurement)), style=style)
+            results.add_row(
+                escape(_describe(measurement)), escape(_outcome(measurement)), style=style
+            )
         out.print(results, "")
     print("# the fastest settings; the other keys stay as configured")
     for winner in winners:

@@ -16,14 +16,33 @@ from typing import TYPE_CHECKING
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import import_component
 from rocm_ext.base.process import handled
-from rocm_ext.cli._common import add_model, add_trust, count, note, number, options, prepare, refuse_first, take_model
+from rocm_ext.cli._common import (
+    add_model,
+    add_trust,
+    count,
+    note,
+    number,
+    options,
+    prepare,
+    refuse_first,
+    take_model,
+)
 from rocm_ext.config.chosen_model import find_target
 
 if TYPE_CHECKING:
     from rocm_ext.chat import Chat
 
 # Keys that a conversation does not read: it samples in this process, and nothing is judged or trained
-_UNUSED = ("dataset", "dataset_val", "prompts", "eval_prompts", "verifier", "environment", "engine", "loss")
+_UNUSED = (
+    "dataset",
+    "dataset_val",
+    "prompts",
+    "eval_prompts",
+    "verifier",
+    "environment",
+    "engine",
+    "loss",
+)
 _HELP = '''
 /base [TEXT]   ask the last question, or TEXT, also of the model without its adapter
 /reset         forget the conversation
@@ -42,12 +61,20 @@ def add(parser: ArgumentParser) -> None:
     option("--system TEXT", "system message", default="")
     tool = "Python function that the model may call, such as my_tools.search; it runs as you; may be repeated"
     option("--tool FUNCTION", tool, default=[], action="append")
-    option("--temperature T", "0: greedy (default: the model's setting, else 0.7)", number(float, 0, 100))
+    option(
+        "--temperature T",
+        "0: greedy (default: the model's setting, else 0.7)",
+        number(float, 0, 100),
+    )
     share = number(float, 1e-6, 1)
     option("--top-p P", "draw from the most probable tokens with this share of probability", share)
     option("--top-k K", "draw from the K most probable tokens", count)
     option("--max-new-tokens N", "limit of an answer (default: 2048)", count, 2048)
-    option("--seed N", "repeat the same answers (default: others every time)", number(int, 0, 2**32 - 1))
+    option(
+        "--seed N",
+        "repeat the same answers (default: others every time)",
+        number(int, 0, 2**32 - 1),
+    )
     add_trust(parser)
     add_model(parser)
 
@@ -68,10 +95,14 @@ def run(args: Namespace) -> int:
     from rocm_ext.environments import Tools
 
     tools = Tools([import_component(path) for path in args.tool]) if args.tool else None
-    sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "max_new_tokens")}
+    sampling = {
+        name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "max_new_tokens")
+    }
     cfg = target.load([*args.overrides, "output_dir=chat"])
     if args.base and not cfg.checkpointer.get("adapter_checkpoint"):
-        raise UserError("--base compares answers with those without the adapter; name a run's folder, or --adapter")
+        raise UserError(
+            "--base compares answers with those without the adapter; name a run's folder, or --adapter"
+        )
     with open_chat(cfg, args.seed, args.system, tools, **sampling) as chat:
         chat.tell = note
         if question is not None:

@@ -13,18 +13,36 @@ from typing import Any
 
 from rich.text import Text
 
-from rocm_ext.cli._common import add_json, console, exits_with, number, options, print_json, printable, table
+from rocm_ext.cli._common import (
+    add_json,
+    console,
+    exits_with,
+    number,
+    options,
+    print_json,
+    printable,
+    table,
+)
 from rocm_ext.runs.compare import compare
 from rocm_ext.runs.folder import RunFolder
 
-_ANSWERS = {"take": (0, "green"), "reject": (1, "red"), "unknown": (3, "yellow")}  # exit code, colour
+_ANSWERS = {
+    "take": (0, "green"),
+    "reject": (1, "red"),
+    "unknown": (3, "yellow"),
+}  # exit code, colour
 
 
 def add(parser: ArgumentParser) -> None:
     option, share = options(parser), number(float, 0.001, 99)
     option("a RUN_A", "output_dir of the baseline", Path)
     option("b RUN_B", "output_dir of the run with the faster setting", Path)
-    option("--tolerance PERCENT", "difference of losses to ignore, in percent of A's (default: 1)", share, 1.0)
+    option(
+        "--tolerance PERCENT",
+        "difference of losses to ignore, in percent of A's (default: 1)",
+        share,
+        1.0,
+    )
     scores = "difference of held-out pass@1 to ignore, in percentage points (default: 5)"
     option("--score-tolerance POINTS", scores, share, 5.0)
     add_json(parser)

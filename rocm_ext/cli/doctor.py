@@ -13,7 +13,15 @@ from pathlib import Path
 from rich.padding import Padding
 from rich.text import Text
 
-from rocm_ext.cli._common import add_json, console, exits_with, options, print_json, printable, table
+from rocm_ext.cli._common import (
+    add_json,
+    console,
+    exits_with,
+    options,
+    print_json,
+    printable,
+    table,
+)
 from rocm_ext.machine.doctor import exit_code, judge, verdict
 from rocm_ext.machine.doctor.facts import Facts, recorded_facts
 from rocm_ext.machine.doctor.recorded import Finding
@@ -79,7 +87,9 @@ def _print(facts: Facts, findings: list[Finding]) -> None:
     screen.print(rows)
     for finding in (*warnings, *errors):  # the worst last: readers look there
         level = Text(finding.level, _STYLES[finding.level])
-        screen.print(Text.assemble("\n", level, f" {printable(finding.check)}: ", printable(finding.found)))
+        screen.print(
+            Text.assemble("\n", level, f" {printable(finding.check)}: ", printable(finding.found))
+        )
         if finding.why:
             why = Text(printable(finding.why))
             screen.print(Padding(why, (0, 0, 0, 2), expand=False))

@@ -58,7 +58,9 @@ def add(parser: ArgumentParser) -> None:
     add_format(parser)
     option("--verifier NAME", "MathAnswer, PythonTests, …, or my_module.MyVerifier")
     option("--samples N", "answers drawn per prompt for pass@k, beside the greedy one", count)
-    wrong = "print this many wrong answers, and with --base as many gained and lost ones (default: 3)"
+    wrong = (
+        "print this many wrong answers, and with --base as many gained and lost ones (default: 3)"
+    )
     option("--show N", wrong, number(int, 0, 10**6), 3)
     output = "keep answers, verdicts and scores, or the losses of rows, in this new folder; rocm-ext compare takes two"
     option("--output DIR", output, Path)
@@ -76,7 +78,9 @@ def run(args: Namespace) -> None:
         unused += ["eval_prompts", "dataset_val"]
     target = find_target(take_model(args), args.adapter, args.trust_config, unused)
     adapter = target.adapter
-    target = replace(target, adapter=None)  # the adapter is measured in addition to the config's start
+    target = replace(
+        target, adapter=None
+    )  # the adapter is measured in addition to the config's start
     family = registry.family(target.recipe(args.overrides))
     answers = bool(args.verifier) or family not in (registry.SFT, registry.DPO)
     _check(args, adapter, target, answers)
@@ -106,7 +110,9 @@ def _check(args: Namespace, adapter: Path | None, target: ChosenModel, answers: 
     if args.data:
         return
     for name in ("format", "split", "name"):
-        refuse_first((getattr(args, name), f"--{name} describes the rows of --data; set --data, too"))
+        refuse_first(
+            (getattr(args, name), f"--{name} describes the rows of --data; set --data, too")
+        )
 
 
 def _check_new(folder: Path | None) -> None:
@@ -128,7 +134,9 @@ def _answers(args: Namespace, target: ChosenModel, adapter: Path | None) -> Meas
         return evaluate(cfg, adapter, args.base), compare
 
 
-def _print_answers(args: Namespace, evaluations: Sequence["Evaluation"], paired: Json | None) -> None:
+def _print_answers(
+    args: Namespace, evaluations: Sequence["Evaluation"], paired: Json | None
+) -> None:
     for evaluation, title in zip(evaluations, _TITLES, strict=False):
         scores = evaluation.scores
         print(f"{title}pass@1 {Score(scores['correct'], scores['prompts'])}")
@@ -182,7 +190,9 @@ def _source(args: Namespace) -> dict[str, str]:
     return source
 
 
-def _print_changed(change: str, right: "Evaluation", adapted: "Evaluation", base: "Evaluation", most: int) -> None:
+def _print_changed(
+    change: str, right: "Evaluation", adapted: "Evaluation", base: "Evaluation", most: int
+) -> None:
     """Print the first prompts of which only the model ``right`` is right, with the greedy answers of both models."""
     before, after = _greedy(base), _greedy(adapted)
     changed = []
@@ -225,7 +235,9 @@ def _rows(args: Namespace, target: ChosenModel, adapter: Path | None) -> Measure
     cfg = target.load(args.overrides)
     if args.data:
         if not isinstance(cfg.dataset.get("source"), str):
-            raise UserError("--data replaces dataset.source, which this config's dataset does not have")
+            raise UserError(
+                "--data replaces dataset.source, which this config's dataset does not have"
+            )
         dataset = dict(cfg.dataset)
         dataset.pop("data_files", None)
         dataset.pop("name", None)
@@ -268,7 +280,9 @@ def _print_worst(rows: Sequence[Json], most: int) -> None:
         return
     if "loss" in rows[0]:
         worst = sorted(rows, key=lambda row: -row["loss"])[:most]
-        print("highest losses: " + ", ".join(f"row {row['row']}: {row['loss']:.3f}" for row in worst))
+        print(
+            "highest losses: " + ", ".join(f"row {row['row']}: {row['loss']:.3f}" for row in worst)
+        )
         return
     gaps = sorted((row["logprob_chosen"] - row["logprob_rejected"], row["row"]) for row in rows)
     swapped = [f"row {number}: by {-gap:.2f}" for gap, number in gaps[:most] if gap < 0]

@@ -19,7 +19,9 @@ def add(parser: ArgumentParser) -> None:
     option = options(parser)
     source = "output_dir of a run of any recipe, an adapter's folder, or the folder of a model without adapter"
     option("source RUN", source, Path)
-    option("--base-model DIR", "the base model's folder (default: the one in the run's config)", Path)
+    option(
+        "--base-model DIR", "the base model's folder (default: the one in the run's config)", Path
+    )
     add_trust(parser)
     option("--merged DIR", "write the merged model in Hugging Face's format", Path)
     option("--gguf FILE", "write the merged model as one file for llama.cpp and Ollama", Path)
@@ -31,7 +33,9 @@ def add(parser: ArgumentParser) -> None:
     add_force(parser)
     option("--push OWNER/NAME", "upload the written files, or else the adapter, with its card")
     option("--private", "make the new repository of --push private, or demand that it is")
-    option("--base-name OWNER/NAME", "the base model's name on the hub (default: as its folder says)")
+    option(
+        "--base-name OWNER/NAME", "the base model's name on the hub (default: as its folder says)"
+    )
 
 
 def run(args: Namespace) -> None:
@@ -86,4 +90,6 @@ def _check_new(args: Namespace) -> None:
         paths.append(args.card)
     for number, path in enumerate(paths):
         check_new_file(path, args.force)
-        refuse_first((path in paths[:number], f"{path} would be written twice; choose another name"))
+        refuse_first(
+            (path in paths[:number], f"{path} would be written twice; choose another name")
+        )

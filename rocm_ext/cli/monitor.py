@@ -63,7 +63,11 @@ def add(parser: ArgumentParser) -> None:
     option("--root DIR", "read AMD GPUs from DIR/sys, such as a copy of /sys", Path, Path("/"))
     option = options(parser.add_argument_group("in a browser"))
     option("--web", "serve the page of `rocm-ext report` and the counters; it follows the runs")
-    option("--port N", "listen at this port of 127.0.0.1 (default: 8642, or a free one)", number(int, 0, 65535))
+    option(
+        "--port N",
+        "listen at this port of 127.0.0.1 (default: 8642, or a free one)",
+        number(int, 0, 65535),
+    )
 
 
 def run(args: Namespace) -> None:
@@ -73,8 +77,14 @@ def run(args: Namespace) -> None:
     refuse_first(
         (args.web and args.json, "--web and --json do not go together; choose one"),
         (not args.web and args.port is not None, "--port is for --web; add it"),
-        (not args.web and runs > 1, f"--run takes one folder, not {runs}; add --web to follow several"),
-        (not args.root.is_dir(), f"--root {args.root} is not a folder; expected one that holds sys/class/drm"),
+        (
+            not args.web and runs > 1,
+            f"--run takes one folder, not {runs}; add --web to follow several",
+        ),
+        (
+            not args.root.is_dir(),
+            f"--root {args.root} is not a folder; expected one that holds sys/class/drm",
+        ),
     )
     counters = Counters(args.root)
     for note in counters.notes:
@@ -86,10 +96,14 @@ def run(args: Namespace) -> None:
             try:
                 log = stack.enter_context(HardwareLog(args.log))
             except OSError as error:
-                raise UserError(f"cannot write {args.log}: {error.strerror}; name another --log") from error
+                raise UserError(
+                    f"cannot write {args.log}: {error.strerror}; name another --log"
+                ) from error
         screen = _browser(args, counters.notes) if args.web else _terminal(args)
         show = stack.enter_context(screen)
-        due = time.monotonic() + 0.1  # the first processor load covers the time since the counters were opened
+        due = (
+            time.monotonic() + 0.1
+        )  # the first processor load covers the time since the counters were opened
         for _ in range(args.count or sys.maxsize):
             time.sleep(max(0.0, due - time.monotonic()))
             due = max(due + args.interval, time.monotonic())
@@ -123,8 +137,13 @@ def _terminal(args: Namespace) -> Iterator[_Show]:
     elif not sys.stdout.isatty():
         yield lambda reading, run: print(_line(reading, run), flush=True)
     else:
-        with _ended_by_sigterm(), Live(console=console(), auto_refresh=False) as live:  # Live restores the cursor
-            yield lambda reading, run: live.update(_screen(reading, run, args.interval), refresh=True)
+        with (
+            _ended_by_sigterm(),
+            Live(console=console(), auto_refresh=False) as live,
+        ):  # Live restores the cursor
+            yield lambda reading, run: live.update(
+                _screen(reading, run, args.interval), refresh=True
+            )
 
 
 def _print_json(reading: Reading, run: _Run | None) -> None:

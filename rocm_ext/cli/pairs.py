@@ -17,7 +17,15 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
 from rocm_ext.base.types import Row
-from rocm_ext.cli._common import add_force, add_trust, check_new_file, count, options, refuse_first, seed
+from rocm_ext.cli._common import (
+    add_force,
+    add_trust,
+    check_new_file,
+    count,
+    options,
+    refuse_first,
+    seed,
+)
 from rocm_ext.config.model_folder import seen_from_here
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.pairs import choose_pairs, choose_single, read_answers
@@ -26,10 +34,17 @@ from rocm_ext.runs.pairs import choose_pairs, choose_single, read_answers
 def add(parser: ArgumentParser) -> None:
     option = options(parser)
     option("run_dir RUN", "output_dir of the run", Path)
-    option("--output -o FILE", "the file to write (default: pairs.jsonl or single.jsonl in RUN)", Path)
+    option(
+        "--output -o FILE", "the file to write (default: pairs.jsonl or single.jsonl in RUN)", Path
+    )
     add_force(parser)
     option("--single", "write single answers with a label instead of pairs")
-    option("--per-prompt N", "maximum pairs of a prompt, or right and wrong answers to it (default: 4)", count, 4)
+    option(
+        "--per-prompt N",
+        "maximum pairs of a prompt, or right and wrong answers to it (default: 4)",
+        count,
+        4,
+    )
     option("--limit N", "maximum number of rows, drawn at random", count)
     option("--last N", "use only the last N cycles or steps", count)
     option("--seed N", "seed of random choices (default: 0)", seed, 0)
@@ -77,7 +92,9 @@ def _rows(folder: RunFolder, chosen: Sequence[tuple[str, Row]], trusted: bool) -
     """
     component = seen_from_here(folder.config, folder.path).get("prompts")
     if not isinstance(component, dict):
-        raise UserError(f"{folder.path}/config.yaml names no prompts, and the rows need their texts")
+        raise UserError(
+            f"{folder.path}/config.yaml names no prompts, and the rows need their texts"
+        )
     if not trusted:
         config.check_from_folder({"prompts": component}, folder.path / "config.yaml")
     dataset = config.instantiate(OmegaConf.create(component), key="prompts")

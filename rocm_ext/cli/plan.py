@@ -58,10 +58,16 @@ def add(parser: ArgumentParser) -> None:
     chip = "MI355X, W7900, RTX 4090, 'Strix Halo', gfx950 (default: the config's hardware)"
     option("--machine NAME", f"plan for a machine with this chip: {chip}")
     option("--ranks N", "processes that share the work (default: 1)", count, 1)
-    rows = "training rows (of DPO: pairs), or prompts of a cycle or step (default: counted if on disk)"
+    rows = (
+        "training rows (of DPO: pairs), or prompts of a cycle or step (default: counted if on disk)"
+    )
     option("--rows N", rows, count)
     option("--row-tokens N", "mean tokens of a row or a prompt", count)
-    option("--answer-tokens N", "mean tokens of an answer that the model samples (default: max_new_tokens / 2)", count)
+    option(
+        "--answer-tokens N",
+        "mean tokens of an answer that the model samples (default: max_new_tokens / 2)",
+        count,
+    )
     option("--bench FILE", "bench.json with speeds (default: this machine's, if it exists)", Path)
     add_json(parser)
     add_overrides(parser)
@@ -116,7 +122,9 @@ def _plan(args: Namespace, recipe: registry.Recipe, cfg: Any, ranks: int) -> "Ru
         losses = distillation if family == registry.DISTIL else policy_gradient
         cfg.loss = losses.loss_config(cfg)
     known = Known(args.rows, args.row_tokens, args.answer_tokens)
-    return plan_run(cfg, detect(), family=family, bench=args.bench, ranks=ranks, known=known, chip=args.chip)
+    return plan_run(
+        cfg, detect(), family=family, bench=args.bench, ranks=ranks, known=known, chip=args.chip
+    )
 
 
 def _ways_to_fit(args: Namespace, recipe: registry.Recipe, cfg: Any, plan: "RunPlan") -> Ways:
@@ -157,7 +165,9 @@ def _ways_to_fit(args: Namespace, recipe: registry.Recipe, cfg: Any, plan: "RunP
 
 def _check_sizes(args: Namespace, cfg: Any) -> None:
     """Refuse sizes above the config's limits."""
-    answers = cfg.max_new_tokens if "prompts" in cfg else None  # evaluations of SFT and DPO are not planned
+    answers = (
+        cfg.max_new_tokens if "prompts" in cfg else None
+    )  # evaluations of SFT and DPO are not planned
     useless = f"--answer-tokens is for recipes that sample; {args.config} samples no answers"
     refuse_first((args.answer_tokens and not answers, useless))
     limits = (
@@ -166,7 +176,9 @@ def _check_sizes(args: Namespace, cfg: Any) -> None:
     )
     for option, given, key, most in limits:
         above = given is not None and isinstance(most, int) and given > most
-        refuse_first((above, f"--{option} {given} is above {key}={most}; also raise the latter"), code=1)
+        refuse_first(
+            (above, f"--{option} {given} is above {key}={most}; also raise the latter"), code=1
+        )
 
 
 def _print(name: str, plan: "RunPlan", ways: Ways) -> None:
@@ -186,13 +198,17 @@ def _print(name: str, plan: "RunPlan", ways: Ways) -> None:
     if plan.best != plan.now:
         choices["best fit"] = plan.best
     columns = list(choices)
-    _print_table(out, "Memory per rank while training", columns, _memory_rows(plan, choices.values()))
+    _print_table(
+        out, "Memory per rank while training", columns, _memory_rows(plan, choices.values())
+    )
     budget, reason = plan.target.budget
     out.print(f"budget {readable(budget)}: {escape(reason)}\n")
     _print_table(out, "An optimiser step per rank", columns, _step_rows(plan, choices.values()))
     out.print(f"speeds: {escape(figures.source)}")
     if figures.published:
-        reached = " and ".join(f"{low} to {high} in {what}" for what, (low, high) in figures.published.items())
+        reached = " and ".join(
+            f"{low} to {high} in {what}" for what, (low, high) in figures.published.items()
+        )
         out.print(
             f"[yellow]computed, not measured. Published runs reach {reached} of such figures: hence the ranges[/]"
         )
@@ -200,7 +216,10 @@ def _print(name: str, plan: "RunPlan", ways: Ways) -> None:
         out.print("[yellow]To measure: `rocm-ext bench` on that machine[/]")
     out.print()
     if plan.rollout:
-        titles = {registry.RAFT: "A RAFT cycle", registry.GRPO: "A GRPO step, if no group has equal rewards"}
+        titles = {
+            registry.RAFT: "A RAFT cycle",
+            registry.GRPO: "A GRPO step, if no group has equal rewards",
+        }
         title = titles.get(plan.family, "A step")
         _print_table(out, title, [" "], _rollout_rows(plan, plan.rollout))
     _print_verdict(out, plan, ways)
@@ -255,8 +274,14 @@ def _step_rows(plan: "RunPlan", choices: Iterable["Choice"]) -> Rows:
         add(name, lambda choice: _told(plan, _training_time(seconds(choice.step))))
 
     add("tokens", lambda choice: f"{choice.step.tokens:,.0f}")
-    add("micro-batches of at most", lambda choice: f"{choice.step.micro_batches} x {choice.micro_batch:,}")
-    add("layers checkpointed", lambda choice: f"{len(choice.checkpointed)} of {choice.memory.layers}")
+    add(
+        "micro-batches of at most",
+        lambda choice: f"{choice.step.micro_batches} x {choice.micro_batch:,}",
+    )
+    add(
+        "layers checkpointed",
+        lambda choice: f"{len(choice.checkpointed)} of {choice.memory.layers}",
+    )
     add("work", lambda choice: f"{choice.step.flops / 1e12:,.1f} TFLOP")
     add("read and written", lambda choice: f"{choice.step.bytes / 1e9:,.0f} GB")
     add_time("time", lambda step: step.seconds)
@@ -268,7 +293,9 @@ def _step_rows(plan: "RunPlan", choices: Iterable["Choice"]) -> Rows:
     elif not plan.rollout:  # its own table says more
         add_time(f"all epochs, {steps} steps", lambda step: steps * step.seconds)
     if plan.reference is not None:
-        forward = plan.reference / plan.now.step.forward_seconds  # the reference's share of a forward pass
+        forward = (
+            plan.reference / plan.now.step.forward_seconds
+        )  # the reference's share of a forward pass
         add_time("before, the reference's log-probs", lambda step: forward * step.forward_seconds)
     return rows
 
@@ -303,7 +330,9 @@ def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
     add_time("sampling", "sampling_seconds")
     if rollout.scoring_seconds:
         add_time("log-probs before the updates", "scoring_seconds")
-    add_time("1 update" if plan.steps == 1 else f"{plan.steps or ''} updates".strip(), "updates_seconds")
+    add_time(
+        "1 update" if plan.steps == 1 else f"{plan.steps or ''} updates".strip(), "updates_seconds"
+    )
     if plan.teacher:
         add("the teacher's part of an update", _told(plan, _training_time(plan.teacher.seconds)))
     if rollout.waiting:
@@ -313,7 +342,10 @@ def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
     if rollout.evaluations:
         add_time("an evaluation", "evaluation_seconds", "eval_prompts to a file")
     if rollout.run_seconds is not None:
-        add_time(f"{rollout.steps} {plan.step_name}s and {rollout.evaluations} evaluations", "run_seconds")
+        add_time(
+            f"{rollout.steps} {plan.step_name}s and {rollout.evaluations} evaluations",
+            "run_seconds",
+        )
     return rows
 
 
@@ -323,7 +355,9 @@ def _print_verdict(out: Any, plan: "RunPlan", ways: Ways) -> None:
     if not plan.fits:
         how = ""
         if ways:
-            how = ": it fits with " + " or ".join(f"{change} (plans {readable(peak)})" for change, peak in ways)
+            how = ": it fits with " + " or ".join(
+                f"{change} (plans {readable(peak)})" for change, peak in ways
+            )
         elif not best_fits:
             how = ": neither 16 nor 4 bits, half the length nor 8 times the ranks make it fit; use a smaller model"
         out.print(f"\n[red]does not fit[/] into {readable(budget)}{how}")
@@ -331,7 +365,9 @@ def _print_verdict(out: Any, plan: "RunPlan", ways: Ways) -> None:
     if changes and best_fits:
         gain = plan.now.step.seconds / plan.best.step.seconds
         keys = ", ".join(f"{key}: {value}" for key, value in changes.items())
-        out.print(f"\nbest fit ({gain:.2f} times as fast, {readable(plan.peak(plan.best))}): {keys}")
+        out.print(
+            f"\nbest fit ({gain:.2f} times as fast, {readable(plan.peak(plan.best))}): {keys}"
+        )
     elif plan.fits:
         out.print("\nfits; no setting is expected to be faster")
 

@@ -35,4 +35,6 @@ def run(args: Namespace) -> None:
     card, is_new = make(args.dir, args.seed, accuracy, args.force, args.tools)
     kept = "" if is_new else "already exists (--force remakes it), "
     score = Score(card["correct"], card["total"])
-    print(f"{args.dir}: {kept}held-out {score} after {card['steps']} steps, {card['parameters']:,} parameters")
+    print(
+        f"{args.dir}: {kept}held-out {score} after {card['steps']} steps, {card['parameters']:,} parameters"
+    )

@@ -13,7 +13,9 @@ from rocm_ext.report import write
 def add(parser: ArgumentParser) -> None:
     option = options(parser)
     option("dirs RUN", "output_dir of a run", Path, nargs="+")
-    output = "the file to write (default: report.html in RUN, or in the current folder for several runs)"
+    output = (
+        "the file to write (default: report.html in RUN, or in the current folder for several runs)"
+    )
     option("--output -o FILE", f"{output}; an earlier .html is replaced", Path)
     add_force(parser)
 

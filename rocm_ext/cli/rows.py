@@ -50,7 +50,12 @@ def add(parser: ArgumentParser) -> None:
     option = options(parser)
     add_config(parser)
     row = number(int, 0, 10**9)
-    option("--row N", "show this row, counted from 0 among the kept rows; may be repeated", row, action="append")
+    option(
+        "--row N",
+        "show this row, counted from 0 among the kept rows; may be repeated",
+        row,
+        action="append",
+    )
     option("--show N", "show the first N rows (default: first, shortest and longest)", count)
     add_json(parser)
     add_overrides(parser)
@@ -161,7 +166,9 @@ def _print_rows(content: Json) -> None:
     for row in content["shown"]:
         print(printable(words.title(row)))
         for sequence in row["sequences"]:
-            parts = [_marked(text, trained, colour) for text, trained in words.shown_parts(sequence)]
+            parts = [
+                _marked(text, trained, colour) for text, trained in words.shown_parts(sequence)
+            ]
             print(f"--- {words.heading(sequence)}")
             print("".join(parts).removesuffix("\n"))
         print()

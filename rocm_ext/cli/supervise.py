@@ -36,7 +36,13 @@ from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import append_line, disk_errors, read_lines
 from rocm_ext.base.log import duration
-from rocm_ext.base.process import adopt_orphans, handled, signal_at_parents_end, stop_signals, survive_terminal
+from rocm_ext.base.process import (
+    adopt_orphans,
+    handled,
+    signal_at_parents_end,
+    stop_signals,
+    survive_terminal,
+)
 from rocm_ext.base.supervised import APART, NOTES, RETRY
 from rocm_ext.base.types import Json
 from rocm_ext.cli._common import count, note, number, options, refuse_first
@@ -46,7 +52,9 @@ LOG = "supervise.log"  # in output_dir: the run's output
 _NOTES = ".supervised"  # in output_dir: see rocm_ext.base.supervised
 _POLL = 0.2  # seconds between two looks at the run
 _PATIENCE = 900.0  # seconds: a shorter silence ends no run, because torch may be compiling
-_BUSY = 0.02  # share of a core; a run that imports or compiles uses more, and one that waits uses less
+_BUSY = (
+    0.02  # share of a core; a run that imports or compiles uses more, and one that waits uses less
+)
 _SLOWER = 5  # a step that takes so many times its slowest recent predecessor has hung
 _TO_SAVE = 60.0  # seconds that a hung run has to save
 _LONGEST_PAUSE = 1800.0
@@ -55,12 +63,18 @@ _LONGEST_PAUSE = 1800.0
 def add(parser: ArgumentParser) -> None:
     option = options(parser)
     limit = f"{_PATIENCE:g} s, or {_SLOWER} of its slowest recent steps"
-    option("--hung-after S", f"end a run that is silent for longer (default: {limit})", number(float, 1, 10**7))
+    option(
+        "--hung-after S",
+        f"end a run that is silent for longer (default: {limit})",
+        number(float, 1, 10**7),
+    )
     option("--deaths N", "give up after so many without progress (default: 3)", count, 3)
     pause = "seconds before a restart; the next pause is 4 times as long (default: 30)"
     option("--pause S", pause, number(float, 0, 10**7), 30.0)
     option("--evaluate-apart", "evaluate in separate processes, between training processes")
-    option("--notify COMMAND", "shell command to run at the end and on trouble, to send a message, say")
+    option(
+        "--notify COMMAND", "shell command to run at the end and on trouble, to send a message, say"
+    )
     words = "the run, as you would start it"
     parser.add_argument("command", nargs=REMAINDER, metavar="-- tune run ...", help=words)
 
@@ -132,7 +146,10 @@ def _command(words: list[str]) -> tuple[list[str], Path]:
     table = registry.recipes()
     named = [word for word in words if word in table or registry.is_recipe_file(word)]
     if not named:
-        raise UserError("name the run after --, such as -- tune run lora_finetune_rocm --config my_run.yaml", code=2)
+        raise UserError(
+            "name the run after --, such as -- tune run lora_finetune_rocm --config my_run.yaml",
+            code=2,
+        )
     first = named[0]
     recipe = table.get(first) or registry.read_recipe(Path(first))
     at = words.index(first)
@@ -149,11 +166,18 @@ def _command(words: list[str]) -> tuple[list[str], Path]:
     try:
         given = OmegaConf.from_dotlist([item for item in overrides if "=" in item])
         out = str(OmegaConf.merge(defaults, content, given).output_dir)
-    except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:  # OmegaConf raises them, too
+    except (
+        OmegaConfBaseException,
+        TypeError,
+        ValueError,
+        yaml.YAMLError,
+    ) as error:  # OmegaConf raises them, too
         raise UserError(f"config {name}: {one_line(error)}") from error
     program = words[0]
     if program == "tune":
-        beside = Path(sys.executable).with_name("tune")  # this environment's; another one may be active
+        beside = Path(sys.executable).with_name(
+            "tune"
+        )  # this environment's; another one may be active
         program = str(beside) if beside.exists() else program
     command = [program, *words[1:], "resume_from_checkpoint=True"]
     return command, Path(os.path.expanduser(out))
@@ -174,7 +198,9 @@ def _alone(out: Path) -> Iterator[None]:
             with suppress(psutil.Error):
                 earlier = psutil.Process(line["pid"])
                 if abs(earlier.create_time() - line["began"]) < 2:  # the clock may have been set
-                    _say(f"supervise: waiting until process {earlier.pid} of an earlier supervisor has saved")
+                    _say(
+                        f"supervise: waiting until process {earlier.pid} of an earlier supervisor has saved"
+                    )
                     # The kernel sent it SIGTERM when the earlier supervisor ended.
                     _, alive = psutil.wait_procs([earlier], timeout=_TO_SAVE)
                     for process in alive:
@@ -275,8 +301,12 @@ class _Attempt:
         hung = ""
         asked = False
         kill_at = math.inf
-        last_sign: tuple[int, int] | None = None  # when the run last beat, and how much it had printed
-        alive = shown = 0.0  # when the run lived for all that is known, and when it gave the last sign
+        last_sign: tuple[int, int] | None = (
+            None  # when the run last beat, and how much it had printed
+        )
+        alive = shown = (
+            0.0  # when the run lived for all that is known, and when it gave the last sign
+        )
         while self._process.poll() is None and not stop.again:
             self._follow()
             now = time.monotonic()
@@ -356,7 +386,9 @@ class _Attempt:
             "SUPERVISE_STEP": f"{position(self._out)[1]:g}",
             "SUPERVISE_LOG": "\n".join(self._lines()),
         }
-        with suppress(subprocess.TimeoutExpired, OSError, ValueError):  # ValueError: the run printed a NUL
+        with suppress(
+            subprocess.TimeoutExpired, OSError, ValueError
+        ):  # ValueError: the run printed a NUL
             ended = subprocess.run(self._args.notify, shell=True, env=environ, timeout=60)
             if ended.returncode == 0:
                 return
@@ -443,5 +475,8 @@ def _tell_systemd(text: str) -> None:
         return
     if address.startswith("@"):  # a name in Linux's abstract namespace
         address = "\0" + address[1:]
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel:
+    with (
+        suppress(OSError),
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel,
+    ):
         channel.sendto(text.encode(), address)

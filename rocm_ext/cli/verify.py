@@ -25,7 +25,10 @@ def add(parser: ArgumentParser) -> None:
     add_format(parser)
     option("--name NAME", "configuration of a hub data set (openai/gsm8k: main)")
     option("--split SPLIT", "split of a hub data set (default: train)", default="train")
-    option("--gold FIELD", "column of the right answer (default: the first of solution, completion, answer)")
+    option(
+        "--gold FIELD",
+        "column of the right answer (default: the first of solution, completion, answer)",
+    )
     option("--workers N", "worker processes (default: physical cores)", count)
     option("--limit N", "read only the first N rows", count)
     add_json(parser)
@@ -56,7 +59,9 @@ def run(args: Namespace) -> None:
     if args.json:
         failures = []
         for origin, result in summary.failures:
-            failures.append({"origin": origin, "verdict": result.verdict.value, "detail": result.detail})
+            failures.append(
+                {"origin": origin, "verdict": result.verdict.value, "detail": result.detail}
+            )
         content = {"rows": summary.rows, "verdicts": verdicts, "mean_reward": summary.mean_reward}
         print_json({**content, "failures": failures})
     else:

@@ -47,7 +47,9 @@ ALGORITHMS = {
     "gspo": Algorithm(  # arXiv:2507.18071
         ratio="sequence", normalize="sequences", clip_low=3e-4, clip_high=4e-4, clip_dual=None
     ),
-    "cispo": replace(_UNCLIPPED, frozen=True, clip_high=4.0),  # arXiv:2506.13585; limit of ScaleRL and TRL
+    "cispo": replace(
+        _UNCLIPPED, frozen=True, clip_high=4.0
+    ),  # arXiv:2506.13585; limit of ScaleRL and TRL
     "rloo": replace(_ON_POLICY, center="leave_one_out"),  # arXiv:2402.14740
     "reinforce": replace(_ON_POLICY, center="none"),  # Williams 1992
 }
@@ -91,7 +93,9 @@ def filled(cfg: DictConfig) -> DictConfig:
     copy = OmegaConf.create(cfg)
     copy.update(complete(cfg.loss, {key: cfg[key] for key in KEYS}))
     unread = [key for key in ("kl_coef", "entropy_coef") if not named and cfg[key]]
-    refuse(f"{key} is {cfg[key]!r}, and loss is a component: set loss.{key} instead" for key in unread)
+    refuse(
+        f"{key} is {cfg[key]!r}, and loss is a component: set loss.{key} instead" for key in unread
+    )
     if named:
         copy.mismatch_limits = limits_of(cfg.mismatch, cfg.mismatch_level, cfg.mismatch_limits)
     elif cfg.mismatch_limits is not None:
@@ -106,7 +110,9 @@ def limits_of(mismatch: str, level: str, given: Sequence[float] | None) -> list[
     if mismatch != "none":
         return list(given or MISMATCH_LIMITS[mismatch, level])
     if given is not None:
-        raise UserError(f"mismatch_limits={list(given)} needs mismatch=truncate or mask; set mismatch_limits=null")
+        raise UserError(
+            f"mismatch_limits={list(given)} needs mismatch=truncate or mask; set mismatch_limits=null"
+        )
     return None
 
 

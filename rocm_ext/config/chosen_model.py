@@ -14,8 +14,23 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import is_hub_name
 from rocm_ext.base.types import Config, Json
 from rocm_ext.config.components import COMPONENT, check_from_folder
-from rocm_ext.config.layers import by_key, defaults, find, load, must_be_set, read, recipe_of, requested_hardware
-from rocm_ext.config.model_folder import FROM_CHECKPOINT, check_model_folder, complete, names_layer, seen_from_here
+from rocm_ext.config.layers import (
+    by_key,
+    defaults,
+    find,
+    load,
+    must_be_set,
+    read,
+    recipe_of,
+    requested_hardware,
+)
+from rocm_ext.config.model_folder import (
+    FROM_CHECKPOINT,
+    check_model_folder,
+    complete,
+    names_layer,
+    seen_from_here,
+)
 
 BASE = "base"  # the value of ``teacher`` that stands for the model in training without its adapter
 _LOCAL = "rocm_ext.sampling.LocalEngine"
@@ -23,7 +38,11 @@ _OF_TRAINING = ("lr_scheduler", "metric_logger", "profiler")
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 # Keys of adapter_config.json -> arguments of from_checkpoint
 _SAME = ("lora_alpha", *_PATTERNS, "use_dora", "target_modules", "target_parameters")
-_ADAPTER = {"r": "lora_rank", "trainable_token_indices": "trainable_tokens", **{key: key for key in _SAME}}
+_ADAPTER = {
+    "r": "lora_rank",
+    "trainable_token_indices": "trainable_tokens",
+    **{key: key for key in _SAME},
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +114,9 @@ def find_target(
             return _model(name, adapter)
         if (folder / "adapter_config.json").is_file():
             base = _read_adapter(folder).get("base_model_name_or_path") or "MODEL"
-            raise UserError(f"{folder} is an adapter; name its model, too: {base} --adapter {folder}")
+            raise UserError(
+                f"{folder} is an adapter; name its model, too: {base} --adapter {folder}"
+            )
         if (folder / "config.yaml").is_file():
             return _run(folder, adapter, trusted, unused)
         if any(folder.glob("*.gguf")):
@@ -115,11 +136,20 @@ def find_target(
 def _run(folder: Path, adapter: Path | None, trusted: bool, unused: Collection[str]) -> ChosenModel:
     """Return the result of a run: its ``adapter``."""
     if adapter is None and not (folder / "adapter" / "adapter_config.json").is_file():
-        saved = sorted(folder.glob("checkpoints/*/**/adapter_config.json"), key=lambda path: path.stat().st_mtime)
-        hint = f"--adapter {saved[-1].parent} is its newest checkpoint" if saved else "it has no checkpoint either"
+        saved = sorted(
+            folder.glob("checkpoints/*/**/adapter_config.json"),
+            key=lambda path: path.stat().st_mtime,
+        )
+        hint = (
+            f"--adapter {saved[-1].parent} is its newest checkpoint"
+            if saved
+            else "it has no checkpoint either"
+        )
         raise UserError(f"the run in {folder} has no adapter yet; {hint}")
     file = folder / "config.yaml"
-    content = {key: value for key, value in read(file).items() if key not in {*_OF_TRAINING, *unused}}
+    content = {
+        key: value for key, value in read(file).items() if key not in {*_OF_TRAINING, *unused}
+    }
     content = seen_from_here(content, folder)
     if not trusted:
         check_from_folder(content, file)
@@ -131,10 +161,16 @@ def _matching(pattern: Any, adapter: Path) -> Any:
     try:
         with safe_open(adapter / "adapter_model.safetensors", "np") as file:
             parameters = list(file.keys())
-        layers = [name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in parameters]
+        layers = [
+            name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in parameters
+        ]
         if pattern is None:
             return None
-        return {key: value for key, value in pattern.items() if any(names_layer(key, layer) for layer in layers)}
+        return {
+            key: value
+            for key, value in pattern.items()
+            if any(names_layer(key, layer) for layer in layers)
+        }
     except Exception:  # reading the adapter reports what is wrong with it
         return pattern
 
@@ -154,7 +190,9 @@ def _model(name: str, adapter: Path | None) -> ChosenModel:
         if isinstance(tokens, list):  # PEFT's lists are of the embeddings alone
             model["trainable_tokens"] = {"embed_tokens": tokens}
     optimizer = {COMPONENT: "torch.optim.AdamW"}  # the memory plan counts one
-    return ChosenModel(name, adapter, {"recipe": registry.RAFT, "model": model, "optimizer": optimizer})
+    return ChosenModel(
+        name, adapter, {"recipe": registry.RAFT, "model": model, "optimizer": optimizer}
+    )
 
 
 def _read_adapter(folder: Path) -> Json:
@@ -175,7 +213,10 @@ def _read_adapter(folder: Path) -> Json:
 def sampling_config(cfg: DictConfig) -> DictConfig:
     """Convert a config of any recipe to RAFT's: same model, data keys and machine, RAFT's defaults, no ``prompts``."""
     content: Any = OmegaConf.to_container(cfg)
-    unset = {key: None if must_be_set(default) else default for key, default in defaults(registry.RAFT).items()}
+    unset = {
+        key: None if must_be_set(default) else default
+        for key, default in defaults(registry.RAFT).items()
+    }
     known = {key: content.get(key, default) for key, default in unset.items()}
     return OmegaConf.create(known | {"recipe": registry.RAFT, "prompts": None})
 
@@ -196,15 +237,27 @@ def teacher_config(cfg: DictConfig, training: DictConfig) -> DictConfig:
 
     ``cfg`` is a config of ``distil_rocm``; ``training``, the learner's, has the machine's settings.
     """
-    if (Path(cfg.teacher) / "adapter_config.json").is_file() and not (Path(cfg.teacher) / "config.json").is_file():
-        raise UserError(f"teacher {cfg.teacher} is an adapter; set teacher_adapter to it, and teacher to its base")
+    if (Path(cfg.teacher) / "adapter_config.json").is_file() and not (
+        Path(cfg.teacher) / "config.json"
+    ).is_file():
+        raise UserError(
+            f"teacher {cfg.teacher} is an adapter; set teacher_adapter to it, and teacher to its base"
+        )
     adapter = Path(cfg.teacher_adapter) if cfg.teacher_adapter else None
     model: Any = _model(cfg.teacher, adapter).content
     content: Any = OmegaConf.to_container(training)
     content |= {"model": dict(model["model"]), "checkpointer": {}, "tokenizer": {}}
     content["model"] |= {"quantize_base": cfg.teacher_quantize_base}
-    content |= {"loss": {COMPONENT: "rocm_ext.losses.CrossEntropy"}, "startup_checks": False, "use_rslora": None}
-    content |= {"compile": False, "enable_activation_offloading": False, "save_adapter_weights_only": True}
+    content |= {
+        "loss": {COMPONENT: "rocm_ext.losses.CrossEntropy"},
+        "startup_checks": False,
+        "use_rslora": None,
+    }
+    content |= {
+        "compile": False,
+        "enable_activation_offloading": False,
+        "save_adapter_weights_only": True,
+    }
     complete(content, {})
     made = OmegaConf.create(content)
     made.checkpointer.adapter_checkpoint = None if adapter is None else str(adapter)

@@ -18,8 +18,24 @@ from rocm_ext.config.other_trainers import our_names
 from rocm_ext.machine.profile import profile_names
 
 # Keys whose value is a component
-_COMPONENTS = {"model", "checkpointer", "tokenizer", "dataset", "dataset_val", "optimizer", "lr_scheduler"}
-_COMPONENTS |= {"loss", "metric_logger", "prompts", "eval_prompts", "engine", "verifier", "environment"}
+_COMPONENTS = {
+    "model",
+    "checkpointer",
+    "tokenizer",
+    "dataset",
+    "dataset_val",
+    "optimizer",
+    "lr_scheduler",
+}
+_COMPONENTS |= {
+    "loss",
+    "metric_logger",
+    "prompts",
+    "eval_prompts",
+    "engine",
+    "verifier",
+    "environment",
+}
 _LISTS = {"dataset", "dataset_val"}  # these may be lists of components
 WEIGHT = "weight"  # key of the entries of a list in `dataset`; no component gets it
 
@@ -88,7 +104,11 @@ def data_weights(dataset: Any) -> tuple[float, ...]:
     weights = [block.get(WEIGHT) if isinstance(block, DictConfig) else None for block in blocks]
     given = {i: weight for i, weight in enumerate(weights) if weight is not None}
     for i, weight in given.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= sys.float_info.max:
+        if (
+            isinstance(weight, bool)
+            or not isinstance(weight, int | float)
+            or not 0 < weight <= sys.float_info.max
+        ):
             raise UserError(f"dataset.{i}.weight is {weight!r}; expected a number above 0")
     if given and len(given) < len(blocks):
         raise UserError(
@@ -103,7 +123,9 @@ def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
     A key whose default is a name, such as ``loss: dapo``, may hold a name instead of a component. Defaults are not
     checked: some of their modules take a second to import.
     """
-    names = {key for key, default in defaults.items() if isinstance(default, str) and default != "???"}
+    names = {
+        key for key, default in defaults.items() if isinstance(default, str) and default != "???"
+    }
     for key, block in cfg.items():
         if isinstance(block, ListConfig) and key in _COMPONENTS - _LISTS:
             yield f"{key} is {block!r}; expected one _component_ and its arguments"
@@ -117,7 +139,11 @@ def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
             if isinstance(part, DictConfig) and COMPONENT in part:
                 others = (COMPONENT, WEIGHT) if mixed else (COMPONENT,)
                 yield from _argument_faults(str(key), part, others, cfg)
-            elif key in _COMPONENTS and part is not None and not (key in names and isinstance(part, str)):
+            elif (
+                key in _COMPONENTS
+                and part is not None
+                and not (key in names and isinstance(part, str))
+            ):
                 yield f"{key} is {part!r}; expected a _component_ and its arguments"
 
 
@@ -129,12 +155,17 @@ def check_from_folder(content: Config, file: Path) -> None:
     for path, value in leaves(content):
         key, name = path[0], path[-1]
         if name == COMPONENT:
-            harmless = isinstance(value, str) and re.fullmatch(_BUILDERS.get(key, r"(?!)"), value) is not None
+            harmless = (
+                isinstance(value, str)
+                and re.fullmatch(_BUILDERS.get(key, r"(?!)"), value) is not None
+            )
         elif name in _HARMLESS:
             harmless = value in _HARMLESS[name]
         elif path == ("recipe",):  # a recipe's file in the folder would bring its defaults
             harmless = value in registry.recipes()
-        elif path == ("hardware",):  # a profile's file in the folder would set environment variables
+        elif path == (
+            "hardware",
+        ):  # a profile's file in the folder would set environment variables
             harmless = value in ("auto", *profile_names())
         else:
             harmless = not (isinstance(value, str) and "${" in value)  # it may read the environment
@@ -157,7 +188,9 @@ def leaves(block: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         yield path, block
 
 
-def _argument_faults(key: str, block: DictConfig, others: Sequence[str], cfg: DictConfig) -> Iterator[str]:
+def _argument_faults(
+    key: str, block: DictConfig, others: Sequence[str], cfg: DictConfig
+) -> Iterator[str]:
     """Yield a message for each fault in the arguments of a component of ``cfg``: its keys except ``others``."""
     parameters = _parameters(block, key)
     if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -174,9 +207,15 @@ def _argument_faults(key: str, block: DictConfig, others: Sequence[str], cfg: Di
                 hint = nearest(name, parameters)
             yield f"unknown key {key}.{name} for {block[COMPONENT]}{hint}"
             continue
-        kinds = str(getattr(parameters[name].annotation, "__name__", parameters[name].annotation)).split(" | ")
+        kinds = str(
+            getattr(parameters[name].annotation, "__name__", parameters[name].annotation)
+        ).split(" | ")
         value = None if OmegaConf.is_interpolation(block, name) else block[name]
-        if isinstance(value, str) and set(kinds) - {"None"} in ({"int"}, {"float"}, {"int", "float"}):
+        if isinstance(value, str) and set(kinds) - {"None"} in (
+            {"int"},
+            {"float"},
+            {"int", "float"},
+        ):
             yield f"{key}.{name} is {value!r}; expected a number"
 
 

@@ -10,7 +10,16 @@ from typing import Any
 
 import yaml
 
-from rocm_ext.base.kinds import ANY_COMPONENT, LIMITS, Kind, integer, list_of_texts, number, one_of, text
+from rocm_ext.base.kinds import (
+    ANY_COMPONENT,
+    LIMITS,
+    Kind,
+    integer,
+    list_of_texts,
+    number,
+    one_of,
+    text,
+)
 
 TABLE = Path(__file__).with_name("keys.yaml")
 _RANGE = re.compile(
@@ -44,7 +53,9 @@ class Key:
 @cache
 def table() -> dict[str, Any]:
     """Return the content of keys.yaml, by defaults file."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may be built without its C library
+    loader = getattr(
+        yaml, "CSafeLoader", yaml.SafeLoader
+    )  # PyYAML may be built without its C library
     return yaml.load(TABLE.read_text(encoding="utf-8"), loader)
 
 
@@ -123,7 +134,14 @@ def _named_kind(item: Any) -> Kind | None:
     return None if match is None else _range(**match.groupdict())
 
 
-def _range(low: str | None, above: str | None, what: str, below: str | None, high: str | None, why: str | None) -> Kind:
+def _range(
+    low: str | None,
+    above: str | None,
+    what: str,
+    below: str | None,
+    high: str | None,
+    why: str | None,
+) -> Kind:
     """Return the kind of numbers in a range, whose parts are those of ``0 < number <= 1, because ...``."""
     why = why or ""
     if what == "integer":

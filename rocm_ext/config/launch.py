@@ -26,7 +26,9 @@ def command(recipe, arguments: Sequence[str]) -> list[str]:
 def main() -> None:
     """Run the script or module that the arguments name as ``__main__``."""
     here = _slashes(__file__).rpartition("/")[0]
-    sys.path[:] = [folder for folder in sys.path if _slashes(folder) != here]  # Python put this file's folder there
+    sys.path[:] = [
+        folder for folder in sys.path if _slashes(folder) != here
+    ]  # Python put this file's folder there
     _, kind, what, *arguments = sys.argv
     gc.disable()  # see rocm_ext.config.startup
     sys.argv = [what, *arguments]

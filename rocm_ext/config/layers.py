@@ -38,17 +38,33 @@ from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import choose_profile, load_profile
 
 # Keys whose values are paths, where ~ is the home folder
-_PATHS = {"adapter_checkpoint", "checkpoint_dir", "log_dir", "merges_file", "output_dir", "path", "special_tokens_path"}
+_PATHS = {
+    "adapter_checkpoint",
+    "checkpoint_dir",
+    "log_dir",
+    "merges_file",
+    "output_dir",
+    "path",
+    "special_tokens_path",
+}
 # Mutually exclusive keys: a value in a higher layer unsets the other key.
 _RIVALS = {"gradient_accumulation_steps": "sequences_per_step", "verifier": "environment"}
 _RIVALS |= {rival: key for key, rival in _RIVALS.items()}
 # Mappings that an override replaces: merging would keep the YAML's entries
 _REPLACED = ("model.rank_pattern", "model.alpha_pattern", "model.trainable_tokens")
-_LOSSES_OF_PAIRS = {"Preference", "UnpairedPreference", "DPOLoss", "RSOLoss"}  # ours and torchtune's
+_LOSSES_OF_PAIRS = {
+    "Preference",
+    "UnpairedPreference",
+    "DPOLoss",
+    "RSOLoss",
+}  # ours and torchtune's
 
 
 def load(
-    recipe: str | registry.Recipe, name: str, overrides: Iterable[str] = (), content: Config | None = None
+    recipe: str | registry.Recipe,
+    name: str,
+    overrides: Iterable[str] = (),
+    content: Config | None = None,
 ) -> DictConfig:
     """Return the config of a run.
 
@@ -72,18 +88,24 @@ def load(
     if isinstance(recipe, str):
         recipe = registry.find(recipe, folder)
     given = read(find(name)) if content is None else dict(content)
-    given.pop("low_cpu_ram", None)  # in torchtune's QLoRA configs; here weights are always loaded one by one
+    given.pop(
+        "low_cpu_ram", None
+    )  # in torchtune's QLoRA configs; here weights are always loaded one by one
     run, overrides = _without_removed(given, name, list(overrides))
     on_command_line = by_key(overrides)
     known = defaults(recipe)
     _check_recipe(name, run, on_command_line, recipe, folder, guess=content is None)
     if content is not None:
         known = {key: None if must_be_set(default) else default for key, default in known.items()}
-    hardware, profile = _resolve_hardware(on_command_line.get("hardware", run.get("hardware", known["hardware"])))
+    hardware, profile = _resolve_hardware(
+        on_command_line.get("hardware", run.get("hardware", known["hardware"]))
+    )
     _check_known(run, on_command_line, known, recipe)
     merged = _merged(known, profile, run, on_command_line)
     try:
-        overrides = _replace_components(merged, [o for o in overrides if not o.startswith(("hardware=", "recipe="))])
+        overrides = _replace_components(
+            merged, [o for o in overrides if not o.startswith(("hardware=", "recipe="))]
+        )
         cfg = _merge_yaml_and_cli_args(Namespace(**merged), overrides)
         cfg.recipe, cfg.hardware = recipe.name, hardware
         _check_complete(cfg, known, name)
@@ -91,7 +113,12 @@ def load(
         for variable in set(cfg) - set(known):  # nothing refers to it any more
             del cfg[variable]
         _expand_home(cfg)
-    except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:  # OmegaConf raises them, too
+    except (
+        OmegaConfBaseException,
+        TypeError,
+        ValueError,
+        yaml.YAMLError,
+    ) as error:  # OmegaConf raises them, too
         raise UserError(f"config {name}: {_first_line(error)}") from error
     refuse(component_faults(cfg, known))
     return cfg
@@ -109,7 +136,9 @@ def defaults(recipe: str | registry.Recipe) -> Config:
         merged |= _with_included(part.defaults)
         merged.pop("extends", None)
     if "hardware" not in merged:
-        raise UserError(f"{recipe.defaults}: the defaults lack the key hardware; add `extends: {registry.SFT}` or it")
+        raise UserError(
+            f"{recipe.defaults}: the defaults lack the key hardware; add `extends: {registry.SFT}` or it"
+        )
     return merged
 
 
@@ -121,7 +150,9 @@ def must_be_set(default: Any) -> bool:
 def _with_included(path: Path) -> Config:
     content = read(path)
     if not isinstance(include := content.pop("include", []), list):
-        raise UserError(f"{path}: include is {include!r}; expected a list of names, such as [common]")
+        raise UserError(
+            f"{path}: include is {include!r}; expected a list of names, such as [common]"
+        )
     merged: Config = {}
     for name in include:
         merged |= _with_included(path.with_name(f"{name}.yaml"))
@@ -136,7 +167,11 @@ def trainer_config(cfg: DictConfig) -> Config:
     ours = set().union(*map(defaults, registry.TITLES))
     known |= {key: value for key, value in settings.items() if key not in ours}
     data = ("dataset", "dataset_val", "eval_prompts", "eval_every_n_steps", "verifier")
-    return known | {"recipe": registry.SFT, "early_stopping_metric": "val_loss", **dict.fromkeys(data)}
+    return known | {
+        "recipe": registry.SFT,
+        "early_stopping_metric": "val_loss",
+        **dict.fromkeys(data),
+    }
 
 
 def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
@@ -148,7 +183,11 @@ def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
     path = find(name)
     content, on_command_line = read(path), by_key(overrides)
     stated = on_command_line.get("recipe") or content.get("recipe")
-    return _guessed(content, on_command_line) if stated is None else registry.find(str(stated), path.parent)
+    return (
+        _guessed(content, on_command_line)
+        if stated is None
+        else registry.find(str(stated), path.parent)
+    )
 
 
 def _guessed(content: Config, on_command_line: Mapping[str, str]) -> registry.Recipe:
@@ -156,11 +195,15 @@ def _guessed(content: Config, on_command_line: Mapping[str, str]) -> registry.Re
     component = loss.get(COMPONENT) if isinstance(loss, Mapping) else loss
     if str(component).rpartition(".")[2] in _LOSSES_OF_PAIRS:
         return registry.find(registry.DPO)
-    known_keys = {recipe: len(defaults(recipe).keys() & content.keys()) for recipe in registry.TITLES}
+    known_keys = {
+        recipe: len(defaults(recipe).keys() & content.keys()) for recipe in registry.TITLES
+    }
     return registry.find(max(known_keys, key=lambda recipe: known_keys[recipe]))
 
 
-def requested_hardware(name: str, overrides: Iterable[str] = (), recipe: registry.Recipe | None = None) -> str:
+def requested_hardware(
+    name: str, overrides: Iterable[str] = (), recipe: registry.Recipe | None = None
+) -> str:
     """Return the value of ``hardware`` that :func:`load` would resolve, without loading the rest.
 
     ``recipe`` runs the config; None: :func:`recipe_of` it.
@@ -187,7 +230,12 @@ def _without_removed(run: Config, name: str, overrides: list[str]) -> tuple[Conf
 
 
 def _check_recipe(
-    name: str, run: Config, on_command_line: Mapping[str, str], recipe: registry.Recipe, folder: Path, guess: bool
+    name: str,
+    run: Config,
+    on_command_line: Mapping[str, str],
+    recipe: registry.Recipe,
+    folder: Path,
+    guess: bool,
 ) -> None:
     """Refuse a config that names another recipe, unless the running recipe extends that one.
 
@@ -196,14 +244,22 @@ def _check_recipe(
     family = registry.family(recipe)
     fits = [part.name for part in registry.chain(recipe)]
     fits = fits[: fits.index(family) + 1] if family else fits
-    stated = [str(other) for other in (run.get("recipe"), on_command_line.get("recipe")) if other is not None]
+    stated = [
+        str(other)
+        for other in (run.get("recipe"), on_command_line.get("recipe"))
+        if other is not None
+    ]
     # the running recipe's file may be in any folder
     others: Iterable[tuple[registry.Recipe, str]]
     others = ((registry.find(text, folder), "") for text in stated if text not in fits)
     if guess and family and not stated:
         other, known = _guessed(read(find(name)), on_command_line), defaults(recipe)
         keys = [key for key in run if key not in known and key in defaults(other)]
-        if not keys and isinstance(run.get("loss"), Mapping) and registry.DPO in (other.name, *fits):
+        if (
+            not keys
+            and isinstance(run.get("loss"), Mapping)
+            and registry.DPO in (other.name, *fits)
+        ):
             keys = ["loss"]
         others = [(other, f" (by its {', '.join(keys[:3])})")] if keys else []
     for other, why in others:
@@ -219,7 +275,11 @@ def startable(recipe: registry.Recipe) -> str:
     if recipe.name in registry.recipes():
         return recipe.name
     here = Path.cwd().resolve()
-    return recipe.file.relative_to(here).as_posix() if recipe.file.is_relative_to(here) else recipe.file.name
+    return (
+        recipe.file.relative_to(here).as_posix()
+        if recipe.file.is_relative_to(here)
+        else recipe.file.name
+    )
 
 
 def find(name: str) -> Path:
@@ -235,7 +295,9 @@ def find(name: str) -> Path:
     for shipped in (folder / f"{name}.yaml", theirs / f"{name}.yaml"):
         if shipped.is_file():
             return shipped
-    packaged = {path.stem: path for recipe in registry.recipes().values() for path in recipe.configs}
+    packaged = {
+        path.stem: path for recipe in registry.recipes().values() for path in recipe.configs
+    }
     if name in packaged:
         return packaged[name]
     near = nearest(name, packaged, "; `tune ls` lists these")
@@ -266,7 +328,9 @@ def _parsed(path: Path, text: str) -> Config:
     try:
         loaded = OmegaConf.load(StringIO(text))
     except yaml.YAMLError as error:
-        raise UserError(f"config {path} is no valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(
+            f"config {path} is no valid YAML: {' '.join(str(error).split())}"
+        ) from error
     except OmegaConfBaseException as error:
         raise UserError(f"config {path}: {_first_line(error)}") from error
     if not isinstance(loaded, DictConfig):
@@ -281,13 +345,19 @@ def _resolve_hardware(requested: Any) -> tuple[str, Config]:
     machine = detect()
     profile = load_profile(choose_profile(machine)[0])
     bench = of_this_machine(machine)
-    measured = {key: value for key, value in bench.settings.items() if key not in profile.locked} if bench else {}
+    measured = (
+        {key: value for key, value in bench.settings.items() if key not in profile.locked}
+        if bench
+        else {}
+    )
     if bench and measured:
         log.info("hardware auto: %s (measured %s by rocm-ext bench)", measured, bench.date)
     return profile.name, {**profile.settings, **measured}
 
 
-def _merged(known: Config, profile: Config, run: Config, on_command_line: Mapping[str, str]) -> Config:
+def _merged(
+    known: Config, profile: Config, run: Config, on_command_line: Mapping[str, str]
+) -> Config:
     """Merge the layers, lowest first; ``hardware=…`` on the command line lifts the profile over the run."""
     merged: Config = {}
     for layer in [known, profile, run, *([profile] if "hardware" in on_command_line else [])]:
@@ -299,9 +369,15 @@ def _merged(known: Config, profile: Config, run: Config, on_command_line: Mappin
 
 
 def _unset_rivals(merged: Config, layer: Mapping[str, object], defaults: Config) -> None:
-    layer = {str(key).split(".")[0]: value for key, value in layer.items()}  # the command line's keys have parts
+    layer = {
+        str(key).split(".")[0]: value for key, value in layer.items()
+    }  # the command line's keys have parts
     for key, rival in _RIVALS.items():
-        if rival in defaults and layer.get(key) not in (None, "null", "None") and layer.get(rival) is None:
+        if (
+            rival in defaults
+            and layer.get(key) not in (None, "null", "None")
+            and layer.get(rival) is None
+        ):
             merged[rival] = defaults[rival]
 
 
@@ -309,7 +385,9 @@ def _over(lower: Any, value: Any) -> Any:
     """Return ``value`` with further arguments of the same component in a lower layer."""
     if not (isinstance(lower, Mapping) and isinstance(value, Mapping) and COMPONENT in lower):
         return value
-    return {**lower, **value} if value.get(COMPONENT, lower[COMPONENT]) == lower[COMPONENT] else value
+    return (
+        {**lower, **value} if value.get(COMPONENT, lower[COMPONENT]) == lower[COMPONENT] else value
+    )
 
 
 def _replace_components(merged: Config, overrides: list[str]) -> list[str]:
@@ -347,11 +425,15 @@ def _expand_home(config: Any, prefix: str = "") -> None:
             _expand_home(value, f"{prefix}{key}.")
         elif key in _PATHS and isinstance(value, str):
             config[key] = os.path.expanduser(value)
-        elif key in _PATHS and value is not None:  # open() takes a number for a file that is open, and closes it
+        elif (
+            key in _PATHS and value is not None
+        ):  # open() takes a number for a file that is open, and closes it
             raise UserError(f"{prefix}{key} is {value!r}; expected a path, such as ./{value}")
 
 
-def _check_known(run: Config, on_command_line: Mapping[str, str], known: Config, recipe: registry.Recipe) -> None:
+def _check_known(
+    run: Config, on_command_line: Mapping[str, str], known: Config, recipe: registry.Recipe
+) -> None:
     """Refuse unknown keys. A key to which a value refers, as in ``${key}``, is a variable of the user's."""
     variables: set[str] = set()
     for _, value in leaves(run):
@@ -382,7 +464,12 @@ def _check_complete(cfg: DictConfig, defaults: Config, name: str) -> None:
     # a missing key of the recipe explains the missing values that refer to it
     missing = missing & {*defaults, *flatten(defaults)} or missing
     judged = "teacher" not in defaults  # a teacher replaces the verifier
-    if judged and defaults.get("prompts") == "???" and cfg.verifier is None and cfg.environment is None:
+    if (
+        judged
+        and defaults.get("prompts") == "???"
+        and cfg.verifier is None
+        and cfg.environment is None
+    ):
         missing.add("verifier or environment")  # both default to null
     if missing:
         raise UserError(f"config {name}: {', '.join(sorted(missing))} must be set")

@@ -41,7 +41,9 @@ def recipe_main(
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         def action() -> None:
             setup_logging()
-            this_recipe = registry.made_by(recipe, defaults, Path(main.__code__.co_filename).resolve())
+            this_recipe = registry.made_by(
+                recipe, defaults, Path(main.__code__.co_filename).resolve()
+            )
             name, overrides = command_line(sys.argv[1:], main.__doc__ or "")
             cfg = load(this_recipe, name, overrides)
             profile = load_profile(cfg.hardware)
@@ -55,7 +57,9 @@ def recipe_main(
             if not gc.isenabled():  # see rocm_ext.config.startup
                 gc.enable()
                 gc.freeze()  # what was imported stays
-            if "TORCHELASTIC_RUN_ID" in os.environ:  # ranks that outlive torchrun would hold the GPUs and go on writing
+            if (
+                "TORCHELASTIC_RUN_ID" in os.environ
+            ):  # ranks that outlive torchrun would hold the GPUs and go on writing
                 end_with_parent()
             # torchrun's SIGTERM must end a rank that waits for another in C++ code
             if int(os.environ.get("WORLD_SIZE", 1)) == 1:
@@ -77,10 +81,15 @@ def guarded(action: Callable[[], Any]) -> int:
         _tell_others(str(error))
         supervised.note(error=str(error), code=error.code)
         if not tell_launcher(f"error: {error}"):
-            print(f"error: {error}" if rank is None else f"[rank {rank}] error: {error}", file=sys.stderr)
+            print(
+                f"error: {error}" if rank is None else f"[rank {rank}] error: {error}",
+                file=sys.stderr,
+            )
         return error.code
     except Exception as error:
-        if rank is not None:  # if another rank failed first, the launcher ends this one before it prints
+        if (
+            rank is not None
+        ):  # if another rank failed first, the launcher ends this one before it prints
             time.sleep(2)
             _tell_others(one_line(error)[:500])
         raise
@@ -105,7 +114,9 @@ def _terminate(signum: int, frame: Any) -> None:
 def command_line(argv: list[str], description: str = "") -> tuple[str, list[str]]:
     """``--config NAME key=value …`` -> the name and the overrides."""
     if any(arg in ("-h", "--help") for arg in argv):
-        print(f"{inspect.cleandoc(description)}\n\nusage: --config NAME_OR_FILE [key=value ...] [~key ...]")
+        print(
+            f"{inspect.cleandoc(description)}\n\nusage: --config NAME_OR_FILE [key=value ...] [~key ...]"
+        )
         sys.exit(0)
     name, overrides, rest = None, [], list(argv)
     while rest:
@@ -115,7 +126,9 @@ def command_line(argv: list[str], description: str = "") -> tuple[str, list[str]
         elif arg.startswith("--config="):
             name = arg.partition("=")[2]
         elif arg.startswith("-"):
-            raise UserError(f"unknown option {arg}; expected --config NAME and key=value overrides", code=2)
+            raise UserError(
+                f"unknown option {arg}; expected --config NAME and key=value overrides", code=2
+            )
         else:
             overrides.append(arg)
     if name is None:

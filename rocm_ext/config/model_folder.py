@@ -16,7 +16,15 @@ from rocm_ext.base.patterns import matches
 from rocm_ext.base.types import Config
 
 FROM_CHECKPOINT = "rocm_ext.model.from_checkpoint"
-_PATHS = {"adapter_checkpoint", "checkpoint_dir", "data_files", "merges_file", "path", "source", "special_tokens_path"}
+_PATHS = {
+    "adapter_checkpoint",
+    "checkpoint_dir",
+    "data_files",
+    "merges_file",
+    "path",
+    "source",
+    "special_tokens_path",
+}
 _BLOCKS: dict[str, dict[str, str]] = {
     "checkpointer": {
         COMPONENT: "rocm_ext.model.HFCheckpointer",
@@ -49,7 +57,10 @@ def complete(merged: Config, on_command_line: Mapping[str, str]) -> None:
     for key, block in _BLOCKS.items():
         given = merged.get(key)
         given = {} if given in (None, "???") else given
-        if isinstance(given, Mapping) and given.get(COMPONENT, block[COMPONENT]) == block[COMPONENT]:
+        if (
+            isinstance(given, Mapping)
+            and given.get(COMPONENT, block[COMPONENT]) == block[COMPONENT]
+        ):
             merged[key] = {**block, **given}
 
 
@@ -70,7 +81,12 @@ def seen_from_here(config: Any, run: Path) -> Any:
             return {name: seen(part, name) for name, part in value.items()}
         if isinstance(value, list):
             return [seen(part, key) for part in value]
-        moved = isinstance(value, str) and key in _PATHS and not os.path.exists(value) and (start / value).exists()
+        moved = (
+            isinstance(value, str)
+            and key in _PATHS
+            and not os.path.exists(value)
+            and (start / value).exists()
+        )
         return str(start / value) if moved else value
 
     return seen(config)
@@ -86,7 +102,9 @@ def check_model_folder(cfg: DictConfig, config: Path | None) -> None:
     """
     block = cfg.get("checkpointer")
     checkpointer = block if isinstance(block, DictConfig) else {}
-    if config is not None and not str(checkpointer.get(COMPONENT)).startswith(("rocm_ext.", "torchtune.")):
+    if config is not None and not str(checkpointer.get(COMPONENT)).startswith(
+        ("rocm_ext.", "torchtune.")
+    ):
         return
     folder = checkpointer.get("checkpoint_dir")
     if not (isinstance(folder, str) and folder) or os.path.exists(folder):
@@ -95,7 +113,11 @@ def check_model_folder(cfg: DictConfig, config: Path | None) -> None:
         return
     kind, how = "folder", ""
     if config is None:
-        how = "" if Path(folder).is_absolute() else "; start this command in the folder where the model is"
+        how = (
+            ""
+            if Path(folder).is_absolute()
+            else "; start this command in the folder where the model is"
+        )
     elif folder.endswith(".gguf"):
         kind = "file"
     else:

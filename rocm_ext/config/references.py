@@ -33,7 +33,9 @@ def kept() -> Iterator[None]:
 
 
 def _text(key: str, *default: Any) -> str:
-    quoted = ["null" if value is None else json.dumps(str(value), ensure_ascii=False) for value in default]
+    quoted = [
+        "null" if value is None else json.dumps(str(value), ensure_ascii=False) for value in default
+    ]
     return f"${{oc.env:{','.join([key, *quoted])}}}"
 
 

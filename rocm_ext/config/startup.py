@@ -22,7 +22,14 @@ from rocm_ext.config import launch
 from rocm_ext.config.layers import requested_hardware
 from rocm_ext.config.main import command_line
 from rocm_ext.machine.detect import Machine, detect
-from rocm_ext.machine.environment import apply_environment, environment_for, preset, put, replace_process, this_command
+from rocm_ext.machine.environment import (
+    apply_environment,
+    environment_for,
+    preset,
+    put,
+    replace_process,
+    this_command,
+)
 from rocm_ext.machine.profile import Profile, choose_profile, load_profile
 
 
@@ -36,7 +43,10 @@ def begin(tune: bool) -> None:
                 _begin_tune(sys.argv[2:])
             return
         script = Path(sys.argv[0]).resolve()
-        if script.stem in registry.TITLES and (recipe := registry.find(script.stem)).file.resolve() == script:
+        if (
+            script.stem in registry.TITLES
+            and (recipe := registry.find(script.stem)).file.resolve() == script
+        ):
             _end_on_wrong_system(recipe)
             gc.disable()  # imports leave hardly any garbage; recipe_main enables it
             apply_environment(*_profile(recipe, sys.argv[1:]), restart=True)
@@ -58,7 +68,10 @@ def prepare_for(requested: str) -> list[str]:
 def _begin_tune(arguments: Sequence[str]) -> None:
     """`tune run [torchrun's options] RECIPE --config NAME …`."""
     table = registry.recipes()
-    at = next((i for i, name in enumerate(arguments) if name in table or registry.is_recipe_file(name)), None)
+    at = next(
+        (i for i, name in enumerate(arguments) if name in table or registry.is_recipe_file(name)),
+        None,
+    )
     if at is None:
         return
     if at:
@@ -66,7 +79,9 @@ def _begin_tune(arguments: Sequence[str]) -> None:
         report_ranks()
     if at == 0:
         gc.disable()
-    elif os.environ.get(_LAUNCHER) == str(os.getpid()):  # replaced already; looking again would take a GPU's memory
+    elif os.environ.get(_LAUNCHER) == str(
+        os.getpid()
+    ):  # replaced already; looking again would take a GPU's memory
         return
     recipe = table.get(arguments[at]) or registry.read_recipe(Path(arguments[at]))
     _end_on_wrong_system(recipe)
@@ -78,12 +93,16 @@ def _begin_tune(arguments: Sequence[str]) -> None:
     os.environ.setdefault(registry.DECIDED, "")  # child processes inherit it
     if at == 0 and missing:
         replace_process(launch.command(table.get(arguments[0]), arguments))
-    elif at and sys.modules["torch"].cuda.is_initialized():  # a launcher must not keep a GPU's memory
+    elif (
+        at and sys.modules["torch"].cuda.is_initialized()
+    ):  # a launcher must not keep a GPU's memory
         os.environ[_LAUNCHER] = str(os.getpid())
         replace_process(this_command())
 
 
-_LAUNCHER = "ROCM_EXT_LAUNCHER"  # process id of a launcher that was replaced; replacing keeps the id
+_LAUNCHER = (
+    "ROCM_EXT_LAUNCHER"  # process id of a launcher that was replaced; replacing keeps the id
+)
 
 
 def _end_on_wrong_system(recipe: registry.Recipe) -> None:
@@ -95,7 +114,9 @@ def _end_on_wrong_system(recipe: registry.Recipe) -> None:
 
 def _profile(recipe: registry.Recipe, arguments: Sequence[str]) -> tuple[Profile, Machine]:
     """Return the profile that ``recipe`` will use with these arguments, and the machine."""
-    name, overrides = command_line([argument for argument in arguments if argument not in ("-h", "--help")])
+    name, overrides = command_line(
+        [argument for argument in arguments if argument not in ("-h", "--help")]
+    )
     requested = requested_hardware(name, overrides, recipe)
     machine = detect()
     return load_profile(choose_profile(machine)[0] if requested == "auto" else requested), machine
@@ -104,8 +125,12 @@ def _profile(recipe: registry.Recipe, arguments: Sequence[str]) -> tuple[Profile
 def _given(options: Sequence[str]) -> dict[str, str]:
     """Return torchrun's options by name, also from its environment variables."""
     parts = [part for option in options for part in option.split("=", 1)]
-    variables = {name[4:].lower(): value for name, value in os.environ.items() if name.startswith("PET_")}
-    return variables | {name.lstrip("-").replace("-", "_"): value for name, value in pairwise(parts)}
+    variables = {
+        name[4:].lower(): value for name, value in os.environ.items() if name.startswith("PET_")
+    }
+    return variables | {
+        name.lstrip("-").replace("-", "_"): value for name, value in pairwise(parts)
+    }
 
 
 def _end_on_lone_machine(options: Sequence[str]) -> None:

@@ -11,7 +11,13 @@ if TYPE_CHECKING:
     from rocm_ext.data.reasoning_gym import reasoning_gym_prompts
     from rocm_ext.data.sources import sft_dataset
 
-__all__ = ["HFTokenizer", "preference_dataset", "prompt_dataset", "reasoning_gym_prompts", "sft_dataset"]
+__all__ = [
+    "HFTokenizer",
+    "preference_dataset",
+    "prompt_dataset",
+    "reasoning_gym_prompts",
+    "sft_dataset",
+]
 
 _MODULES = {  # imported on access: some need torch, which `rocm-ext report` does without, or verifiers, not on Windows
     "HFTokenizer": "encoder",

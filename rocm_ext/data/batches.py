@@ -65,7 +65,9 @@ class MicroBatch:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
         columns = {name: change(column) for name, column in self.columns.items()}
-        changed: Any = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        changed: Any = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return replace(self, columns=columns, **changed)
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -107,7 +109,9 @@ class Steps:
         """Return the order of rows in an epoch; without weights it is the order of torch's ``DistributedSampler``."""
         if self.mixture is not None and self.mixture.weights:
             length = min(self.rows, self.per_epoch * self.per_step)
-            return mixed_order(self.mixture, epoch, length, self.data_seed if self.shuffle else None)
+            return mixed_order(
+                self.mixture, epoch, length, self.data_seed if self.shuffle else None
+            )
         if not self.shuffle:
             return list(range(self.rows))
         return _order(self.rows, self.data_seed + epoch)
@@ -166,7 +170,9 @@ def cut(lengths: Sequence[int], ranks: int, budget: int, packed: bool) -> list[l
     return [pieces[rank::ranks] for rank in range(ranks)]
 
 
-def _cut_padded(lengths: Sequence[int], longest_first: list[int], ranks: int, budget: int) -> list[list[int]]:
+def _cut_padded(
+    lengths: Sequence[int], longest_first: list[int], ranks: int, budget: int
+) -> list[list[int]]:
     pieces: list[list[int]] = []
     for i in longest_first:
         if pieces and lengths[pieces[-1][0]] * (len(pieces[-1]) + 1) <= budget:
@@ -178,7 +184,9 @@ def _cut_padded(lengths: Sequence[int], longest_first: list[int], ranks: int, bu
     return pieces
 
 
-def _cut_packed(lengths: Sequence[int], longest_first: list[int], ranks: int, budget: int) -> list[list[int]]:
+def _cut_packed(
+    lengths: Sequence[int], longest_first: list[int], ranks: int, budget: int
+) -> list[list[int]]:
     # Longest first, a row goes to the emptiest micro-batch. Their sizes become nearly equal, so ranks do not wait.
     count = ranks * max(1, math.ceil(sum(lengths) / (budget * ranks)))
     while True:
@@ -246,7 +254,9 @@ def row_sizes(rows: Rows, share: bool) -> list[int]:
     return sizes
 
 
-def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: int, share: bool = False) -> MicroBatch:
+def collate(
+    rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: int, share: bool = False
+) -> MicroBatch:
     """Build a micro-batch.
 
     Args:
@@ -260,7 +270,9 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
     """
     sequences = [sequence for i in piece for sequence in _sequences(rows, i, share)]
     real = sum(sequence.length for sequence in sequences)
-    if not sequences:  # no row is left for this rank; one token without a label keeps it in step with the others
+    if (
+        not sequences
+    ):  # no row is left for this rank; one token without a label keeps it in step with the others
         sequences = [_nothing(1, pad_id, rows)]
     if packed:
         width = sum(sequence.length for sequence in sequences)
@@ -282,7 +294,9 @@ def collate(rows: Rows, piece: list[int], packed: bool, pad_id: int, multiple: i
             first = first if shared else at
             tokens[b, at:end] = sequence.tokens[shared:]
             positions[b, at:end] = np.arange(shared, len(sequence.tokens))
-            before = np.flatnonzero(sequence.labels[1:] != IGNORE)  # a token predicts the next one in its sequence
+            before = np.flatnonzero(
+                sequence.labels[1:] != IGNORE
+            )  # a token predicts the next one in its sequence
             predicting.append(b * width + before + np.where(before < shared, first, at - shared))
             predicted.append(before + 1)
             at = end
@@ -410,7 +424,11 @@ class StepLoader(Dataset):
         batches = []
         for piece in of_ranks[layout.rank]:
             rows = [indices[i] for i in piece]
-            batches.append(collate(self._rows, rows, layout.packed, layout.pad_id, layout.multiple, layout.share))
+            batches.append(
+                collate(
+                    self._rows, rows, layout.packed, layout.pad_id, layout.multiple, layout.share
+                )
+            )
         labels, sequences = zip(*(self._counts[i] for i in indices), strict=True)
         return Update(batches, sum(labels), sum(sequences), indices)
 
@@ -423,7 +441,9 @@ class StepLoader(Dataset):
                 sampler=range(start, end),
                 num_workers=self._num_workers,
                 # Python 3.14's default, a fork server, imports everything again: 18 s per worker on a slow core
-                multiprocessing_context="fork" if self._num_workers and sys.platform == "linux" else None,
+                multiprocessing_context="fork"
+                if self._num_workers and sys.platform == "linux"
+                else None,
                 pin_memory=self._pin_memory,
                 # A DataLoader draws from the global generator whenever it starts. With its own generator a resumed run
                 # stays equal to an undisturbed one.

@@ -7,9 +7,17 @@ from typing import Any
 
 from rocm_ext.base.types import Json, Message, Row
 
-CALLS = ("function_call", "tool_call")  # LLaMA-Factory, ms-swift: the text is a call, or a list of calls, in JSON
+CALLS = (
+    "function_call",
+    "tool_call",
+)  # LLaMA-Factory, ms-swift: the text is a call, or a list of calls, in JSON
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
-ROLES |= {"human": "user", "gpt": "assistant", "developer": "system", **dict.fromkeys(CALLS, "assistant")}
+ROLES |= {
+    "human": "user",
+    "gpt": "assistant",
+    "developer": "system",
+    **dict.fromkeys(CALLS, "assistant"),
+}
 ROLES |= dict.fromkeys(("function", "ipython", "observation", "tool_response"), "tool")
 FLAGS = {  # 0 or false keeps a message out of the loss -> whether the author's trainer reads it in all roles
     "weight": False,  # OpenAI, mistral-finetune
@@ -22,8 +30,18 @@ FLAGS = {  # 0 or false keeps a message out of the loss -> whether the author's 
     "trainable": True,  # Tinker
 }
 DETAILS = ("train_detail", "training_detail")  # axolotl: parts of a message
-PAIRED = ("chosen", "rejected", "rejected_response", "rejected_messages", "preferred_output")  # a pair's answers
-KTO = ("label", "kto_tag", "thumbs")  # TRL and ms-swift, LLaMA-Factory, logs of chats: whether an answer is good
+PAIRED = (
+    "chosen",
+    "rejected",
+    "rejected_response",
+    "rejected_messages",
+    "preferred_output",
+)  # a pair's answers
+KTO = (
+    "label",
+    "kto_tag",
+    "thumbs",
+)  # TRL and ms-swift, LLaMA-Factory, logs of chats: whether an answer is good
 _WORDS = {"true": True, "up": True, "thumbs_up": True, "good": True, "👍": True}
 _WORDS |= {"false": False, "down": False, "thumbs_down": False, "bad": False, "👎": False}
 # In rows of SFT, a number may be the label of a class.
@@ -42,13 +60,17 @@ def masked(message: Mapping[str, Any], role: str, where: str) -> bool:
     """Return whether the loss excludes a message, by role and :data:`FLAGS`; ValueError: the flags are wrong."""
     for detail in DETAILS:
         if message.get(detail) is not None:
-            raise ValueError(f"{where}: {detail} trains on parts of a message, which is not supported; remove it")
+            raise ValueError(
+                f"{where}: {detail} trains on parts of a message, which is not supported; remove it"
+            )
     flags = {key: message[key] for key in FLAGS if message.get(key) is not None}
     for key, value in flags.items():
         if value not in (0, 1):
             raise ValueError(f"{where}: {key} must be 0 or 1, found {value!r}")
         if value and FLAGS[key] and role != "assistant":
-            raise ValueError(f"{where}: {key} is {value!r}, but the loss can only cover the assistant's turns")
+            raise ValueError(
+                f"{where}: {key} is {value!r}, but the loss can only cover the assistant's turns"
+            )
     trained = set(map(bool, flags.values()))
     if len(trained) > 1:
         raise ValueError(f"{where}: {' and '.join(flags)} contradict each other")
@@ -109,7 +131,9 @@ def asked(fields: Row) -> list[Message]:
     messages: list[Message] = []
     for exchange in history:
         if not isinstance(exchange, list) or len(exchange) != 2:
-            raise ValueError(f"history must be a list of pairs, a question and its answer, found {history!r}")
+            raise ValueError(
+                f"history must be a list of pairs, a question and its answer, found {history!r}"
+            )
         question, answer = exchange
         messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": answer})
@@ -127,7 +151,11 @@ def pair(fields: Row, columns: Collection[str]) -> Json:
         return _openai_pair(row)
     talk = _talk_of(row)
     chosen = row.get("chosen")
-    if talk and chosen is None and not {"rejected_response", "rejected_messages"}.isdisjoint(columns):
+    if (
+        talk
+        and chosen is None
+        and not {"rejected_response", "rejected_messages"}.isdisjoint(columns)
+    ):
         return _swift_pair(row, talk)
     # a conversation in `chosen` has its prompt already
     has_prompt = isinstance(chosen, list) and chosen and role_of(chosen[0]) != "assistant"
@@ -154,7 +182,11 @@ def _swift_pair(row: Json, talk: str) -> Json:
     """Rename the columns of ms-swift: a conversation, and another answer to it."""
     row["chosen"] = listed(row.pop(talk), talk)
     answer = row.pop("rejected_response", "")
-    answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else conversation(answer)
+    answers = (
+        [{"role": "assistant", "content": answer}]
+        if isinstance(answer, str)
+        else conversation(answer)
+    )
     row["rejected"] = row.pop("rejected_messages", None) or [*row["chosen"][:-1], *answers]
     return row
 
@@ -193,7 +225,9 @@ def single(fields: Row) -> Json:
             row["completion"] = row.pop("output")
             _drop(row, ALPACA)
         else:
-            raise ValueError(f"the columns {list(fields)} have a label, but lack completion, messages or output")
+            raise ValueError(
+                f"the columns {list(fields)} have a label, but lack completion, messages or output"
+            )
     row["label"] = label
     return row
 

@@ -122,7 +122,9 @@ class TextEncoder:
             The tokens, and the number of tokens before each cut. They equal :meth:`encode`'s unless a token spans a
             cut; the text behind that cut is then tokenised separately.
         """
-        done: list[int] = []  # tokens before the last cut that a token spanned, where `text` now begins
+        done: list[
+            int
+        ] = []  # tokens before the last cut that a token spanned, where `text` now begins
         begun = 0
         positions: list[int] = []
         tokens = self.encode(text) if encoded is None else encoded
@@ -198,7 +200,9 @@ class HFTokenizer:
         self.reserved = self.encoder.special
         self.stop_tokens = ids_in(folder, EOS) or self._named_eos(folder)
         if not self.stop_tokens:
-            raise UserError(f"no file in {folder} names an EOS token (eos_token_id in generation_config.json)")
+            raise UserError(
+                f"no file in {folder} names an EOS token (eos_token_id in generation_config.json)"
+            )
         self.eos_id = self.stop_tokens[0]
         padding = ids_in(folder, "pad_token_id")
         self.pad_id = padding[0] if padding else self.eos_id

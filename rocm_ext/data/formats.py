@@ -38,7 +38,9 @@ from rocm_ext.data.dialects import expect, parsed, string
 MAX_TESTS = 1 << 30  # bytes of a row's unpacked tests
 TEXT_OPCODES = {"PROTO", "FRAME", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 TEXT_OPCODES |= {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
-CLOSE = re.compile(r"^([ \t]+)((?:assert np\.allclose|np\.testing\.assert_allclose)\(out, exp\b)", re.M)
+CLOSE = re.compile(
+    r"^([ \t]+)((?:assert np\.allclose|np\.testing\.assert_allclose)\(out, exp\b)", re.M
+)
 # names that answers to LeetCode and LiveCodeBench use without an import
 LEETCODE = """import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *
@@ -57,7 +59,9 @@ def _gsm8k(row: Row) -> Json:
     _need(row, "gsm8k", "question", "answer")
     _, mark, answer = row["answer"].rpartition("####")
     if not mark or not answer.strip():
-        raise ValueError(f"answer has no #### followed by a number, as gsm8k needs; found {row['answer'][-40:]!r}")
+        raise ValueError(
+            f"answer has no #### followed by a number, as gsm8k needs; found {row['answer'][-40:]!r}"
+        )
     fields = _without(row, "question")
     fields["prompt"] = row["question"]
     fields["answer"] = answer.strip()
@@ -68,7 +72,10 @@ def _gsm8k(row: Row) -> Json:
 def _mbpp(row: Row) -> Json:
     if "test_list" not in row:
         _need(row, "mbpp", "prompt", "entry_point", "tests")
-        return {**row, "prompt": f"{row['prompt'].rstrip()}\n\nName the function `{row['entry_point']}`."}
+        return {
+            **row,
+            "prompt": f"{row['prompt'].rstrip()}\n\nName the function `{row['entry_point']}`.",
+        }
     task = "text" if "text" in row else "prompt"
     _need(row, "mbpp", task)
     tests = _texts(row, "test_list")
@@ -121,7 +128,9 @@ def _apps(row: Row) -> Json | None:
     try:
         tests = _json(row, "input_output", {}) or {}
     except ValueError as error:
-        if "integer string conversion" in str(error):  # a few rows have numbers that Python refuses to read
+        if "integer string conversion" in str(
+            error
+        ):  # a few rows have numbers that Python refuses to read
             return None
         raise
     inputs = tests.get("inputs", []) if isinstance(tests, dict) else None
@@ -158,10 +167,19 @@ def _livecodebench(row: Row) -> Json | None:
     private = _private(row.get("private_test_cases") or "[]")
     tests = [*public, *private]
     if not all(map(_is_test, tests)):
-        raise ValueError("public_test_cases and private_test_cases must be lists of {input, output, testtype}")
+        raise ValueError(
+            "public_test_cases and private_test_cases must be lists of {input, output, testtype}"
+        )
     if not tests:
         return None
-    fields = _without(row, "question_content", "starter_code", "public_test_cases", "private_test_cases", "metadata")
+    fields = _without(
+        row,
+        "question_content",
+        "starter_code",
+        "public_test_cases",
+        "private_test_cases",
+        "metadata",
+    )
     if "question_id" in row and "id" not in row and "task_id" not in row:
         fields["id"] = row["question_id"]
     fields["tolerance"] = 0
@@ -173,7 +191,9 @@ def _livecodebench(row: Row) -> Json | None:
             cases.append({"input": test["input"], "output": test["output"]})
         return fields | _program(question, cases)
     if kinds != {"functional"}:
-        raise ValueError(f"testtype must be stdin or functional in all tests, found {sorted(map(str, kinds))}")
+        raise ValueError(
+            f"testtype must be stdin or functional in all tests, found {sorted(map(str, kinds))}"
+        )
     metadata = _json(row, "metadata", {}) or {}
     name = string(metadata.get("func_name"), "metadata's func_name")
     value = partial(parsed, otherwise="a test's input or output is not JSON")
@@ -185,7 +205,9 @@ def _livecodebench(row: Row) -> Json | None:
 
 
 def _is_test(test: Any) -> bool:
-    return isinstance(test, dict) and all(isinstance(test.get(key), str) for key in ("input", "output"))
+    return isinstance(test, dict) and all(
+        isinstance(test.get(key), str) for key in ("input", "output")
+    )
 
 
 FORMATS = {
@@ -247,10 +269,14 @@ def _private(text: Any) -> list[Any]:
             raise ValueError(f"it has more than {MAX_TESTS} bytes")
         opcodes = list(pickletools.genops(data))
     except (ValueError, binascii.Error, zlib.error, IndexError) as error:
-        raise ValueError(f"private_test_cases is neither JSON nor a packed pickle: {error}") from error
+        raise ValueError(
+            f"private_test_cases is neither JSON nor a packed pickle: {error}"
+        ) from error
     texts = [argument for code, argument, _ in opcodes if "UNICODE" in code.name]
     if len(texts) != 1 or not {code.name for code, _, _ in opcodes} <= TEXT_OPCODES:
-        raise ValueError("private_test_cases must be a pickle of text alone; unpickling another could run code")
+        raise ValueError(
+            "private_test_cases must be a pickle of text alone; unpickling another could run code"
+        )
     return _json({"private_test_cases": texts[0]}, "private_test_cases", [])
 
 

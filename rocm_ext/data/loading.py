@@ -18,7 +18,14 @@ from rocm_ext.base.errors import UserError, explain_errors, nearest, one_line
 from rocm_ext.base.types import Json
 from rocm_ext.data.dialects import expect, parsed
 
-LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".ndjson": "json"}
+LOADERS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".ndjson": "json",
+}
 SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk writes into a folder
 _NULLABLE = ("arguments", "default", "const")  # of calls and schemas, see rocm_ext.data.dialects
 _SHOWN_REASONS, _SHOWN_ORIGINS = 10, 5  # of bad rows
@@ -48,10 +55,14 @@ def open_source(
     if column_map is None:
         column_map = {}
     if not isinstance(column_map, Mapping) or not _has_texts(column_map):
-        raise UserError(f"column_map is {column_map!r}; expected our column -> yours, {{prompt: question}}")
+        raise UserError(
+            f"column_map is {column_map!r}; expected our column -> yours, {{prompt: question}}"
+        )
     for ours in column_map:
         if fields is not None and ours not in fields:
-            raise UserError(f"column_map maps our columns to yours; {ours!r} is not one of ours{nearest(ours, fields)}")
+            raise UserError(
+                f"column_map maps our columns to yours; {ours!r} is not one of ours{nearest(ours, fields)}"
+            )
     rows, origin = _load_rows(source, split, data_files, name)
     columns = _columns(rows, column_map.values())
     missing = [column for column in column_map.values() if column not in columns]
@@ -189,7 +200,9 @@ def _parts(split: str, sizes: dict[str, int]) -> Any:
     try:
         return ReadInstruction.from_spec(split).to_absolute(sizes)
     except (ValueError, AssertionError) as error:
-        raise UserError(f"split {split!r}: {one_line(error)}; the splits are {', '.join(sizes)}") from error
+        raise UserError(
+            f"split {split!r}: {one_line(error)}; the splits are {', '.join(sizes)}"
+        ) from error
 
 
 def row_at(rows: Any, index: int) -> Json:

@@ -4,7 +4,18 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rocm_ext.base.types import Json, Message
-from rocm_ext.data.dialects import CALLS, FLAGS, ROLES, called, expect, masked, parsed, role_of, schema, string
+from rocm_ext.data.dialects import (
+    CALLS,
+    FLAGS,
+    ROLES,
+    called,
+    expect,
+    masked,
+    parsed,
+    role_of,
+    schema,
+    string,
+)
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # as transformers reads them
 DETAILS = "reasoning_details"  # OpenRouter's list of parts of the reasoning
@@ -48,7 +59,9 @@ def to_turns(turns: Any, blank: bool = False) -> list[Turn]:
         blank: whether an assistant's message may be empty.
     """
     checked: list[Turn] = []
-    for number, message in enumerate(expect(turns, (list, tuple), "a conversation must be a list of messages")):
+    for number, message in enumerate(
+        expect(turns, (list, tuple), "a conversation must be a list of messages")
+    ):
         turn = _to_turn(message, f"message {number}", blank)
         if checked and _is_call(message) and _continues(turn, checked[-1]):
             turn = _with_calls_of(checked.pop(), turn)
@@ -91,7 +104,9 @@ def _to_turn(message: Any, where: str, blank: bool) -> Turn:
         if role != "assistant":
             raise ValueError(f"{where}: tool_calls of the {role}; only the assistant calls tools")
         expect(calls, list, f"{where}: tool_calls must be a list")
-        more["tool_calls"] = [_tool_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)]
+        more["tool_calls"] = [
+            _tool_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)
+        ]
     may_be_empty = calls or reasoning or (blank and role == "assistant")
     text = "" if content is None and may_be_empty else _text(content, where)
     if role == "assistant" and not text.strip() and not may_be_empty:
@@ -108,7 +123,9 @@ def _reasoning(message: Mapping[str, Any], where: str) -> str | None:
     for part in message.get(DETAILS) or ():
         text = part.get("text", part.get("summary")) if isinstance(part, Mapping) else None
         if text is None:
-            raise ValueError(f"{where}: {DETAILS} has a part without text, such as an encrypted one; remove the column")
+            raise ValueError(
+                f"{where}: {DETAILS} has a part without text, such as an encrypted one; remove the column"
+            )
         texts.append(string(text, f"{where}: {DETAILS}"))
     content = message.get("content")
     for part in content if isinstance(content, list) else ():
@@ -127,7 +144,9 @@ def _text(content: Any, where: str) -> str:
             if kind == "text":
                 texts.append(string(part.get("text"), f"{where}: text"))
             elif kind not in _PARTS:
-                raise ValueError(f"{where}: content of type {kind!r}; only text is supported, no images")
+                raise ValueError(
+                    f"{where}: content of type {kind!r}; only text is supported, no images"
+                )
         content = "".join(texts)
     return string(content, f"{where}: content")
 

@@ -53,7 +53,9 @@ class Mixture:
         components = dataset if OmegaConf.is_list(dataset) else [dataset]
         if len(rows.ends) != len(components):
             if weights:
-                raise UserError("dataset has weights, but its rows do not say from which data set they come")
+                raise UserError(
+                    "dataset has weights, but its rows do not say from which data set they come"
+                )
             return cls(("dataset",), (len(rows),))
         names = tuple(map(_name_of, components))
         ends = np.searchsorted(np.asarray(rows.numbers), rows.ends)
@@ -66,8 +68,14 @@ class Mixture:
             return
         for name, rows, share in zip(self.names, self.rows, self.shares, strict=True):
             if not share:
-                why = "its weight is too small for" if rows else "no row of it is left, but it has a weight in"
-                raise UserError(f"dataset {name}: {why} an epoch of {sum(self.rows):,} rows; raise it or leave it out")
+                why = (
+                    "its weight is too small for"
+                    if rows
+                    else "no row of it is left, but it has a weight in"
+                )
+                raise UserError(
+                    f"dataset {name}: {why} an epoch of {sum(self.rows):,} rows; raise it or leave it out"
+                )
 
     @property
     def shares(self) -> list[int]:
@@ -142,7 +150,9 @@ def mixed_order(mixture: Mixture, epoch: int, length: int, seed: int | None) -> 
     """Return the ``length`` rows of an epoch under weights; without a ``seed``, rows stay in the order of the data."""
     # row j of the n that a data set gives comes after (j + 1/2) / n of the epoch
     times = [(np.arange(share) + 0.5) / max(1, share) for share in mixture.shares]
-    sets = np.repeat(np.arange(len(times)), mixture.shares)  # data set of each row, one data set after another
+    sets = np.repeat(
+        np.arange(len(times)), mixture.shares
+    )  # data set of each row, one data set after another
     sets = sets[np.argsort(np.concatenate(times), kind="stable")]
     sets = sets[:length]
     order = np.empty(length, np.int64)

@@ -29,7 +29,11 @@ _SPLITS = {  # expressions of tokenizer.json, and llama.cpp's names
 TAKES_WORDS = ("llama-bpe", "tekken")
 WHOLE_WORDS = (*TAKES_WORDS, "gpt-4o")
 BEGINS = ("llama-bpe", "tekken")  # texts begin with BOS, unless the file says otherwise
-_SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}  # other names of the same rules
+_SAME = {
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2",
+}  # other names of the same rules
 
 
 def name_of(pre: Json) -> str | None:
@@ -54,7 +58,12 @@ def name_of(pre: Json) -> str | None:
 
 def of_name(name: str) -> Json | None:
     """Return llama.cpp's ``pre_tokenizer`` by a name of :func:`known_as`, or None if the table lacks the name."""
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     if name == "gpt-2":
         return level
     if name == "smollm":
@@ -63,7 +72,12 @@ def of_name(name: str) -> Json | None:
         rules = {named: rule for rule, named in _SPLITS.items()}.get(name)
         if rules is None:
             return None
-        first = {"type": "Split", "pattern": {"Regex": rules}, "behavior": "Isolated", "invert": False}
+        first = {
+            "type": "Split",
+            "pattern": {"Regex": rules},
+            "behavior": "Isolated",
+            "invert": False,
+        }
         level["use_regex"] = False
     return {"type": "Sequence", "pretokenizers": [first, level]}
 

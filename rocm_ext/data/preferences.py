@@ -59,7 +59,12 @@ def preference_dataset(
     """
     rows, origin, columns = open_source(source, split, data_files, name, column_map, FIELDS)
     return PreferenceDataset(
-        tokenizer=tokenizer, rows=rows, origin=origin, column_map=columns, system_prompt=system_prompt, source=source
+        tokenizer=tokenizer,
+        rows=rows,
+        origin=origin,
+        column_map=columns,
+        system_prompt=system_prompt,
+        source=source,
     )
 
 
@@ -155,7 +160,9 @@ def _sides(fields: Row, system_prompt: str | None) -> tuple[list[list[Turn]], in
                 raise ValueError(
                     f"the prompts of chosen and rejected differ: message {shared} is of the {role}, and not the same"
                 )
-    elif len(chosen) == len(rejected):  # equal sides: show the last answers, so that the pair is counted as equal
+    elif len(chosen) == len(
+        rejected
+    ):  # equal sides: show the last answers, so that the pair is counted as equal
         shared = _last(chosen, "assistant", shared)
     return sides, shared
 
@@ -189,7 +196,9 @@ def _conversation(side: str, fields: Row) -> list[Any]:
     if not messages or role_of(messages[0]) == "assistant":
         return [*asked, *messages]
     if not _contains(messages, prompt):
-        raise ValueError("the conversation does not contain the row's prompt; leave one of them out with column_map")
+        raise ValueError(
+            "the conversation does not contain the row's prompt; leave one of them out with column_map"
+        )
     return messages
 
 

@@ -59,7 +59,9 @@ class Prompts(list[Prompt]):
         dropped: origins of dropped rows, by reason: ``bad_rows``, ``dropped_by_format`` or ``dropped_repeated``.
     """
 
-    def __init__(self, prompts: Iterable[Prompt], read: int, dropped: Mapping[str, list[str]]) -> None:
+    def __init__(
+        self, prompts: Iterable[Prompt], read: int, dropped: Mapping[str, list[str]]
+    ) -> None:
         super().__init__(prompts)
         self.read, self.dropped = read, dropped
 
@@ -176,7 +178,9 @@ def _is_single(prompt: Prompt) -> bool:
     return sum(m["role"] == "user" for m in prompt.messages) == 1
 
 
-def _prompt(row: Row, mapping: dict[str, str], format: str | None, system: str, origin: str) -> Prompt | None:
+def _prompt(
+    row: Row, mapping: dict[str, str], format: str | None, system: str, origin: str
+) -> Prompt | None:
     """Return the row's prompt, or None if the format leaves it out."""
     values = present(row)
     taken = {*mapping, *mapping.values()}
@@ -210,7 +214,9 @@ def _turns_of(fields: Row, mapping: dict[str, str]) -> list[Turn]:
     if len(columns) == 2:
         columns = [column for column in columns if column in mapping] or columns
     if not columns:
-        raise ValueError(f"the columns {list(fields)} have neither prompt nor messages; map yours with column_map")
+        raise ValueError(
+            f"the columns {list(fields)} have neither prompt nor messages; map yours with column_map"
+        )
     if columns == ["prompt"]:
         return _from_text(fields["prompt"])
     if columns == ["messages"]:
@@ -221,7 +227,9 @@ def _turns_of(fields: Row, mapping: dict[str, str]) -> list[Turn]:
     if isinstance(last, Mapping) and last.get("role") == "assistant":
         messages = messages[:-1]
     if _conversation(messages) != asked:
-        raise ValueError("prompt and messages differ; set column_map to {prompt: prompt} or {messages: messages}")
+        raise ValueError(
+            "prompt and messages differ; set column_map to {prompt: prompt} or {messages: messages}"
+        )
     return asked
 
 
@@ -238,7 +246,9 @@ def _conversation(messages: Any) -> list[Turn]:
     if not turns:
         raise ValueError("messages is empty; expected a conversation that ends with a user's turn")
     if turns[-1].role not in ("user", "tool"):
-        raise ValueError(f"messages must end with a user's turn, found the {turns[-1].role}'s; remove it")
+        raise ValueError(
+            f"messages must end with a user's turn, found the {turns[-1].role}'s; remove it"
+        )
     if any(turn.role == "system" for turn in turns[1:]):
         raise ValueError("a system message must be the first of its conversation")
     return _encodable(turns)
@@ -278,7 +288,9 @@ def _distinct(prompts: list[Prompt], source: str) -> list[Prompt]:
             continue
         earlier = by_id.setdefault(prompt.id, prompt)
         if earlier is not prompt:
-            raise UserError(f"{prompt.origin} has the id {prompt.id!r} of {earlier.origin}; ids must be unique")
+            raise UserError(
+                f"{prompt.origin} has the id {prompt.id!r} of {earlier.origin}; ids must be unique"
+            )
     repeated = len(prompts) - len(by_key)
     if repeated:
         log.warning("%s: dropped %d of %d rows that repeat others", source, repeated, len(prompts))

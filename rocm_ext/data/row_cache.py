@@ -33,8 +33,24 @@ WORTH = 5.0  # seconds; rows that take less to read are not kept
 MOST = 20 * 2**30  # bytes of all kept rows; the least recently used are deleted
 _PATIENCE = 1800.0  # seconds that a process waits while another reads the rows
 _KNOWN = ("rocm_ext.data.sft_dataset", "rocm_ext.data.preference_dataset")
-_PACKAGES = ("torchtune", "tokenizers", "tiktoken", "sentencepiece", "jinja2", "datasets", "pandas", "pyarrow", "numpy")
-_TOKENIZERS = (".json", ".jinja", ".model", ".txt", ".tiktoken")  # suffixes of files that may decide tokens
+_PACKAGES = (
+    "torchtune",
+    "tokenizers",
+    "tiktoken",
+    "sentencepiece",
+    "jinja2",
+    "datasets",
+    "pandas",
+    "pyarrow",
+    "numpy",
+)
+_TOKENIZERS = (
+    ".json",
+    ".jinja",
+    ".model",
+    ".txt",
+    ".tiktoken",
+)  # suffixes of files that may decide tokens
 _META = "rows.json"
 
 
@@ -65,7 +81,10 @@ def cached_rows(make_key: Callable[[], Any], read: Callable[[], Rows]) -> Rows:
         with suppress(Timeout, OSError), beating(), lock.acquire(timeout=_PATIENCE):
             pass
         return _load(folder) or read()
-    except (OSError, NotImplementedError):  # a folder of another user, or a file system without locks
+    except (
+        OSError,
+        NotImplementedError,
+    ):  # a folder of another user, or a file system without locks
         return read()
     try:
         rows = _load(folder)
@@ -223,7 +242,10 @@ def _save(folder: Path, rows: Rows) -> None:
             _write(aside, rows)
         _delete_old(folder)
     except (OSError, UserError) as error:
-        log.warning("the tokenised rows are not kept for the next start: %s", one_line(error.__cause__ or error))
+        log.warning(
+            "the tokenised rows are not kept for the next start: %s",
+            one_line(error.__cause__ or error),
+        )
 
 
 def _write(folder: Path, rows: Rows) -> None:

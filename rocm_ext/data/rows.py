@@ -50,7 +50,9 @@ def open_dataset(cfg: Any, tokenizer: Any, too_long: str) -> Dataset:
         return ConcatDataset(parts)
     component = cfg.get(COMPONENT) if OmegaConf.is_dict(cfg) else None
     if component is None:
-        raise UserError("dataset needs a _component_, such as rocm_ext.data.sft_dataset, or a list of them")
+        raise UserError(
+            "dataset needs a _component_, such as rocm_ext.data.sft_dataset, or a list of them"
+        )
     with explain_errors(f"dataset component {component}"):  # a user's component may raise anything
         if cfg.get("packed") and isinstance(tokenizer, ChatTokenizer):
             tokenizer = copy.copy(tokenizer)
@@ -173,7 +175,9 @@ class Rows:
         """
         second = max(1, round(len(self) * fraction))
         if second >= len(self):
-            raise UserError(f"validation_fraction {fraction} of {len(self)} rows leaves nothing to train on")
+            raise UserError(
+                f"validation_fraction {fraction} of {len(self)} rows leaves nothing to train on"
+            )
         together = self._together()
         order = np.random.default_rng(seed).permutation(len(self)).tolist()
         drawn: set[int] = set()
@@ -188,7 +192,9 @@ class Rows:
             if SIDE in self.columns:
                 answers = "pairs" if self.pairs else "answers"
                 what = f"{answers} have one prompt, and {answers} of one prompt"
-            raise UserError(f"validation_fraction {fraction}: all {len(self)} {what} stay together; set dataset_val")
+            raise UserError(
+                f"validation_fraction {fraction}: all {len(self)} {what} stay together; set dataset_val"
+            )
         rest = [row for row in range(len(self)) if row not in drawn]
         return self.part(rest), self.part(sorted(drawn))
 
@@ -218,7 +224,9 @@ class Rows:
         by_prompt: dict[bytes, list[int]] = {}
         for row, prompt in enumerate(self._prompts()):
             by_prompt.setdefault(prompt, []).append(row)
-        order = [row for rows in by_prompt.values() for row in rows]  # rows of one prompt are neighbours
+        order = [
+            row for rows in by_prompt.values() for row in rows
+        ]  # rows of one prompt are neighbours
         # past all of a prompt's rows, so by as many as any prompt has
         shift = max(map(len, by_prompt.values())) % len(self) or 1
         other = {row: order[at - shift] for at, row in enumerate(order)}
@@ -375,7 +383,9 @@ def tokenize(
         UserError: under the policy ``error`` a row is malformed or too long; or no rows are left.
     """
     if not hasattr(dataset, "__len__"):
-        raise UserError(f"{type(dataset).__name__} has no length; only map-style datasets can be trained on")
+        raise UserError(
+            f"{type(dataset).__name__} has no length; only map-style datasets can be trained on"
+        )
     parts = getattr(dataset, "datasets", [dataset])
     ours = [part for part in parts if isinstance(part, SourceDataset)]
     limits = _LengthLimits(max_seq_len, positions, too_long, foreign=len(ours) < len(parts))
@@ -388,7 +398,11 @@ def tokenize(
     rows = builder.rows
     bad = builder.bad
     if bad and bad_rows == "error":
-        raise UserError(about_bad_rows(bad, len(chosen), "correct what is bad, or set bad_rows=drop to leave it out"))
+        raise UserError(
+            about_bad_rows(
+                bad, len(chosen), "correct what is bad, or set bad_rows=drop to leave it out"
+            )
+        )
     if bad:
         rows.counts["bad_rows"] = len(bad)
         rows.first["bad_rows"] = bad[0].partition(": ")[0]
@@ -397,7 +411,9 @@ def tokenize(
         rows.said.extend(part.warnings())
     missing = [side for side in ("good", "bad") if rows.counts.get(side) == 0]
     if missing and len(rows):
-        rows.said.append(f"{name}: none of {len(rows):,} answers is {missing[0]}; add some, which the loss needs")
+        rows.said.append(
+            f"{name}: none of {len(rows):,} answers is {missing[0]}; add some, which the loss needs"
+        )
     warn(rows.said)
     if not len(rows):
         raise UserError(f"{name}: 0 of {len(chosen)} rows left{builder.dropped()}")
@@ -480,7 +496,9 @@ class _RowBuilder:
     def _reader_of(self, item: Row, origin: Callable[[], str]) -> "_Reader":
         """Return the reader of an item; WrongRow: earlier items are of another kind."""
         kind: type[_Reader] = _SequenceReader
-        if any(f"{side}_input_ids" in item for side in SIDES):  # as in torchtune's PreferenceDataset
+        if any(
+            f"{side}_input_ids" in item for side in SIDES
+        ):  # as in torchtune's PreferenceDataset
             kind = _PairReader
         elif SIDE in item:
             kind = _LabelledReader
@@ -543,7 +561,9 @@ class _LengthLimits:
             problem = f"max_seq_len is {limit}; raise it, or set"
             if limit == self.positions:
                 problem = f"the model takes {limit}; set"
-            raise WrongRow(f"{origin()}: {length} tokens, but {problem} too_long to truncate or drop")
+            raise WrongRow(
+                f"{origin()}: {length} tokens, but {problem} too_long to truncate or drop"
+            )
         return self.too_long == "drop"
 
 
@@ -647,7 +667,13 @@ class _PairReader(_Reader):
     that are equal up to the limit).
     """
 
-    counted = ("truncated", "dropped_too_long", "dropped_equal", "dropped_empty", "dropped_equal_when_cut")
+    counted = (
+        "truncated",
+        "dropped_too_long",
+        "dropped_equal",
+        "dropped_empty",
+        "dropped_equal_when_cut",
+    )
     what = "pairs"
 
     def add(self, item: Row, origin: Callable[[], str]) -> None:
@@ -657,7 +683,9 @@ class _PairReader(_Reader):
         cut = self._limits.foreign and longest == self._limits.max_seq_len
         reason = _reason_to_drop(pair)
         if reason is not None:
-            self._counts["dropped_equal_when_cut" if cut and reason == "dropped_equal" else reason] += 1
+            self._counts[
+                "dropped_equal_when_cut" if cut and reason == "dropped_equal" else reason
+            ] += 1
             return
         prompts = [tokens[: int(np.argmax(labels != IGNORE))] for tokens, labels in pair]
         if not np.array_equal(prompts[0], prompts[1]):
@@ -669,7 +697,9 @@ class _PairReader(_Reader):
                 return
             cut = True
             pair = [(tokens[:limit], labels[:limit]) for tokens, labels in pair]
-            if _reason_to_drop(pair):  # if a side has no label left, both sides are the beginning of the prompt
+            if _reason_to_drop(
+                pair
+            ):  # if a side has no label left, both sides are the beginning of the prompt
                 self._counts["dropped_equal_when_cut"] += 1
                 return
         self._counts["truncated"] += cut
@@ -731,5 +761,7 @@ def _tokens_and_labels(item: Row, *keys: str) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"an item needs {' and '.join(keys)}, found {list(item)}")
     tokens, labels = (np.asarray(item[key], np.int32) for key in keys)
     if tokens.ndim != 1 or tokens.shape != labels.shape:
-        raise ValueError(f"{keys[0]} {tokens.shape} and {keys[1]} {labels.shape} must be flat lists of one length")
+        raise ValueError(
+            f"{keys[0]} {tokens.shape} and {keys[1]} {labels.shape} must be flat lists of one length"
+        )
     return tokens, labels

@@ -11,7 +11,16 @@ from torch.utils.data import Dataset
 from rocm_ext.base.errors import UserError, nearest, one_line
 from rocm_ext.base.kinds import check, one_of
 from rocm_ext.base.types import Json, Row
-from rocm_ext.data.dialects import ALPACA, asked, conversation, listed, present, refuse_kto, refuse_pair, string
+from rocm_ext.data.dialects import (
+    ALPACA,
+    asked,
+    conversation,
+    listed,
+    present,
+    refuse_kto,
+    refuse_pair,
+    string,
+)
 from rocm_ext.data.loading import open_source, row_at
 from rocm_ext.data.messages import REASONING_KEYS, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import (
@@ -35,7 +44,11 @@ SCHEMAS = {  # required columns; the others of ALPACA are optional
     "text": ("text",),
 }
 ROW_WEIGHT = "weight"  # column of any schema
-EXTRAS = ("system", "tools", ROW_WEIGHT)  # optional columns of every schema; text has only the weight
+EXTRAS = (
+    "system",
+    "tools",
+    ROW_WEIGHT,
+)  # optional columns of every schema; text has only the weight
 FIELDS = (*ALPACA, *EXTRAS, *(field for fields in SCHEMAS.values() for field in fields))
 _BATCH = 128  # rows that are tokenised at once
 _NO_TOKENS: Labelled = ([], [])
@@ -95,7 +108,9 @@ def sft_dataset(
         UserError: the source cannot be read, or an argument does not match it.
     """
     if schema not in ("auto", *SCHEMAS):
-        raise UserError(f"schema {schema!r} is unknown{nearest(schema, ['auto', *SCHEMAS])}; schemas: {NEEDS}")
+        raise UserError(
+            f"schema {schema!r} is unknown{nearest(schema, ['auto', *SCHEMAS])}; schemas: {NEEDS}"
+        )
     check({"assistant_turns": assistant_turns}, {"assistant_turns": one_of("all", "last")})
     rows, origin, columns = open_source(source, split, data_files, name, column_map, FIELDS)
     return ConversationDataset(
@@ -149,9 +164,13 @@ class SourceDataset(Dataset, ABC):
     source: str
     _seen: set[str] = field(default_factory=set)  # columns of the rows read so far
     _used: set[str] = field(default_factory=set)  # columns that a row has used
-    _unread: set[str] = field(default_factory=set)  # keys of messages that the template does not read
+    _unread: set[str] = field(
+        default_factory=set
+    )  # keys of messages that the template does not read
     _reserved: dict[int, str] = field(default_factory=dict)  # row -> a special token in its text
-    _unreasoned: set[int] = field(default_factory=set)  # rows that close at once the reasoning that the prompt opens
+    _unreasoned: set[int] = field(
+        default_factory=set
+    )  # rows that close at once the reasoning that the prompt opens
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -178,7 +197,9 @@ class SourceDataset(Dataset, ABC):
         rendered = iter(render_conversations(self.tokenizer, conversations))
         results = []
         for part in by_row:
-            results.append([next(rendered) if conversation else _NO_TOKENS for conversation in part])
+            results.append(
+                [next(rendered) if conversation else _NO_TOKENS for conversation in part]
+            )
         return results
 
     @abstractmethod
@@ -197,7 +218,9 @@ class SourceDataset(Dataset, ABC):
             lines.append(f"{self.source}: the columns {', '.join(sorted(unused))} are not used")
         if self._unread:
             keys = ", ".join(sorted(self._unread))
-            lines.append(f"{self.source}: {keys} of the messages are not used, because the chat template lacks them")
+            lines.append(
+                f"{self.source}: {keys} of the messages are not used, because the chat template lacks them"
+            )
         if self._unreasoned:
             lines.append(self._about_unreasoned())
         reserved = [(self._reserved[index], self.origin(index)) for index in sorted(self._reserved)]
@@ -207,7 +230,11 @@ class SourceDataset(Dataset, ABC):
     def _about_unreasoned(self) -> str:
         """Return the warning about rows without reasoning where the prompt opens it."""
         template: Any = self._renderer.template
-        switch = ", or set chat_template_args: {enable_thinking: False}" if template.switches_reasoning else ""
+        switch = (
+            ", or set chat_template_args: {enable_thinking: False}"
+            if template.switches_reasoning
+            else ""
+        )
         return (
             f"{len(self._unreasoned):,} of {len(self):,} rows of {self.source} have no reasoning, first "
             f"{self.origin(min(self._unreasoned))}, and the prompt of {template.origin} opens it with <think>: they "
@@ -233,7 +260,9 @@ class SourceDataset(Dataset, ABC):
 
     def _note(self, index: int, turns: Sequence[Turn]) -> None:
         """Note what :meth:`warnings` says of a row: unread keys, special tokens in its texts, missing reasoning."""
-        if self._renderer.opens_reasoning and not all(turn.masked or turn.reasons for turn in turns):
+        if self._renderer.opens_reasoning and not all(
+            turn.masked or turn.reasons for turn in turns
+        ):
             self._unreasoned.add(index)
         for turn in turns:
             self._unread.update(turn.more.keys() - self._names_read)
@@ -308,7 +337,9 @@ class ConversationDataset(SourceDataset):
         if not isinstance(self._renderer, PlainRenderer):
             return
         columns = SCHEMAS[schema]
-        if schema == "prompt_completion" and not any(isinstance(fields[column], list) for column in columns):
+        if schema == "prompt_completion" and not any(
+            isinstance(fields[column], list) for column in columns
+        ):
             return
         found = " and ".join(f"{column} ({type(fields[column]).__name__})" for column in columns)
         raise ValueError(
@@ -359,7 +390,9 @@ class ConversationDataset(SourceDataset):
     def _messages(self, schema: str, fields: Row, tools: list[Json] | None) -> list[Any]:
         """Return the messages of a row, with the system message of the row or of the config."""
         if schema == "prompt_completion":
-            messages = _said_or_listed("user", "prompt", fields) + _said_or_listed("assistant", "completion", fields)
+            messages = _said_or_listed("user", "prompt", fields) + _said_or_listed(
+                "assistant", "completion", fields
+            )
         elif schema == "alpaca":
             messages = [*asked(fields), _said("assistant", "output", fields)]
         else:

@@ -24,7 +24,15 @@ _CONFIG = "tokenizer_config.json"
 Turns = Sequence[Turn]
 Tools = Sequence[Mapping] | None  # JSON schemas of the functions that the assistant may call
 Spans = list[tuple[int, int]]  # start and end of parts of a text, in characters
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 # marks around the output of a generation block; no user's text can contain them
 _BEGIN, _END = (f"\0{mark}-{uuid4().hex}\0" for mark in ("begin", "end"))
 
@@ -48,7 +56,12 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, text: str, variables: Json, today: date, origin: str, for_tools: "ChatTemplate | None" = None
+        self,
+        text: str,
+        variables: Json,
+        today: date,
+        origin: str,
+        for_tools: "ChatTemplate | None" = None,
     ) -> None:
         self.text = text
         self.origin = origin
@@ -56,17 +69,25 @@ class ChatTemplate:
         self._variables = dict(variables)
         # transformers' settings: trimmed blocks, loop controls, JSON without HTML escapes (apply_chat_template)
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": today.strftime}
         try:
             tree = environment.parse(text)
             self._template = environment.from_string(text)
-            self._template.globals = dict(self._template.globals)  # each rendering copies them; a ChainMap is slow
+            self._template.globals = dict(
+                self._template.globals
+            )  # each rendering copies them; a ChainMap is slow
         except TemplateError as error:
-            raise UserError(f"chat template {origin} is not valid Jinja: {one_line(error)}") from error
-        self.marked = any(isinstance(call.node, nodes.ExtensionAttribute) for call in tree.find_all(nodes.Call))
+            raise UserError(
+                f"chat template {origin} is not valid Jinja: {one_line(error)}"
+            ) from error
+        self.marked = any(
+            isinstance(call.node, nodes.ExtensionAttribute) for call in tree.find_all(nodes.Call)
+        )
         self.names = _names_in(tree)
         if for_tools is not None:
             self.names |= for_tools.names
@@ -123,10 +144,16 @@ class ChatTemplate:
                 message["content"] = [{"type": "text", "text": message["content"]}]
         try:
             return chosen._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=prompt,
+                **self._variables,
             )
         except (TemplateError, TypeError, ValueError, OverflowError) as error:
-            raise UserError(f"chat template {self.origin} refuses the conversation: {one_line(error)}") from error
+            raise UserError(
+                f"chat template {self.origin} refuses the conversation: {one_line(error)}"
+            ) from error
 
     def _with_reasoning(self, message: Message) -> Message:
         """Give a message its reasoning under each name that the template reads, which may not be the row's."""
@@ -185,7 +212,9 @@ def read_template(setting: str, folder: Path, args: Json, today: date) -> ChatTe
         if not named:
             return None
         if "default" not in named:
-            raise UserError(f"{origin} has the chat templates {', '.join(named)}; set chat_template to one of them")
+            raise UserError(
+                f"{origin} has the chat templates {', '.join(named)}; set chat_template to one of them"
+            )
         for_tools = None
         if "tool_use" in named:
             for_tools = ChatTemplate(named["tool_use"], variables, today, origin)
@@ -196,8 +225,12 @@ def read_template(setting: str, folder: Path, args: Json, today: date) -> ChatTe
         return ChatTemplate(setting, variables, today, "in the config")
     path = Path(setting).expanduser()
     if not path.is_file():
-        known = ", ".join(["auto", "torchtune", "none", *named, "the path of a template", "or its text"])
-        raise UserError(f"chat_template is {setting!r}, and no file has this name; expected {known}")
+        known = ", ".join(
+            ["auto", "torchtune", "none", *named, "the path of a template", "or its text"]
+        )
+        raise UserError(
+            f"chat_template is {setting!r}, and no file has this name; expected {known}"
+        )
     return ChatTemplate(_read(path), variables, today, setting)
 
 
@@ -246,9 +279,15 @@ def _read(path: Path) -> str:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> None:

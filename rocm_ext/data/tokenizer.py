@@ -28,7 +28,10 @@ from rocm_ext.data.render import (
 )
 from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
 
-_TEMPLATE = Kind(lambda value: isinstance(value, str), ("auto", "torchtune", "none", "a template's path", "its text"))
+_TEMPLATE = Kind(
+    lambda value: isinstance(value, str),
+    ("auto", "torchtune", "none", "a template's path", "its text"),
+)
 _VARIABLES = Kind(
     lambda value: isinstance(value, Mapping) and all(isinstance(key, str) for key in value),
     ("variables of the template, like {enable_thinking: False}",),
@@ -91,7 +94,13 @@ class ChatTokenizer:
             trained = not message.masked
             answer = message.role == "assistant"
             on_input |= trained and not answer
-            turns.append({"role": message.role, "content": message.text_content, "weight": int(trained or not answer)})
+            turns.append(
+                {
+                    "role": message.role,
+                    "content": message.text_content,
+                    "weight": int(trained or not answer),
+                }
+            )
         tokens, labels = render_conversation(self, turns, on_input)
         limit = self.max_seq_len if self.cuts else None
         mask = [label == IGNORE for label in labels]
@@ -126,7 +135,9 @@ def open_tokenizer(cfg: DictConfig) -> Any:
         ends = _ends(folder, base)
         return ChatTokenizer(base, PlainRenderer(base, ends[0]), ends)
     if of_hub and setting == "torchtune":
-        raise UserError("chat_template torchtune needs a tokenizer of torchtune's; expected auto, none, or a template")
+        raise UserError(
+            "chat_template torchtune needs a tokenizer of torchtune's; expected auto, none, or a template"
+        )
     if setting == "torchtune" or (setting == "auto" and getattr(base, "prompt_template", None)):
         _warn_if_different(base, folder, args, today)
         return base
@@ -164,7 +175,8 @@ def reserved_tokens(tokenizer: Any) -> frozenset[str]:
     return frozenset(
         name
         for name, number in names.items()
-        if name.startswith("<|") and tokenizer.encode(name, add_bos=False, add_eos=False) == [number]
+        if name.startswith("<|")
+        and tokenizer.encode(name, add_bos=False, add_eos=False) == [number]
     )
 
 
@@ -231,7 +243,9 @@ def _template_args(cfg: DictConfig) -> tuple[Json, date]:
     try:
         return dict(args), date.fromisoformat(str(day))
     except ValueError as error:
-        raise UserError(f"chat_template_date is {day!r}; expected a date like 2024-07-26") from error
+        raise UserError(
+            f"chat_template_date is {day!r}; expected a date like 2024-07-26"
+        ) from error
 
 
 def _encoder(folder: Path) -> TextEncoder:
@@ -253,7 +267,9 @@ def _ends(folder: Path, base: Any) -> list[int]:
         return numbers
     end = getattr(base, "eos_id", None)
     if type(end) is not int:
-        raise UserError(f"neither {folder} nor the tokenizer {type(base).__name__} names an EOS token (eos_token_id)")
+        raise UserError(
+            f"neither {folder} nor the tokenizer {type(base).__name__} names an EOS token (eos_token_id)"
+        )
     return [end]
 
 
@@ -293,7 +309,9 @@ def _turn_end(template: ChatTemplate, base: HFTokenizer) -> list[int]:
     return [label for label in labels if label in special][-1:]
 
 
-def _check_end_of_turn(tokenizer: ChatTokenizer, template: ChatTemplate, text: Callable[[Sequence[int]], str]) -> None:
+def _check_end_of_turn(
+    tokenizer: ChatTokenizer, template: ChatTemplate, text: Callable[[Sequence[int]], str]
+) -> None:
     """Warn if sampling would not stop at the token that ends the assistant's turn in the template."""
     try:
         _, labels = render_conversation(tokenizer, _SAMPLE)

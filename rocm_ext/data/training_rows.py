@@ -41,7 +41,11 @@ def training_rows(
     if cfg.validation_fraction:
         rows, validation = rows.split(cfg.validation_fraction, cfg.data_seed)
         log.info("validation_fraction: %s rows are set aside", f"{len(validation):,}")
-    if cfg.early_stopping_patience and validation is None and cfg.early_stopping_metric != EVAL_METRIC:
+    if (
+        cfg.early_stopping_patience
+        and validation is None
+        and cfg.early_stopping_metric != EVAL_METRIC
+    ):
         raise UserError(
             "early_stopping_patience needs validation rows: set dataset_val or validation_fraction; or set "
             f"eval_prompts and early_stopping_metric={EVAL_METRIC}"
@@ -60,7 +64,9 @@ def refuse_single_answers(recipe: str, rows: Rows, validation: Rows | None) -> N
     )
 
 
-def _rows(cfg: DictConfig, key: str, tokenizer: Any, positions: int, cached: bool, progress: bool) -> Rows:
+def _rows(
+    cfg: DictConfig, key: str, tokenizer: Any, positions: int, cached: bool, progress: bool
+) -> Rows:
     component = cfg[key]
     policies: dict[str, Any] = {
         "max_seq_len": getattr(tokenizer, "max_seq_len", None),

@@ -99,7 +99,10 @@ class Ranks:
         """
         if world_size() == 1:
             return cls(device)
-        if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 7):  # fully_shard(ignored_params=…)
+        if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (
+            2,
+            7,
+        ):  # fully_shard(ignored_params=…)
             raise UserError(f"several ranks need torch 2.7 or newer, found {torch.__version__}")
         # gloo beside RCCL/NCCL: counts and flags must not wait for the GPU
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -110,7 +113,9 @@ class Ranks:
             os.environ[_GLOO] = name
         if several_machines():
             store = dist.PrefixStore("default_pg", _meet())
-            dist.init_process_group(backend, timeout=forever, store=store, rank=rank(), world_size=world_size())
+            dist.init_process_group(
+                backend, timeout=forever, store=store, rank=rank(), world_size=world_size()
+            )
         else:
             dist.init_process_group(backend, timeout=forever)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -124,7 +129,9 @@ class Ranks:
         """Whether this rank writes files and talks to the user."""
         return self.rank == 0
 
-    def shard(self, blocks: Iterable[nn.Module], root: nn.Module, replicated: set[nn.Parameter]) -> None:
+    def shard(
+        self, blocks: Iterable[nn.Module], root: nn.Module, replicated: set[nn.Parameter]
+    ) -> None:
         """Shard ``root`` over the ranks.
 
         Args:
@@ -239,7 +246,9 @@ def _meet() -> dist.Store:
             said = " ".join(store.get(failed).decode(errors="replace").split())
             raise UserError("".join(c if c.isprintable() else "?" for c in said))
         if time.monotonic() > end:
-            missing = ", ".join(str(number) for number, key in everyone.items() if not store.check([key]))
+            missing = ", ".join(
+                str(number) for number, key in everyone.items() if not store.check([key])
+            )
             raise UserError(
                 f"no sign of rank {missing} on other machines for {_MEET:.0f} s; look at the messages there"
             )
@@ -263,7 +272,9 @@ def _interface() -> str | None:
     network on one machine.
     """
     with suppress(OSError):
-        kind, _, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[0]
+        kind, _, _, _, address = socket.getaddrinfo(
+            os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM
+        )[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing
             local = probe.getsockname()[0]

@@ -42,7 +42,9 @@ class Watch:
         machines: name and index of the ranks' machines.
     """
 
-    def __init__(self, rank: int, peers: dict[int, socket.socket], machines: list[tuple[str, int]]) -> None:
+    def __init__(
+        self, rank: int, peers: dict[int, socket.socket], machines: list[tuple[str, int]]
+    ) -> None:
         self._rank = rank
         self._peers = peers
         self._machines = machines
@@ -291,7 +293,9 @@ def _keep_alive(peer: socket.socket, timeout: float) -> None:
         "TCP_KEEPIDLE": max(1, round(timeout / 3)),
         "TCP_KEEPINTVL": max(1, round(timeout / 9)),
         "TCP_KEEPCNT": 6,
-        "TCP_USER_TIMEOUT": round(timeout * 1000),  # there are no probes while data wait for an answer
+        "TCP_USER_TIMEOUT": round(
+            timeout * 1000
+        ),  # there are no probes while data wait for an answer
     }
     for name, value in options.items():
         if hasattr(socket, name):  # not on every system

@@ -67,7 +67,9 @@ class Environment:
             UserError: it compares the answers of a group.
         """
         if verifier.groups:
-            raise UserError(f"{name_of(verifier)} compares answers of a group; a conversation is judged by itself")
+            raise UserError(
+                f"{name_of(verifier)} compares answers of a group; a conversation is judged by itself"
+            )
         self._judged_by, self.needs = verifier, tuple(verifier.needs)
 
     def check(self) -> None:
@@ -101,7 +103,9 @@ class Environment:
             function = call["function"]
             name = function["name"]
             result = self.run(Call(name, function["arguments"], call.get("problem", "")))
-            replies.append({"role": "tool", "name": name, "tool_call_id": call["id"], "content": result})
+            replies.append(
+                {"role": "tool", "name": name, "tool_call_id": call["id"], "content": result}
+            )
         return replies or self.judge(message["content"])
 
     def cut(self, message: Message) -> Any:
@@ -143,7 +147,9 @@ def now(value: Any) -> Any:
     return _loop().run_until_complete(value) if inspect.isawaitable(value) else value
 
 
-_loop = functools.cache(asyncio.new_event_loop)  # one for the process, so that connections outlive an await
+_loop = functools.cache(
+    asyncio.new_event_loop
+)  # one for the process, so that connections outlive an await
 
 
 def checked_reply(environment: Environment, value: Any) -> Reply:
@@ -155,7 +161,9 @@ def checked_reply(environment: Environment, value: Any) -> Reply:
         return Result(Verdict.CORRECT if value == 1 else Verdict.WRONG, float(value))
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    if not isinstance(value, (list, tuple)) or not all(isinstance(message, Mapping) for message in value):
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(message, Mapping) for message in value
+    ):
         expected = "messages, a text, a Result or a reward"
         raise ValueError(f"{name} returned {type(value).__name__}; expected {expected}")
     roles = {message.get("role") for message in value}
@@ -163,5 +171,7 @@ def checked_reply(environment: Environment, value: Any) -> Reply:
     have_texts = all(isinstance(message.get("content"), str) for message in value)
     if wrong_roles or not have_texts:
         fault = wrong_roles or "no text"
-        raise ValueError(f"{name} returned a message of {fault}; expected role user or tool, and content")
+        raise ValueError(
+            f"{name} returned a message of {fault}; expected role user or tool, and content"
+        )
     return [dict(message) for message in value]

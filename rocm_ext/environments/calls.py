@@ -20,7 +20,15 @@ _MOST = 32  # calls in a message; models repeat themselves, and a call costs a p
 # JSON schemas: the types of Python's values, and whether any or all of several schemas must hold
 _KINDS = {bool: ["boolean"], int: ["integer", "number"], float: ["number"], list: ["array"], dict: ["object"],
           type(None): ["null"]}  # fmt: skip
-_UNREADABLE = (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError, MemoryError)
+_UNREADABLE = (
+    ValueError,
+    SyntaxError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
 _PARTS: dict[str, Callable[[Any], bool]] = {"anyOf": any, "oneOf": any, "allOf": all}
 Schemas = Sequence[Mapping[str, Any]]  # JSON schemas of tools
 
@@ -227,11 +235,16 @@ _NOTATIONS: list[tuple[re.Pattern, Reader]] = [
     (re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S), _tagged),
     (re.compile(r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)", re.S), _python),
     (
-        re.compile(r"(?:\A|<\|start\|>assistant|<\|channel\|>\w+)\s*to=functions\.(.*?)(?:<\|call\|>|\Z)", re.S),
+        re.compile(
+            r"(?:\A|<\|start\|>assistant|<\|channel\|>\w+)\s*to=functions\.(.*?)(?:<\|call\|>|\Z)",
+            re.S,
+        ),
         _channel,
     ),
     (re.compile(r"\[TOOL_CALLS\](.*?)(?=\[TOOL_CALLS\]|</s>|\Z)", re.S), _listed),
     (re.compile(r"<\|python_tag\|>(.*?)(?:<\|eom_id\|>|<\|eot_id\|>|\Z)", re.S), _json_behind),
 ]
 _REASONING = re.compile(r".*(?:</think>|\[/THINK\])", re.S)
-_MESSAGE = re.compile(r"(?:<\|start\|>assistant|<\|channel\|>\w+\s*<\|message\|>|<\|end\|>)+")  # gpt-oss's marks
+_MESSAGE = re.compile(
+    r"(?:<\|start\|>assistant|<\|channel\|>\w+\s*<\|message\|>|<\|end\|>)+"
+)  # gpt-oss's marks

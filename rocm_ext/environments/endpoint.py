@@ -110,7 +110,9 @@ class Exchange:
             for call in calls:
                 arguments = json.dumps(call["function"]["arguments"])
                 function = {**call["function"], "arguments": arguments}
-                message["tool_calls"].append({"id": call["id"], "type": "function", "function": function})
+                message["tool_calls"].append(
+                    {"id": call["id"], "type": "function", "function": function}
+                )
         sizes = response["usage"]
         return {
             "id": f"chatcmpl-{time.time_ns()}",
@@ -168,7 +170,9 @@ class Endpoint(ThreadingHTTPServer):
 
     refused = ""
 
-    def __init__(self, listening: socket.socket, key: str, asked: "SimpleQueue[Exchange | None]") -> None:
+    def __init__(
+        self, listening: socket.socket, key: str, asked: "SimpleQueue[Exchange | None]"
+    ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket, self.key, self.asked = listening, key, asked

@@ -12,7 +12,9 @@ from rocm_ext.environments.base import Environment
 from rocm_ext.verifiers.base import Result
 from rocm_ext.verifiers.reward_function import checked_scale, scaled
 
-_REFUSED = re.compile(r"\(code: (VALIDATION_ERROR|INVALID_JSON)\)")  # the server's error for an unreadable action
+_REFUSED = re.compile(
+    r"\(code: (VALIDATION_ERROR|INVALID_JSON)\)"
+)  # the server's error for an unreadable action
 
 
 class OpenEnv(Environment):
@@ -56,7 +58,9 @@ class OpenEnv(Environment):
         try:
             from openenv.core import GenericEnvClient
         except ImportError as problem:
-            raise UserError(f"environment: {one_line(problem)}; `pip install 'torchtune-rocm[openenv]'`") from problem
+            raise UserError(
+                f"environment: {one_line(problem)}; `pip install 'torchtune-rocm[openenv]'`"
+            ) from problem
         if total not in ("sum", "last"):
             raise UserError(f"environment: total is {total!r}; expected sum or last")
         self.scale, self.threshold = checked_scale("OpenEnv", scale, threshold)

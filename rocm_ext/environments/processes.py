@@ -94,7 +94,9 @@ class Environments:
             answer = {"error": f"its module did not import within {_START:g} s"}
         if "tools" not in answer:
             self.close()
-            raise UserError(f"the environment cannot be used: {answer.get('error') or 'its process ended'}")
+            raise UserError(
+                f"the environment cannot be used: {answer.get('error') or 'its process ended'}"
+            )
         self.tools, self.at_once = answer["tools"], answer["at_once"]
         return self
 
@@ -161,7 +163,9 @@ class Environments:
             talk = self._open.get(key)
             if talk is None:
                 return done(error("the conversation has ended"))
-            talk.deadline = time.monotonic() + self._timeout  # before the future: _listen reads them in reverse
+            talk.deadline = (
+                time.monotonic() + self._timeout
+            )  # before the future: _listen reads them in reverse
             talk.future = future
             if not talk.registered:
                 self._selector.register(talk.socket, selectors.EVENT_READ, key)
@@ -233,7 +237,9 @@ class _Talk:
         """Kill the process with its descendants, and resolve a waiting future with an ERROR."""
         with contextlib.suppress(KeyError, ValueError):
             selector.unregister(self.socket)
-        if self.pid:  # before the socket closes: then the process ends, and its children get another parent
+        if (
+            self.pid
+        ):  # before the socket closes: then the process ends, and its children get another parent
             below = descendants(self.pid)
             with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -278,7 +284,9 @@ def main(fd: int) -> None:
         component = import_component(arguments.pop(COMPONENT))
         if not (inspect.isclass(component) and issubclass(component, Environment)):
             name = getattr(component, "__name__", component)
-            raise UserError(f"environment {name} is not derived from rocm_ext.environments.Environment")
+            raise UserError(
+                f"environment {name} is not derived from rocm_ext.environments.Environment"
+            )
         helper.RUNNING = True  # in the children, too
         example = component({}, **arguments)
         example.check()  # children inherit its imports

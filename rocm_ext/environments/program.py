@@ -89,9 +89,13 @@ class Program(Environment):
         super().__init__(row)
         words = command if isinstance(command, (list, tuple)) else []
         if not words or not all(isinstance(word, str) for word in words):
-            raise UserError(f"command: found {command!r}; expected a list such as [python, my_agent.py]")
+            raise UserError(
+                f"command: found {command!r}; expected a list such as [python, my_agent.py]"
+            )
         if not (memory_mb >= 128 and (at_once is None or at_once >= 1)):
-            raise UserError(f"Program needs memory_mb >= 128 and at_once >= 1, found {memory_mb} and {at_once}")
+            raise UserError(
+                f"Program needs memory_mb >= 128 and at_once >= 1, found {memory_mb} and {at_once}"
+            )
         threads = len(os.sched_getaffinity(0))
         self.at_once = at_once or min(MOST_AT_ONCE, 4 * threads)
         self._limits = Limits(_FOREVER, 0, memory_mb, processes=128, open_files=512)
@@ -106,7 +110,9 @@ class Program(Environment):
         if not _PYTHON.fullmatch(command[0]):
             path = shutil.which(command[0])
             if path is None:
-                raise UserError(f"command: {command[0]} is neither a program of the PATH nor an executable file")
+                raise UserError(
+                    f"command: {command[0]} is neither a program of the PATH nor an executable file"
+                )
             file = Path(path).resolve()
             program = str(file)
             if not file.is_relative_to("/usr"):
@@ -134,14 +140,23 @@ class Program(Environment):
             return str(path)
         content = file.read_bytes()
         if self._files.setdefault(file.name, content) != content:
-            raise UserError(f"command: two files are named {file.name}; rename one, or show both as a folder")
+            raise UserError(
+                f"command: two files are named {file.name}; rename one, or show both as a folder"
+            )
         return f"{BOX}/{file.name}"
 
     def check(self) -> None:
         """Raise UserError if this machine cannot run the sandbox or the verifier, or the program sees no ``folder``."""
         self._sandbox.check()
         if self._folder is not None:
-            look = [self._shown.path, "-I", "-S", "-c", "import os, sys; os.listdir(sys.argv[1])", self._folder]
+            look = [
+                self._shown.path,
+                "-I",
+                "-S",
+                "-c",
+                "import os, sys; os.listdir(sys.argv[1])",
+                self._folder,
+            ]
             if self._sandbox.run(look).returncode:
                 raise UserError(
                     f"folder: the sandbox runs as another user, who cannot read {self._folder}; "
@@ -183,7 +198,11 @@ class Program(Environment):
         packages = list(self._shown.packages)
         if self._folder is not None:
             packages.insert(0, self._folder)
-        variables = {"OPENAI_API_KEY": key, "PYTHONPATH": ":".join(packages), "PYTHONUNBUFFERED": "1"}
+        variables = {
+            "OPENAI_API_KEY": key,
+            "PYTHONPATH": ":".join(packages),
+            "PYTHONUNBUFFERED": "1",
+        }
         task = json.dumps([self._command, variables])
         hidden = {*self.needs} - {"prompt"}
         shown = {name: value for name, value in self.row.items() if name not in hidden}
@@ -193,7 +212,9 @@ class Program(Environment):
             with theirs:
                 link = theirs.fileno()
                 launch = [python, "-I", "-S", "-c", _LAUNCH, str(link), task]
-                running = self._sandbox.start(launch, self._files, row, self._limits, pass_fds=[link])
+                running = self._sandbox.start(
+                    launch, self._files, row, self._limits, pass_fds=[link]
+                )
             listening: list[int] = []
             if readable(ours.fileno(), _START):
                 _, listening, *_ = socket.recv_fds(ours, 1, 1)
@@ -228,7 +249,9 @@ class Program(Environment):
             models_fault = self._cut or (refused and self._last)  # many programs fail at a refusal
             return Result(Verdict.WRONG, 0.0, why) if models_fault else error(why)
         if not self._heard:
-            return error(f"the program ended without a request to OPENAI_BASE_URL: {_last_line(child.stderr)}")
+            return error(
+                f"the program ended without a request to OPENAI_BASE_URL: {_last_line(child.stderr)}"
+            )
         line = _last_line(child.stdout)
         printed = f"the program's last line: {short(line, 200)}"
         try:
@@ -248,7 +271,9 @@ class Program(Environment):
         fields = value if isinstance(value, dict) else {"reward": value}
         reward = fields.get("reward")
         if not isinstance(reward, (int, float)):
-            return error(f"the program's last line is {short(line, 100)!r}; expected a reward as JSON")
+            return error(
+                f"the program's last line is {short(line, 100)!r}; expected a reward as JSON"
+            )
         verdict = Verdict.CORRECT if reward == 1 else Verdict.WRONG
         detail = str(fields.get("detail", printed))
         return Result(verdict, float(reward), detail, fields.get("parts", {}))

@@ -40,7 +40,11 @@ class Python:
     """
 
     def __init__(
-        self, timeout: float = 10.0, memory_mb: int = 512, sandbox: str = "bubblewrap", python: str | None = None
+        self,
+        timeout: float = 10.0,
+        memory_mb: int = 512,
+        sandbox: str = "bubblewrap",
+        python: str | None = None,
     ) -> None:
         check_limits("Python", timeout, memory_mb)
         # the wall time limits a call; a limit on CPU time would add up over the calls
@@ -87,7 +91,9 @@ class _Interpreter:
     Its socket carries code in and a byte out. If the code sends a byte, it only ends its call too early.
     """
 
-    def __init__(self, sandbox: Sandbox, path: str, packages: Sequence[str], limits: Limits) -> None:
+    def __init__(
+        self, sandbox: Sandbox, path: str, packages: Sequence[str], limits: Limits
+    ) -> None:
         self._limits = limits
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._link.setblocking(False)
@@ -103,7 +109,10 @@ class _Interpreter:
         self._stdout = process.stdout
         process.stderr.close()
         process.stderr = None  # the interpreter's stderr goes to stdout
-        self._pids = [process.pid, *descendants(process.pid)]  # bwrap's processes, and last the interpreter
+        self._pids = [
+            process.pid,
+            *descendants(process.pid),
+        ]  # bwrap's processes, and last the interpreter
         self._rest()
 
     def run(self, code: bytes) -> tuple[bytes, str]:

@@ -41,11 +41,18 @@ def functions_of(tool: Any) -> list[Callable[..., Any]]:
     except UserError as error:
         raise UserError(f"tools: {error}") from error
     if not inspect.isclass(component):
-        refuse(f"tools: {path} is a function, which takes no argument {name!r} here" for name in arguments)
+        refuse(
+            f"tools: {path} is a function, which takes no argument {name!r} here"
+            for name in arguments
+        )
         return [component]
     with explain_errors(f"tools: {path} cannot be built"):
         built = component(**arguments)
-    methods = [name for name, _ in inspect.getmembers(component, inspect.isroutine) if not name.startswith("_")]
+    methods = [
+        name
+        for name, _ in inspect.getmembers(component, inspect.isroutine)
+        if not name.startswith("_")
+    ]
     if not methods:
         raise UserError(f"tools: {path} has no public method; its public methods are the tools")
     return [getattr(built, name) for name in methods]

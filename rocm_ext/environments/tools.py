@@ -11,7 +11,14 @@ from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.types import Json
 from rocm_ext.environments.calls import Call
 
-_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+_TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+}
 _MOST = 20_000  # characters of a result
 
 
@@ -52,7 +59,9 @@ class Tools:
         if call.problem:
             return f"error: the call cannot be read: {call.problem}"
         if call.name not in self._functions:
-            return f"error: there is no tool {call.name!r}; the tools are {', '.join(self._functions)}"
+            return (
+                f"error: there is no tool {call.name!r}; the tools are {', '.join(self._functions)}"
+            )
         function, parameters = self._functions[call.name]
         from jsonschema import Draft202012Validator  # here, because it takes a third of a second
 
@@ -66,7 +75,9 @@ class Tools:
             result = function(**call.arguments)
             if not isinstance(result, str):
                 result = json.dumps(result, ensure_ascii=False, default=str)
-            return shortened(result.encode("utf-8", "replace").decode(), _MOST)  # no halves of surrogate pairs
+            return shortened(
+                result.encode("utf-8", "replace").decode(), _MOST
+            )  # no halves of surrogate pairs
         except Fault:
             raise
         except (Exception, SystemExit) as problem:  # whatever a tool raises
@@ -84,16 +95,22 @@ def schema_of(function: Callable[..., Any]) -> Json:
     """Describe a function as a JSON schema in OpenAI's form; raises UserError as :class:`Tools`."""
     later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     if not inspect.isroutine(function) or any(kind(function) for kind in later):
-        raise UserError(f"tools: found {function!r}; expected a function that is neither asynchronous nor a generator")
+        raise UserError(
+            f"tools: found {function!r}; expected a function that is neither asynchronous nor a generator"
+        )
     name = function.__name__
     doc = inspect.getdoc(function)
     if not doc:
-        raise UserError(f"tools: {name} has no docstring; the model reads there what the function does")
+        raise UserError(
+            f"tools: {name} has no docstring; the model reads there what the function does"
+        )
     summary, descriptions = _described(doc)
     try:
         hints, signature = get_type_hints(function), inspect.signature(function)
     except Exception as error:  # whatever an annotation raises
-        raise UserError(f"tools: {name}'s parameters cannot be read: {one_line(error)}; write type hints") from error
+        raise UserError(
+            f"tools: {name}'s parameters cannot be read: {one_line(error)}; write type hints"
+        ) from error
     properties: Json = {}
     required = []
     for key, parameter in signature.parameters.items():
@@ -105,13 +122,18 @@ def schema_of(function: Callable[..., Any]) -> Json:
             properties[key] = _kind(hints[key])
         except (KeyError, TypeError) as error:
             expected = "str, int, float, bool, list, dict, Literal, or one of these | None"
-            raise UserError(f"tools: {name}'s parameter {key} is {hints[key]}; expected {expected}") from error
+            raise UserError(
+                f"tools: {name}'s parameter {key} is {hints[key]}; expected {expected}"
+            ) from error
         if descriptions.get(key):
             properties[key]["description"] = descriptions[key]
         if parameter.default is parameter.empty:
             required.append(key)
     parameters = {"type": "object", "properties": properties, "required": required}
-    return {"type": "function", "function": {"name": name, "description": summary, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": summary, "parameters": parameters},
+    }
 
 
 def _kind(hint: Any) -> Json:
@@ -134,10 +156,16 @@ def _kind(hint: Any) -> Json:
 
 def _described(doc: str) -> tuple[str, dict[str, str]]:
     """Return a docstring's summary, and the descriptions of the parameters."""
-    summary, *sections = re.split(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", doc, flags=re.M)
+    summary, *sections = re.split(
+        r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", doc, flags=re.M
+    )
     described: dict[str, str] = {}
     for title, body in zip(sections[::2], sections[1::2], strict=True):
         if title in ("Args", "Arguments", "Parameters"):
-            parts = re.findall(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*(?:\n(?!\s+\w+\s*(?:\([^)]*\))?:).*)*)", body, re.M)
+            parts = re.findall(
+                r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*(?:\n(?!\s+\w+\s*(?:\([^)]*\))?:).*)*)",
+                body,
+                re.M,
+            )
             described = {name: " ".join(text.split()) for name, text in parts}
     return " ".join(summary.split()), described

@@ -44,11 +44,19 @@ class Trl(Environment):
         super().__init__(row)
         self.environment = environment = import_component(factory)()
         kind = type(environment)
-        methods = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
+        methods = [
+            name
+            for name, _ in inspect.getmembers(kind, inspect.isfunction)
+            if not name.startswith("_")
+        ]
         if "reset" not in methods:
-            raise UserError(f"environment: {factory} makes a {kind.__name__} without a method reset")
+            raise UserError(
+                f"environment: {factory} makes a {kind.__name__} without a method reset"
+            )
         if ("get_reward" in methods) == (reward is not None):
-            raise UserError(f"environment: {factory} needs either a method get_reward or the argument reward")
+            raise UserError(
+                f"environment: {factory} needs either a method get_reward or the argument reward"
+            )
         self.tools = [_at_once(getattr(environment, name)) for name in methods if name not in _OWN]
         if reward is None:
             function: Callable[..., Any] = lambda **_: [now(environment.get_reward())]  # noqa: E731
@@ -83,7 +91,9 @@ class Trl(Environment):
 
     def cut(self, message: Message) -> Result:
         answers = [turn for turn in self._turns if turn["role"] == "assistant"]
-        if not answers or answers[-1] != message:  # else the tools' results after it reached the limit
+        if (
+            not answers or answers[-1] != message
+        ):  # else the tools' results after it reached the limit
             self._turns.append(dict(message))
         return self._judged()
 

@@ -68,7 +68,9 @@ def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[
         SystemExit: 128 + the signal's number, after Ctrl-C or SIGTERM.
     """
     if cfg.eval_prompts is None:
-        raise UserError("eval_prompts is not set; set it to the prompts to evaluate on, or name them with --data")
+        raise UserError(
+            "eval_prompts is not set; set it to the prompts to evaluate on, or name them with --data"
+        )
     start = deepcopy(cfg)  # the model that the config starts from
     if adapter is not None:
         cfg.checkpointer.adapter_checkpoint = str(adapter)
@@ -84,7 +86,9 @@ def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[
                 evaluations = [_evaluate(recipe, cfg, output, "the evaluation")]
                 if base_output is not None:
                     with _base_model(recipe.learner, start):
-                        base_evaluation = _evaluate(recipe, start, base_output, "the evaluation without the adapter")
+                        base_evaluation = _evaluate(
+                            recipe, start, base_output, "the evaluation without the adapter"
+                        )
                     evaluations.append(base_evaluation)
             return evaluations
         except Interrupted as stop:
@@ -233,7 +237,9 @@ class Evaluator(RLRecipe):
             Scores from :func:`rocm_ext.rl.evaluation.score`, and the seconds of sampling and verifying.
         """
         with self._same_random_numbers(), self.verification():
-            answers = self.answer_held_out(step, lambda requests: self.engines.session("eval", None))
+            answers = self.answer_held_out(
+                step, lambda requests: self.engines.session("eval", None)
+            )
         return evaluation.score(answers, 0), answers.stats["seconds"]
 
     @contextmanager

@@ -137,7 +137,9 @@ def _open(recipe: SupervisedRecipe) -> tuple[Learner, Rows]:
     """Open the model that the config starts from, and the held-out rows."""
     cfg = recipe.cfg
     if cfg.dataset_val is None and not cfg.validation_fraction:
-        raise UserError("the config has no held-out rows: set dataset_val or validation_fraction, or name them: --data")
+        raise UserError(
+            "the config has no held-out rows: set dataset_val or validation_fraction, or name them: --data"
+        )
     recipe.runtime = Runtime.open(cfg)
     use_downloaded(cfg, recipe.runtime.ranks)
     cfg.seed = pick_seed(cfg.seed, None, recipe.runtime.ranks)

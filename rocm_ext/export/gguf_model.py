@@ -24,7 +24,10 @@ from rocm_ext.model.weights.gguf_files import refuse_merging
 from rocm_ext.model.weights.llama_cpp import GgufNames, Layout, Part, add_keys, library, read_layout
 
 TYPES = ("f16", "bf16", "q8_0", "f32")
-_ALWAYS_F32 = ("ffn_gate_inp", "ssm_conv1d")  # llama.cpp takes these, and all tensors but weights, only in fp32
+_ALWAYS_F32 = (
+    "ffn_gate_inp",
+    "ssm_conv1d",
+)  # llama.cpp takes these, and all tensors but weights, only in fp32
 _BLOCK = 32  # values of a q8_0 block
 _FLUSH = 2**28  # bytes of a file that the system may cache while it is written
 _LARGEST = torch.finfo(torch.float16).max
@@ -107,7 +110,11 @@ def _writer(source: Source, names: GgufNames, kind: str) -> Any:
 
 
 def _entries(
-    layout: Layout, names: GgufNames, shapes: Mapping[str, Tensor], read: Callable[[str], Tensor], kind: str
+    layout: Layout,
+    names: GgufNames,
+    shapes: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
+    kind: str,
 ) -> Iterator[Entry]:
     """Yield the tensors of the file."""
     factors = layout.factors
@@ -126,7 +133,11 @@ def _entries(
             theirs = names.name(part.name)
             shape = list(part.of(stored).shape)
             stored_as = kind
-            if len(shape) < 2 or not theirs.endswith(".weight") or any(end in theirs for end in _ALWAYS_F32):
+            if (
+                len(shape) < 2
+                or not theirs.endswith(".weight")
+                or any(end in theirs for end in _ALWAYS_F32)
+            ):
                 stored_as = "f32"
             elif kind == "q8_0" and shape[-1] % _BLOCK:
                 stored_as = "f16"
@@ -146,11 +157,15 @@ def write_adapter(source: Source, out: Path) -> None:
         raise UserError(f"{source.base} has no adapter")
     layout = read_layout(source.base)
     names = GgufNames(layout)
-    merged = MergedWeights(source.decoder(), base_tensors(source.cfg.checkpointer)[2], source.adapter)
+    merged = MergedWeights(
+        source.decoder(), base_tensors(source.cfg.checkpointer)[2], source.adapter
+    )
     merged.check(source.base)
     config = merged.config
     if config.dora:
-        raise UserError(f"{source.adapter} is DoRA, which llama.cpp does not compute; set --gguf, which merges it")
+        raise UserError(
+            f"{source.adapter} is DoRA, which llama.cpp does not compute; set --gguf, which merges it"
+        )
     if merged.rows:
         raise UserError(
             f"{source.adapter} has rows of new tokens, which llama.cpp's adapters cannot have; set --gguf, which "
@@ -181,15 +196,21 @@ def _factors(merged: MergedWeights) -> dict[str, tuple[Tensor, Tensor]]:
     return factors
 
 
-def _of_adapter(layout: Layout, names: GgufNames, updates: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[Entry]:
+def _of_adapter(
+    layout: Layout, names: GgufNames, updates: Mapping[str, tuple[Tensor, Tensor]]
+) -> Iterator[Entry]:
     for name, (a, b) in updates.items():
         if name.endswith(layout.merged_only):
-            raise UserError(f"llama.cpp computes the LoRA of {name} in another way; set --gguf, which merges it")
+            raise UserError(
+                f"llama.cpp computes the LoRA of {name} in another way; set --gguf, which merges it"
+            )
         for part in layout.parts(name):
             theirs = names.name(part.name)
             tensors = {"lora_a": part.columns_of(a), "lora_b": b[..., part.rows, :]}
             for end, tensor in tensors.items():
-                yield Entry(f"{theirs}.{end}", list(tensor.shape), "f32", partial(Tensor.contiguous, tensor))
+                yield Entry(
+                    f"{theirs}.{end}", list(tensor.shape), "f32", partial(Tensor.contiguous, tensor)
+                )
 
 
 # ---- the file, which appears once it is complete
@@ -207,7 +228,9 @@ def _write(path: Path, writer: Any, entries: Sequence[Entry]) -> None:
     for entry in entries:
         kind = gguf.GGMLQuantizationType[entry.kind.upper()]
         row = gguf.quant_shape_to_byte_shape(entry.shape, kind)
-        writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), int(np.prod(row)), raw_dtype=kind)
+        writer.add_tensor_info(
+            entry.name, entry.shape, np.dtype(np.float32), int(np.prod(row)), raw_dtype=kind
+        )
     progress = Progress(len(entries), 0, enabled=True, unit="tensor", brief=True)
     with replace_file(path) as aside:
         try:
@@ -242,7 +265,9 @@ def _stored(entry: Entry, gguf: Any) -> np.ndarray:
     if entry.kind == "f16":
         half = tensor.to(torch.float16)
         if half.isinf().any():
-            raise UserError(f"{entry.name} has values above {_LARGEST:,.0f}, the largest of f16; set --type bf16")
+            raise UserError(
+                f"{entry.name} has values above {_LARGEST:,.0f}, the largest of f16; set --type bf16"
+            )
         return half.numpy()
     values = tensor.float().numpy()
     if entry.kind == "f32":

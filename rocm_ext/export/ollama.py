@@ -62,7 +62,9 @@ class TemplateParts:
             start = f"{{{{ if .System }}}}{before}{{{{ .System }}}}{after}{{{{ else }}}}{start}{{{{ end }}}}"
         user = f'{{{{ if eq .Role "user" }}}}{self.user[0]}{{{{ .Content }}}}{self.user[1]}'
         answer = f'{{{{ else if eq .Role "assistant" }}}}{self.answer[0]}{{{{ .Content }}}}{self.answer[1]}'
-        return f"{start}{{{{ range .Messages }}}}{user}{answer}{{{{ end }}}}{{{{ end }}}}{self.last}"
+        return (
+            f"{start}{{{{ range .Messages }}}}{user}{answer}{{{{ end }}}}{{{{ end }}}}{self.last}"
+        )
 
 
 def parts(template: ChatTemplate, begin: str = "") -> TemplateParts | None:

@@ -39,7 +39,11 @@ def card(source: Source, merged: bool) -> str:
         library, relation, title = "transformers", "finetune", "fine-tuned"
     else:
         library, relation, title = "peft", "adapter", "LoRA adapter"
-    head: dict[str, object] = {"tags": _TAGS, "pipeline_tag": "text-generation", "library_name": library}
+    head: dict[str, object] = {
+        "tags": _TAGS,
+        "pipeline_tag": "text-generation",
+        "library_name": library,
+    }
     name = source.name
     if is_hub_name(name):
         head |= {"base_model": name, "base_model_relation": relation}
@@ -68,7 +72,9 @@ def card(source: Source, merged: bool) -> str:
             rows[str(number)] = part if _is_data_set(part) else Path(part).name
         lines += _table("Data", rows)
         lines += _table("Results", _results(source.run))
-    return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n" + "\n".join(lines)
+    return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n" + "\n".join(
+        lines
+    )
 
 
 def _licence(base: Path) -> dict[str, object]:
@@ -126,7 +132,10 @@ def _results(run: RunFolder) -> dict[str, str]:
     """Return the run's results: losses, and scores on held-out prompts."""
     rows: dict[str, str] = {}
     if run.family not in SAMPLED:
-        for name, column in (("validation", run.validations["val_loss"]), ("training", run.updates["loss"])):
+        for name, column in (
+            ("validation", run.validations["val_loss"]),
+            ("training", run.updates["loss"]),
+        ):
             values = column[~np.isnan(column)]
             if len(values):
                 rows[f"{name} loss, first and last"] = f"{values[0]:.4f}, {values[-1]:.4f}"
@@ -152,7 +161,9 @@ def _table(title: str, rows: Mapping[str, str]) -> list[str]:
 # ---- upload
 
 
-def push(source: Source, repo: str, card: str, folder: Path | None, files: Sequence[Path], private: bool) -> str:
+def push(
+    source: Source, repo: str, card: str, folder: Path | None, files: Sequence[Path], private: bool
+) -> str:
     """Upload an export in one commit, create the repository if it is missing, and return its address.
 
     An existing ``README.md`` is not changed.
@@ -182,7 +193,9 @@ def push(source: Source, repo: str, card: str, folder: Path | None, files: Seque
         if known is None:
             api.create_repo(repo, private=private)
         elif private and not known.private:
-            raise UserError(f"{repo} exists and is public; make it private in its settings on the hub, or name another")
+            raise UserError(
+                f"{repo} exists and is public; make it private in its settings on the hub, or name another"
+            )
         if known is not None and _CARD in [file.rfilename for file in known.siblings or ()]:
             log.warning("%s has a %s, which stays; --card FILE writes the new one", repo, _CARD)
         else:

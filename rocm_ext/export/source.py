@@ -22,7 +22,13 @@ from rocm_ext.data.template import TEMPLATE, ChatTemplate, read_template
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.adapters.merge import BESIDE_WEIGHTS, merge
-from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftConfig, base_model_name, read_peft
+from rocm_ext.model.adapters.peft_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    PeftConfig,
+    base_model_name,
+    read_peft,
+)
 from rocm_ext.model.build import build_model
 from rocm_ext.model.download import use_downloaded, use_weights
 from rocm_ext.model.families import CONFIG
@@ -94,18 +100,24 @@ def open_source(path: Path, base: Path | None = None, trusted: bool = False) -> 
             its folder.
     """
     if not path.is_dir():
-        raise UserError(f"{path} is not a folder; expected the output_dir of a run, an adapter or a model")
+        raise UserError(
+            f"{path} is not a folder; expected the output_dir of a run, an adapter or a model"
+        )
     if (path / ADAPTER_CONFIG).is_file():
         return _adapted(path, _run_of(path.resolve()), base, trusted)
     if (path / _RUN_CONFIG).is_file():
         run = RunFolder(path)
         if not (path / "adapter" / ADAPTER_WEIGHTS).is_file():
-            raise UserError(f"{path} has no adapter yet: its run has not ended; give one of its checkpoints' adapters")
+            raise UserError(
+                f"{path} has no adapter yet: its run has not ended; give one of its checkpoints' adapters"
+            )
         return _adapted(path / "adapter", run, base, trusted)
     if (path / CONFIG).is_file():
         files_of(path, BESIDE_WEIGHTS)
         return Source(path, None, None, OmegaConf.create(_of_folder(str(path))))
-    raise UserError(f"{path} holds no run ({_RUN_CONFIG}), no adapter ({ADAPTER_CONFIG}) and no model ({CONFIG})")
+    raise UserError(
+        f"{path} holds no run ({_RUN_CONFIG}), no adapter ({ADAPTER_CONFIG}) and no model ({CONFIG})"
+    )
 
 
 def _run_of(adapter: Path) -> RunFolder | None:
@@ -124,8 +136,14 @@ def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: b
         theirs = seen_from_here(run.config, run.path)
         if not trusted:
             read = ("model", "checkpointer", "chat_template_args", "chat_template_date")
-            config.check_from_folder({key: run.config.get(key) for key in read}, run.path / _RUN_CONFIG)
-        content |= {key: run.config[key] for key in ("chat_template_args", "chat_template_date") if key in run.config}
+            config.check_from_folder(
+                {key: run.config.get(key) for key in read}, run.path / _RUN_CONFIG
+            )
+        content |= {
+            key: run.config[key]
+            for key in ("chat_template_args", "chat_template_date")
+            if key in run.config
+        }
         content["model"] = dict(theirs["model"])
         content["model"] |= {key: size for key, size in sizes.items() if key in content["model"]}
         if base is None:
@@ -136,7 +154,9 @@ def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: b
     if not cfg.checkpointer.checkpoint_dir:
         raise UserError(f"{adapter} does not name its base model; set --base-model")
     if peft.base_model.endswith(SUFFIX) and not Path(cfg.checkpointer.checkpoint_dir).exists():
-        cfg.checkpointer.checkpoint_dir = cfg.model.checkpoint_dir = peft.base_model  # its folder has left the cache
+        cfg.checkpointer.checkpoint_dir = cfg.model.checkpoint_dir = (
+            peft.base_model
+        )  # its folder has left the cache
     use_downloaded(cfg, _HERE)
     folder = Path(cfg.checkpointer.checkpoint_dir)
     if not (folder / CONFIG).is_file():
@@ -164,7 +184,9 @@ def write_merged(source: Source, out: Path, card: Callable[[], str]) -> None:
     if out.exists() and (not out.name or not out.is_dir() or any(out.iterdir())):  # "." has no name
         raise UserError(f"{out} exists; choose a new folder")
     text, stops = card(), ids_in(source.base, EOS)  # before anything is written
-    more = [number for number in source.tokenizer.stop_tokens if number not in stops] if stops else []
+    more = (
+        [number for number in source.tokenizer.stop_tokens if number not in stops] if stops else []
+    )
 
     def complete(folder: Path) -> None:
         (folder / "README.md").write_text(text, encoding="utf-8")
@@ -181,7 +203,11 @@ def _of_folder(folder: str, peft: PeftConfig | None = None) -> dict[str, Any]:
     """Return :class:`Source`'s ``cfg`` for a model's folder."""
     model: dict[str, object] = {config.COMPONENT: FROM_CHECKPOINT, "checkpoint_dir": folder}
     if peft is not None:
-        model |= {"lora_rank": peft.rank, "lora_alpha": peft.alpha, "use_dora": False}  # merging needs no layers
+        model |= {
+            "lora_rank": peft.rank,
+            "lora_alpha": peft.alpha,
+            "use_dora": False,
+        }  # merging needs no layers
         model |= {"target_parameters": list(peft.parameters)} if peft.parameters else {}
     defaults = config.defaults(SFT)
     return {

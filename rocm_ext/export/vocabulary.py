@@ -20,7 +20,15 @@ from rocm_ext.export.source import Source
 from rocm_ext.model.weights.llama_cpp import CONVERTER, Layout, library
 
 # llama.cpp keeps these tokens of Gemma 4 in the text, for its parsers of tools and reasoning
-_SHOWN = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
+_SHOWN = (
+    "<|channel>",
+    "<channel|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    "<tool_response|>",
+    '<|"|>',
+)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # SentencePiece's
 _TURN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -73,10 +81,15 @@ def _splitting(path: Path, content: Json) -> str:
     normalizer = content.get("normalizer")
     nothing = {"type": "Sequence", "normalizers": []}
     if normalizer not in (None, {"type": "NFC"}, nothing):
-        _refuse(path, f"normalizer is {normalizer.get('type') if isinstance(normalizer, Mapping) else '?'}")
+        _refuse(
+            path,
+            f"normalizer is {normalizer.get('type') if isinstance(normalizer, Mapping) else '?'}",
+        )
     pre = content.get("pre_tokenizer") or {}
     name = pre_tokenizers.name_of(pre)
-    if name is None or (content["model"].get("ignore_merges") and name not in pre_tokenizers.WHOLE_WORDS):
+    if name is None or (
+        content["model"].get("ignore_merges") and name not in pre_tokenizers.WHOLE_WORDS
+    ):
         kinds = [step.get("type") for step in pre.get("pretokenizers", [pre])]
         _refuse(path, f"pre_tokenizer {' and '.join(map(str, kinds))} has unknown rules")
     return name
@@ -88,7 +101,12 @@ def _begins_with_space(path: Path, content: Json) -> bool:
     steps = steps.get("normalizers", [steps] if steps else [])
     before = content.get("pre_tokenizer")
     # where the normalizer has replaced all spaces, this splits nothing
-    idle = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    idle = {
+        "type": "Split",
+        "pattern": {"String": " "},
+        "behavior": "MergedWithPrevious",
+        "invert": False,
+    }
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepends = {"type": "Prepend", "prepend": _SPACE}
     if before in (None, idle) and steps in ([replaces], [prepends, replaces]):
@@ -120,7 +138,9 @@ def _tokens(content: Json, size: int) -> tuple[list[str], list[int]]:
     added = content.get("added_tokens") or []
     most = max(chain(vocabulary.values(), (token["id"] for token in added)))
     if most >= size:
-        raise UserError(f"{TOKENIZER} has the token {most}, but the model has {size} tokens; download both again")
+        raise UserError(
+            f"{TOKENIZER} has the token {most}, but the model has {size} tokens; download both again"
+        )
     for text, number in vocabulary.items():
         is_byte = model.get("byte_fallback") and _BYTE.fullmatch(text)
         texts[number] = text

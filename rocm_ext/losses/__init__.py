@@ -47,7 +47,9 @@ def objective_of(loss: Any) -> Objective:
     from torchtune.modules.loss import CEWithChunkedOutputLoss
     from torchtune.rlhf.loss import DPOLoss, RSOLoss
 
-    plain = isinstance(loss, nn.CrossEntropyLoss) and loss.weight is None and loss.label_smoothing == 0
+    plain = (
+        isinstance(loss, nn.CrossEntropyLoss) and loss.weight is None and loss.label_smoothing == 0
+    )
     if (plain or isinstance(loss, CEWithChunkedOutputLoss)) and loss.ignore_index == IGNORE_INDEX:
         return CrossEntropy()
     if isinstance(loss, DPOLoss):
@@ -92,4 +94,6 @@ def check_columns(objective: Objective, available: Collection[str]) -> None:
     if missing:
         loss = type(objective).__name__
         cure = next((cure for name, cure in _CURES.items() if name in objective.columns), "")
-        raise UserError(f"loss {loss} needs the columns {', '.join(missing)}, which the rows do not have{cure}")
+        raise UserError(
+            f"loss {loss} needs the columns {', '.join(missing)}, which the rows do not have{cure}"
+        )

@@ -64,7 +64,12 @@ class Distillation(Objective):
     """
 
     def __init__(
-        self, loss: str = "jsd", *, beta: float = 1.0, temperature: float = 1.0, chunk_tokens: int | None = None
+        self,
+        loss: str = "jsd",
+        *,
+        beta: float = 1.0,
+        temperature: float = 1.0,
+        chunk_tokens: int | None = None,
     ) -> None:
         super().__init__(chunk_tokens=chunk_tokens)
         check({"loss": loss, "beta": beta, "temperature": temperature}, _KINDS, "loss.")
@@ -90,7 +95,9 @@ class Distillation(Objective):
         logits = self.teacher.logits(columns[HIDDEN])
         return logits if self.temperature == 1 else logits / self.temperature
 
-    def compare(self, logits: Tensor, other: Tensor | None, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    def compare(
+        self, logits: Tensor, other: Tensor | None, gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the divergence [n] between the model's ``logits`` and ``other``, and its gradient [n, v], in fp32."""
         if other is None:
             other = torch.zeros_like(logits)
@@ -114,7 +121,9 @@ def loss_config(cfg: DictConfig) -> dict[str, object]:
     return {COMPONENT: name, "loss": cfg.loss, "beta": cfg.beta, "temperature": temperature}
 
 
-def divergence(model: Tensor, teacher: Tensor, beta: float, gradient: bool) -> tuple[Tensor, Tensor | None]:
+def divergence(
+    model: Tensor, teacher: Tensor, beta: float, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
     """Return the generalised Jensen-Shannon divergence of two distributions, and its gradient by the model's logits.
 
     Args:

@@ -58,13 +58,18 @@ class Tally:
     def highest(self, name: str, values: Tensor) -> None:
         """Add ``values``, of any shape but not empty, to the maximum ``name``."""
         value = values.max().double()
-        self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+        self._maxima[name] = (
+            torch.maximum(self._maxima[name], value) if name in self._maxima else value
+        )
 
     def result(self, ranks: Ranks) -> dict[str, float]:
         """Return means and maxima by name over all ranks. All ranks call this, also those without measurements."""
         tensors = [*self._sums.values(), *self._counts.values(), *self._maxima.values()]
         values = iter(torch.stack(tensors).tolist() if tensors else [])  # waits for the device once
-        of_rank = [{name: next(values) for name in parts} for parts in (self._sums, self._counts, self._maxima)]
+        of_rank = [
+            {name: next(values) for name in parts}
+            for parts in (self._sums, self._counts, self._maxima)
+        ]
         sums: dict[str, float] = {}
         counts: dict[str, float] = {}
         maxima: dict[str, float] = {}
@@ -74,7 +79,9 @@ class Tally:
                 counts[name] = counts.get(name, 0.0) + rank_counts[name]
             for name, value in rank_maxima.items():
                 maxima[name] = max(value, maxima.get(name, value))
-        means = {name: total / (counts[name] or 1.0) for name, total in sums.items()}  # all weights may be 0
+        means = {
+            name: total / (counts[name] or 1.0) for name, total in sums.items()
+        }  # all weights may be 0
         return means | maxima
 
 
@@ -195,7 +202,12 @@ class Objective(ABC):
         return self.chunk_tokens or _CHUNK.get(device.type, 256)
 
     def __call__(
-        self, head: Head, hidden: Tensor, targets: Tensor, columns: Mapping[str, Tensor], sequence: Tensor
+        self,
+        head: Head,
+        hidden: Tensor,
+        targets: Tensor,
+        columns: Mapping[str, Tensor],
+        sequence: Tensor,
     ) -> Tensor:
         """Sum the objective over the labels of a micro-batch.
 
@@ -225,8 +237,15 @@ class CrossEntropy(Objective):
 class _Labels:
     """The labels of a micro-batch, with their columns, sequences and weights."""
 
-    def __init__(self, objective: Objective, targets: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> None:
-        self.objective, self.targets, self.columns, self.sequence = objective, targets, columns, sequence
+    def __init__(
+        self, objective: Objective, targets: Tensor, columns: Mapping[str, Tensor], sequence: Tensor
+    ) -> None:
+        self.objective, self.targets, self.columns, self.sequence = (
+            objective,
+            targets,
+            columns,
+            sequence,
+        )
         self._weights, of_rows = objective.weights(sequence), columns.get("weight")
         if of_rows is not None:
             self._weights = of_rows if self._weights is None else self._weights * of_rows
@@ -255,7 +274,8 @@ class _Labels:
         # the second pass draws the same dropout in the head
         with torch.no_grad(), torch.random.fork_rng([hidden.device] if hidden.is_cuda else []):
             nll = [
-                _nll(self.logits(head, hidden[rows]), self.targets[rows], gradient=False)[0] for rows in self.chunks()
+                _nll(self.logits(head, hidden[rows]), self.targets[rows], gradient=False)[0]
+                for rows in self.chunks()
             ]
         self._ahead = self.objective.terms(torch.cat(nll), self.columns, self.sequence)
 
@@ -294,7 +314,11 @@ class _Labels:
         """
         log_probabilities = logits.log_softmax(dim=-1, dtype=torch.float32)
         negative = (log_probabilities.exp() * log_probabilities).sum(dim=-1, keepdim=True)
-        scale = self.objective.entropy_coef * self.objective.entropy_weight / (1 if self.scale is None else self.scale)
+        scale = (
+            self.objective.entropy_coef
+            * self.objective.entropy_weight
+            / (1 if self.scale is None else self.scale)
+        )
         if gradient is not None:  # d sum(p log p) / d logits = p (log p - sum(p log p))
             gradient += scale * log_probabilities.exp() * (log_probabilities - negative)
         return (scale * negative).sum()
@@ -319,14 +343,18 @@ class _Summed(torch.autograd.Function):
                 total += labels.add_negative_entropy(logits.detach(), rows, grad_logits)
             if not train:
                 continue
-            first, *rest = torch.autograd.grad(logits, (h, *parameters), grad_logits.to(logits.dtype))
+            first, *rest = torch.autograd.grad(
+                logits, (h, *parameters), grad_logits.to(logits.dtype)
+            )
             grad_hidden[rows] = first
             for sum_, grad in zip(grads, rest, strict=True):
                 sum_ += grad
             del logits, grad_logits, other  # frees them before the next chunk's logits exist
         ctx.scale = labels.scale
         if train:
-            ctx.save_for_backward(grad_hidden, *(g.to(p.dtype) for g, p in zip(grads, parameters, strict=True)))
+            ctx.save_for_backward(
+                grad_hidden, *(g.to(p.dtype) for g, p in zip(grads, parameters, strict=True))
+            )
         return total if labels.scale is None else total * labels.scale
 
     @staticmethod
@@ -351,5 +379,7 @@ def _nll(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Any]:
     nll = -log_probabilities.gather(-1, targets[:, None]).squeeze(-1)
     # d nll / d logits = softmax - onehot; the logits stay intact, because a head such as tanh needs its output again
     probabilities = log_probabilities.exp_()
-    probabilities.scatter_add_(-1, targets[:, None], probabilities.new_full((len(targets), 1), -1.0))
+    probabilities.scatter_add_(
+        -1, targets[:, None], probabilities.new_full((len(targets), 1), -1.0)
+    )
     return nll, probabilities

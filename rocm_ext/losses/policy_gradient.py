@@ -102,8 +102,17 @@ class PolicyGradient(Objective):
         entropy_coef: float = 0.0,
         chunk_tokens: int | None = None,
     ) -> None:
-        limits = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual, "kl_in": kl_in}
-        weights = {"mismatch": mismatch, "mismatch_level": mismatch_level, "mismatch_limits": mismatch_limits}
+        limits = {
+            "clip_low": clip_low,
+            "clip_high": clip_high,
+            "clip_dual": clip_dual,
+            "kl_in": kl_in,
+        }
+        weights = {
+            "mismatch": mismatch,
+            "mismatch_level": mismatch_level,
+            "mismatch_limits": mismatch_limits,
+        }
         numbers = {"kl_coef": kl_coef, "entropy_coef": entropy_coef, "temperature": temperature}
         check({"loss": loss, **weights, **limits, **numbers}, _KINDS, "loss.")
         kind = ALGORITHMS[loss]
@@ -111,7 +120,9 @@ class PolicyGradient(Objective):
         self.clip_dual = None if self.clip_dual == "none" else self.clip_dual
         normalize = kind.normalize if normalize is None else normalize
         if normalize is None:
-            raise UserError(f"loss {loss} divides by a constant: set normalize to the maximum length of an answer")
+            raise UserError(
+                f"loss {loss} divides by a constant: set normalize to the maximum length of an answer"
+            )
         if kind.ratio == "none" and not on_policy:
             raise UserError(
                 f"loss {loss} has no ratio, so it takes one update per sampled answer; "
@@ -121,7 +132,10 @@ class PolicyGradient(Objective):
         self.kind, self.on_policy = kind, on_policy
         self.kl_coef, self.temperature, self.entropy_coef = kl_coef, temperature, entropy_coef
         self.mismatch, self.mismatch_level = mismatch, mismatch_level
-        self.mismatch_limits = limits_of(mismatch, mismatch_level, mismatch_limits) or [0.0, 1.0]  # [0, 1]: not read
+        self.mismatch_limits = limits_of(mismatch, mismatch_level, mismatch_limits) or [
+            0.0,
+            1.0,
+        ]  # [0, 1]: not read
         of_sequence = kind.ratio == "sequence" and (not on_policy or mismatch != "none")
         self.whole_sequences = of_sequence or (mismatch != "none" and mismatch_level != "token")
         self.columns = (
@@ -149,7 +163,9 @@ class PolicyGradient(Objective):
             value, derivative = value + slope * distance / 2, derivative + slope
         return value, derivative
 
-    def _surrogate(self, nll: Tensor, old: Tensor, advantages: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
+    def _surrogate(
+        self, nll: Tensor, old: Tensor, advantages: Tensor, sequence: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return value and derivative, both [n], before weights of mismatch and KL."""
         if self.kind.ratio == "none":
             return advantages * nll, advantages
@@ -169,11 +185,20 @@ class PolicyGradient(Objective):
             return _mean_over_sequences(log_ratio, sequence)
         return log_ratio
 
-    def _measure(self, tally: Tally, nll: Tensor, old: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> None:
+    def _measure(
+        self,
+        tally: Tally,
+        nll: Tensor,
+        old: Tensor,
+        columns: Mapping[str, Tensor],
+        sequence: Tensor,
+    ) -> None:
         probability, advantages = (-nll).exp(), columns["advantages"]
         gradient = advantages.abs() * (1 - probability)
         tally.mean("token_gradient", gradient)
-        tally.mean("improbable_share", (advantages < 0) & (probability < 0.5), gradient.double() ** 2)
+        tally.mean(
+            "improbable_share", (advantages < 0) & (probability < 0.5), gradient.double() ** 2
+        )
         if not self.on_policy:
             ratio = _ratio(self._log_ratio(nll, old, sequence))
             tally.mean("ratio_mean", ratio)
@@ -201,14 +226,27 @@ class PolicyGradient(Objective):
         outside = (weight < lowest) | (weight > highest)
         if self.tally is not None:
             self.tally.mean("mismatch_limited", outside)
-        return weight.clamp(lowest, highest) if self.mismatch == "truncate" else torch.where(outside, 0.0, weight)
+        return (
+            weight.clamp(lowest, highest)
+            if self.mismatch == "truncate"
+            else torch.where(outside, 0.0, weight)
+        )
 
 
 def loss_config(cfg: DictConfig) -> dict[str, object]:
     """Return the loss component for a GRPO config; a component as ``loss`` stays as it is."""
     if OmegaConf.is_dict(cfg.loss):
         return OmegaConf.to_container(cfg.loss)  # type: ignore[return-value]
-    same = ("loss", "clip_low", "clip_high", "clip_dual", "kl_coef", "kl_in", "temperature", "entropy_coef")
+    same = (
+        "loss",
+        "clip_low",
+        "clip_high",
+        "clip_dual",
+        "kl_coef",
+        "kl_in",
+        "temperature",
+        "entropy_coef",
+    )
     mismatch = ("mismatch", "mismatch_level", "mismatch_limits")
     return {
         COMPONENT: "rocm_ext.losses.PolicyGradient",
@@ -228,4 +266,6 @@ def _divergence(distance: Tensor) -> Tensor:
 
 
 def _mean_over_sequences(values: Tensor, sequence: Tensor) -> Tensor:
-    return sum_over_sequences(values, sequence) / sum_over_sequences(torch.ones_like(values), sequence)
+    return sum_over_sequences(values, sequence) / sum_over_sequences(
+        torch.ones_like(values), sequence
+    )

@@ -20,7 +20,9 @@ _BETTER = {
     **dict.fromkeys(("reward_rejected", "logprobs_rejected"), "lower"),
 }
 Slopes = tuple[Tensor, Tensor, Tensor]  # value, derivatives with respect to both scores
-Loss = Callable[[Tensor, Tensor, float, float, float], Slopes]  # scores of both sides, beta, label smoothing, gamma
+Loss = Callable[
+    [Tensor, Tensor, float, float, float], Slopes
+]  # scores of both sides, beta, label smoothing, gamma
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class _Kind:
     nll: float = 0.0
 
 
-def _logistic(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float) -> Slopes:
+def _logistic(
+    chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
+) -> Slopes:
     margin = beta * (chosen - rejected) - gamma
     value = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
     slope = beta * (smoothing - torch.sigmoid(-margin))
@@ -91,7 +95,10 @@ UNPAIRED = ("kto", "apo_zero_unpaired")
 
 def _named(losses: Iterable[str], other: str) -> Kind:
     names = list(losses)
-    return Kind(lambda value: value in names, (f"one of {', '.join(names)}", f"loss: rocm_ext.losses.{other}"))
+    return Kind(
+        lambda value: value in names,
+        (f"one of {', '.join(names)}", f"loss: rocm_ext.losses.{other}"),
+    )
 
 
 _PAIRED_KINDS = {
@@ -156,7 +163,11 @@ class Preference(Objective):
         chunk_tokens: int | None = None,
     ) -> None:
         given = {"loss": loss, "beta": beta, "label_smoothing": label_smoothing, "gamma": gamma}
-        check(given | {"rpo_alpha": rpo_alpha, "length_normalized": length_normalized}, _PAIRED_KINDS, "loss.")
+        check(
+            given | {"rpo_alpha": rpo_alpha, "length_normalized": length_normalized},
+            _PAIRED_KINDS,
+            "loss.",
+        )
         kind = LOSSES[loss]
         if label_smoothing and not kind.smooth:
             raise UserError(f"loss {loss} has no label_smoothing; sigmoid and simpo have it")
@@ -164,7 +175,12 @@ class Preference(Objective):
             raise UserError(f"loss {loss} has no gamma; simpo has it")
         super().__init__(0.5, chunk_tokens)  # a pair is two sequences
         beta = kind.beta if beta is None else beta
-        self.kind, self.beta, self.label_smoothing, self.nll = kind, beta, label_smoothing, kind.nll + rpo_alpha
+        self.kind, self.beta, self.label_smoothing, self.nll = (
+            kind,
+            beta,
+            label_smoothing,
+            kind.nll + rpo_alpha,
+        )
         self.gamma = (kind.gamma or 0.0) * beta if gamma is None else gamma
         self.length_normalized = kind.normalized if length_normalized is None else length_normalized
         self.columns = (SIDE, *[REFERENCE] * kind.reference)
@@ -183,20 +199,31 @@ class Preference(Objective):
         chosen_score = _sum(logprobs * chosen, pair) / chosen_divisor
         rejected_score = _sum(logprobs * rejected, pair) / rejected_divisor
         scores = chosen_score, rejected_score
-        value, by_chosen, by_rejected = self.kind.loss(*scores, self.beta, self.label_smoothing, self.gamma)
+        value, by_chosen, by_rejected = self.kind.loss(
+            *scores, self.beta, self.label_smoothing, self.gamma
+        )
         if self.tally is not None:
             sums = _sum(-nll * chosen, pair), _sum(-nll * rejected, pair)
             self._measure(self.tally, scores, sums, _sum(chosen, pair) > 0)
             if self.kind.reference:
                 self.tally.mean("kl", _divergence(logprobs))
         # the NLL is minus the log-prob
-        derivative = -(by_chosen / chosen_divisor)[pair] * chosen - (by_rejected / rejected_divisor)[pair] * rejected
+        derivative = (
+            -(by_chosen / chosen_divisor)[pair] * chosen
+            - (by_rejected / rejected_divisor)[pair] * rejected
+        )
         if self.nll:
             value = value + self.nll * _sum(nll * chosen, pair) / chosen_labels
             derivative = derivative + self.nll * chosen / chosen_labels[pair]
         return (value / (chosen_labels + rejected_labels))[pair], derivative
 
-    def _measure(self, tally: Tally, scores: tuple[Tensor, Tensor], sums: tuple[Tensor, Tensor], pairs: Tensor) -> None:
+    def _measure(
+        self,
+        tally: Tally,
+        scores: tuple[Tensor, Tensor],
+        sums: tuple[Tensor, Tensor],
+        pairs: Tensor,
+    ) -> None:
         """Measure scores and sums of log-probs of both sides [n]; ``pairs`` [n] marks the entries that are pairs."""
         chosen, rejected = (self.beta * score for score in scores)
         tally.mean("reward_chosen", chosen, pairs)
@@ -253,14 +280,20 @@ class UnpairedPreference(Objective):
         weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
         check({"loss": loss, "beta": beta, **weights}, _SINGLE_KINDS, "loss.")
         super().__init__(1.0, chunk_tokens)
-        self.beta, self.desirable_weight, self.undesirable_weight = beta, desirable_weight, undesirable_weight
+        self.beta, self.desirable_weight, self.undesirable_weight = (
+            beta,
+            desirable_weight,
+            undesirable_weight,
+        )
         self.baseline: float | None = 0.0 if loss == "kto" else None
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
         """Return the terms of :meth:`Objective.terms`; the labels of an answer share its value equally."""
         side = columns[SIDE]
         logprobs = -nll - columns[REFERENCE]
-        labels = sum_over_sequences(torch.ones_like(nll), sequence)  # number of labels of the label's answer
+        labels = sum_over_sequences(
+            torch.ones_like(nll), sequence
+        )  # number of labels of the label's answer
         reward = self.beta * sum_over_sequences(logprobs, sequence)
         margin = side * (reward - self.beta * (self.baseline or 0.0))
         missed = torch.sigmoid(-margin)

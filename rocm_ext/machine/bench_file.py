@@ -54,7 +54,9 @@ class BenchFile:
                 settings["compile"] = content["settings"]["compile"]
                 if type(settings["compile"]) is int or settings["compile"] not in COMPILE:
                     raise ValueError(f"compile is {settings['compile']!r}")
-            return cls(str(content["date"]), dict(content["machine"]), {"flops": flops, **others}, settings)
+            return cls(
+                str(content["date"]), dict(content["machine"]), {"flops": flops, **others}, settings
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"cannot read {path} as a file of `rocm-ext bench` ({one_line(error)}); measure again: rocm-ext bench"

@@ -37,7 +37,9 @@ class HostMemory:
     carve_out: int | None = None
 
 
-def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/"), taken: int = 0) -> Budget:
+def memory_budget(
+    profile: Profile, machine: Machine, root: Path = Path("/"), taken: int = 0
+) -> Budget:
     """The bytes that one process may take on its device now.
 
     Args:
@@ -53,7 +55,9 @@ def memory_budget(profile: Profile, machine: Machine, root: Path = Path("/"), ta
         UserError: unified memory has nothing left after the host's share.
     """
     gtt, carve_out = shared_memory(root)
-    host = HostMemory(host_memory(root, "MemTotal"), host_memory(root, "MemAvailable"), gtt, carve_out)
+    host = HostMemory(
+        host_memory(root, "MemTotal"), host_memory(root, "MemAvailable"), gtt, carve_out
+    )
     return budget_from(profile, machine, host, taken)
 
 
@@ -71,7 +75,9 @@ def budget_from(profile: Profile, machine: Machine, host: HostMemory, taken: int
     if kind == "device":
         return _share_of(profile, machine.total_memory, "the GPU's")
     if uses_carve_out(host.gtt, host.carve_out):  # takes no host memory
-        return int(0.95 * machine.total_memory), f"95% of the carve-out's {gib(machine.total_memory)}"
+        return int(
+            0.95 * machine.total_memory
+        ), f"95% of the carve-out's {gib(machine.total_memory)}"
     limits = [_share_of(profile, machine.total_memory, "total_memory")]
     if host.gtt is not None:
         limits.append(_share_of(profile, host.gtt, "GTT"))
@@ -82,7 +88,8 @@ def budget_from(profile: Profile, machine: Machine, host: HostMemory, taken: int
     room = _host_share(profile, host.total) // 2
     if free <= room:
         raise UserError(
-            f"unified memory: MemAvailable is {gib(free)}, the host keeps {gib(room)}. Free host memory", RETRY
+            f"unified memory: MemAvailable is {gib(free)}, the host keeps {gib(room)}. Free host memory",
+            RETRY,
         )
     limits.append((free - room, f"MemAvailable {gib(free)} less {gib(room)}"))
     return _least(limits)
@@ -175,7 +182,9 @@ def open_device(
     if kind == "cpu":
         if memory_fraction is not None:
             raise UserError("memory_fraction caps a GPU's memory; on the CPU leave it null")
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns about missing GPU kernels on a CPU
+        os.environ.setdefault(
+            "TRANSFORMERS_VERBOSITY", "error"
+        )  # it warns about missing GPU kernels on a CPU
         return torch.device("cpu")
     if kind != "cuda" or local_rank >= machine.gpu_count:
         raise UserError(

@@ -30,13 +30,18 @@ HARDWARE_LOG = "hardware.jsonl"  # in a run's folder; a line is what Counters.re
 _Values = dict[str, float | None]  # unreadable counters are None
 _NvidiaGpu = tuple[str, str, Callable[[], _Values]]  # PCI address, name and reader
 _TAIL = 1 << 20  # bytes; a line is a few kB at most
-_PATIENCE = 2  # seconds to wait for the last reading; the files of a GPU that hangs may block for long
+_PATIENCE = (
+    2  # seconds to wait for the last reading; the files of a GPU that hangs may block for long
+)
 
 _NO_PYNVML = (
     "an NVIDIA driver is here, but the package that reads its counters is missing: pip install nvidia-ml-py "
     "(or torchtune-rocm[nvidia])"
 )
-_NVIDIA = ("/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libnvidia-ml.so.1")  # the second on WSL2
+_NVIDIA = (
+    "/proc/driver/nvidia/version",
+    "/usr/lib/wsl/lib/libnvidia-ml.so.1",
+)  # the second on WSL2
 _ID_FILES = ("usr/share/libdrm/amdgpu.ids", "opt/amdgpu/share/libdrm/amdgpu.ids")
 _MEMORY = ("vram_used", "vram_total", "gtt_used", "gtt_total")
 _MOST = {  # larger values are impossible
@@ -106,7 +111,9 @@ class Counters:
 
     def _amd(self, card: Path) -> dict[str, str | float]:
         device = card / "device"
-        slot = re.search(r"^PCI_SLOT_NAME=([0-9a-f:.]+)$", read_text(device / "uevent"), re.MULTILINE)
+        slot = re.search(
+            r"^PCI_SLOT_NAME=([0-9a-f:.]+)$", read_text(device / "uevent"), re.MULTILINE
+        )
         name = "".join(filter(str.isprintable, self._name(device)))
         address = slot[1] if slot else card.name
         return {"id": address, "name": name, **_plausible(_read_amd(device))}
@@ -115,7 +122,9 @@ class Counters:
         product = read_text(device / "product_name")  # Instinct only
         if product:
             return product
-        number, revision = (read_text(device / file).removeprefix("0x").upper() for file in ("device", "revision"))
+        number, revision = (
+            read_text(device / file).removeprefix("0x").upper() for file in ("device", "revision")
+        )
         if (number, revision) not in self._known:
             name = f"AMD GPU {number}".strip()
             line = rf"^{re.escape(number)},\s*{re.escape(revision)},\s*(.+)$"
@@ -142,7 +151,9 @@ class Counters:
                     self.notes.append(f"NVIDIA GPU {index} does not answer")
         except ImportError:
             self.notes.append(_NO_PYNVML)
-        except Exception as error:  # NVMLError, or an error of ctypes where the library has another version
+        except (
+            Exception
+        ) as error:  # NVMLError, or an error of ctypes where the library has another version
             self.notes.append(f"the counters of the NVIDIA GPUs cannot be read: {one_line(error)}")
         return gpus
 
@@ -168,7 +179,9 @@ class Counters:
 def _read_amd(device: Path) -> _Values:
     """Files and units: docs.kernel.org/gpu/amdgpu/thermal.html and driver-misc.html."""
     values: _Values = {key: read_number(device / f"mem_info_{key}") for key in _MEMORY}
-    if read_text(device / "power/runtime_status") == "suspended":  # older kernels wake it up: rocm-systems#8024
+    if (
+        read_text(device / "power/runtime_status") == "suspended"
+    ):  # older kernels wake it up: rocm-systems#8024
         return values
     values["busy"] = read_number(device / "gpu_busy_percent")
     monitors = listing(device / "hwmon")
@@ -212,12 +225,18 @@ def _nvidia_gpu(nvml: Any, index: int) -> _NvidiaGpu:
             "vram_used": _attempt(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
             "vram_total": _attempt(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total),
             "power": _attempt(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
-            "temperature": _attempt(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+            "temperature": _attempt(
+                lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+            ),
             "clock": _attempt(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-            "memory_clock": _attempt(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
+            "memory_clock": _attempt(
+                lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)
+            ),
         }
 
-    address = _string(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()  # 00000000:0F:00.0, with four zeros too many
+    address = _string(
+        nvml.nvmlDeviceGetPciInfo(handle).busId
+    ).lower()  # 00000000:0F:00.0, with four zeros too many
     return address[-12:], _string(nvml.nvmlDeviceGetName(handle)), read
 
 
@@ -285,7 +304,9 @@ class HardwareLog:
 
 
 @contextmanager
-def recording(folder: Path, seconds: float | None, root: Path = Path("/"), name: str = HARDWARE_LOG) -> Iterator[None]:
+def recording(
+    folder: Path, seconds: float | None, root: Path = Path("/"), name: str = HARDWARE_LOG
+) -> Iterator[None]:
     """Context in which a thread writes readings to a file.
 
     A failure of the thread does not stop the run. The thread draws no random numbers and does not use torch.
@@ -312,7 +333,11 @@ def recording(folder: Path, seconds: float | None, root: Path = Path("/"), name:
                 while not stop.wait(seconds):
                     file.write(counters.read())
         except OSError as error:
-            log.warning("%s: %s; hardware is no longer recorded, the run continues", path, error.strerror or error)
+            log.warning(
+                "%s: %s; hardware is no longer recorded, the run continues",
+                path,
+                error.strerror or error,
+            )
 
     thread = threading.Thread(target=record, name="hardware counters", daemon=True)
     thread.start()

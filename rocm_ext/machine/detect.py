@@ -68,7 +68,9 @@ class Machine:
     bf16: bool  # computed natively, not emulated
     arch: str | None = None  # "gfx1151", "sm_90"
     name: str | None = None
-    gpu_count: int = 0  # the first GPU and the equal ones that follow it: ranks can use these together
+    gpu_count: int = (
+        0  # the first GPU and the equal ones that follow it: ranks can use these together
+    )
     unified: bool = False  # host and device share one memory
     kernel: str = ""  # Linux: "6.18.4-arch1-1"
     wsl: bool = False
@@ -119,7 +121,9 @@ def _torch_gpu(properties: Any) -> TorchGpu:
     )
 
 
-def describe(torch: Torch, system: str, environ: Mapping[str, str], host_total: int, root: Path) -> Machine:
+def describe(
+    torch: Torch, system: str, environ: Mapping[str, str], host_total: int, root: Path
+) -> Machine:
     """Describe a machine from torch's report and the system's files.
 
     Args:

@@ -20,7 +20,9 @@ ALLOCATOR_VARIABLES = ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYT
 _CONDITIONS = {  # of Variable.when
     "always": lambda profile, machine, environ: True,
     # a chip that borrows the profile would run kernels of another architecture
-    "arch_missing": lambda profile, machine, environ: not machine.has_kernels and profile.is_for(machine.arch),
+    "arch_missing": lambda profile, machine, environ: (
+        not machine.has_kernels and profile.is_for(machine.arch)
+    ),
     "several_ranks": lambda profile, machine, environ: int(environ.get("WORLD_SIZE", 1)) > 1,
 }
 
@@ -42,7 +44,9 @@ def environment_for(profile: Profile, machine: Machine, environ: Environ) -> dic
 def _missing(profile: Profile, environ: Environ) -> dict[str, Variable]:
     """The profile's variables that the user has not set."""
     taken = set(environ)
-    if not taken.isdisjoint(ALLOCATOR_VARIABLES):  # the user configures the allocator under one of its names
+    if not taken.isdisjoint(
+        ALLOCATOR_VARIABLES
+    ):  # the user configures the allocator under one of its names
         taken.update(ALLOCATOR_VARIABLES)
     return {name: variable for name, variable in profile.environment.items() if name not in taken}
 
@@ -71,7 +75,9 @@ class Conflict:
         return f"{self.setting}: {self.why}. Fix: unset {' '.join(self.variables)}"
 
 
-def environment_conflicts(profile: Profile, machine: Machine, environ: Environ) -> Iterator[Conflict]:
+def environment_conflicts(
+    profile: Profile, machine: Machine, environ: Environ
+) -> Iterator[Conflict]:
     """The variables in ``environ`` that contradict one another, do harm or do nothing on an AMD machine."""
     if machine.torch_build != "rocm" and profile.match.get("backend") != "rocm":
         return
@@ -113,7 +119,9 @@ def preset(profile: Profile) -> list[str]:
     put(added)
     if not added or "torch" not in sys.modules:
         return []
-    return [f"torch was imported before these variables were set; `tune run` sets them in time, or: {_export(added)}"]
+    return [
+        f"torch was imported before these variables were set; `tune run` sets them in time, or: {_export(added)}"
+    ]
 
 
 def _export(added: Mapping[str, Variable]) -> str:
@@ -162,11 +170,17 @@ def apply_environment(profile: Profile, machine: Machine, restart: bool = False)
     if restart and added.keys() - before and not interactive and not from_stdin:
         replace_process(this_command())
     lines = check_environment(profile, machine, os.environ)
-    settings = [f"{name}={os.environ[name]}" for name in profile.environment if name in ours and name in os.environ]
+    settings = [
+        f"{name}={os.environ[name]}"
+        for name in profile.environment
+        if name in ours and name in os.environ
+    ]
     if settings:
         lines.append(f"environment: {' '.join(settings)} (`rocm-ext doctor` says why)")
     if added and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-        lines.append(f"HIP has already started without these; before starting Python: {_export(added)}")
+        lines.append(
+            f"HIP has already started without these; before starting Python: {_export(added)}"
+        )
     return lines
 
 
@@ -181,6 +195,8 @@ def replace_process(command: list[str]) -> None:
     sys.stderr.flush()
     if os.name == "nt":  # Windows' exec starts a second process, and the shell does not wait for it
         process = subprocess.Popen(command)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the program decides when it ends
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # Ctrl-C reaches both; the program decides when it ends
         sys.exit(process.wait())
     os.execve(sys.executable, command, os.environ)

@@ -44,7 +44,10 @@ def pick_dtype(requested: str, machine: Machine) -> tuple[torch.dtype, str]:
     if requested == "auto":
         if machine.bf16:
             return torch.bfloat16, f"{where} computes bf16 natively"
-        return torch.float32, f"{where} has no native bf16; fp16 needs loss scaling, so it is never automatic"
+        return (
+            torch.float32,
+            f"{where} has no native bf16; fp16 needs loss scaling, so it is never automatic",
+        )
     if requested not in DTYPES:
         near = difflib.get_close_matches(str(requested), [*DTYPES, "auto"], n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -57,7 +60,10 @@ def pick_dtype(requested: str, machine: Machine) -> tuple[torch.dtype, str]:
             )
         return torch.bfloat16, "as configured; this CPU emulates bf16, slowly"
     if requested == "fp16":
-        return torch.float16, "as configured; trains with loss scaling, as gradients under 6e-8 vanish in fp16"
+        return (
+            torch.float16,
+            "as configured; trains with loss scaling, as gradients under 6e-8 vanish in fp16",
+        )
     return DTYPES[requested], "as configured"
 
 
@@ -122,10 +128,15 @@ def canaries(
     Returns:
         One check per computation. An error on the device is a failed check, not an exception.
     """
-    other_torch = "use another torch or ROCm release; on AMD, unset PYTORCH_HIP_ALLOC_CONF and try again"
+    other_torch = (
+        "use another torch or ROCm release; on AMD, unset PYTORCH_HIP_ALLOC_CONF and try again"
+    )
     allocator = "unset PYTORCH_HIP_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF"
     libraries = "try ROCBLAS_USE_HIPBLASLT=0 TORCH_BLAS_PREFER_HIPBLASLT=0; " + other_torch
-    tf32 = "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and keep torch's matmul precision at highest; " + other_torch
+    tf32 = (
+        "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and keep torch's matmul precision at highest; "
+        + other_torch
+    )
     slow_path = "set attention=math; " + other_torch
     short = dtype_name(dtype)
     canary = _Canary(device, dtype, head_dim, num_heads)
@@ -217,7 +228,9 @@ def first_non_finite(model: nn.Module) -> Iterator[list[tuple[str, bool]]]:
         bad = [tensor for tensor in _tensors(output) if _overflows(tensor)]
         if origins or not bad:
             return
-        if any(map(_overflows, _tensors([args, kwargs]))):  # the module around this one has computed its inputs
+        if any(
+            map(_overflows, _tensors([args, kwargs]))
+        ):  # the module around this one has computed its inputs
             name = name.rpartition(".")[0]
         kind = type(modules[name]).__name__
         attention = "att" in f"{name.rpartition('.')[2]} {kind}".lower()
@@ -251,12 +264,17 @@ def _tensors(output: object) -> Iterator[Tensor]:
 Outcome = tuple[bool, str]  # whether results are right, and the finding
 
 
-def _check(name: str, fix: str, probe: Callable[..., Outcome], *arguments: Any, fatal: bool = True) -> Check:
+def _check(
+    name: str, fix: str, probe: Callable[..., Outcome], *arguments: Any, fatal: bool = True
+) -> Check:
     try:
         ok, found = probe(*arguments)
     except torch.OutOfMemoryError:  # says nothing about results
         raise
-    except (RuntimeError, NotImplementedError) as error:  # such as "HIP error: invalid device function"
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ) as error:  # such as "HIP error: invalid device function"
         return Check(name, False, str(error).strip().split("\n")[0], fix)
     return Check(name, ok, found, fix, fatal)
 
@@ -291,16 +309,24 @@ class _Canary:
         sent = torch.randint(low, high, (2**20,), dtype=torch.int32, generator=self.rng)
         received = sent.to(self.device).clone().cpu()
         wrong = int((received != sent).sum())
-        return wrong == 0, f"{wrong} of {sent.numel()} words changed on the way to {self.device} and back"
+        return (
+            wrong == 0,
+            f"{wrong} of {sent.numel()} words changed on the way to {self.device} and back",
+        )
 
     def round_trip(self) -> Outcome:
         x = torch.randn(2**14, generator=self.rng)
-        expected = x.to(self.dtype).float()  # the host rounds to nearest even, as every GPU here does
+        expected = x.to(
+            self.dtype
+        ).float()  # the host rounds to nearest even, as every GPU here does
         converted = x.to(self.device).to(self.dtype)
         actual = converted.float().cpu()
         wrong = int((actual != expected).sum())
         zeros = int(((actual == 0) & (expected != 0)).sum())
-        return wrong == 0, f"{wrong} of {x.numel()} values differ from the host's, {zeros} became zero"
+        return (
+            wrong == 0,
+            f"{wrong} of {x.numel()} values differ from the host's, {zeros} became zero",
+        )
 
     def matmul(self) -> Outcome:
         a = self.draw(256, 256)
@@ -319,12 +345,16 @@ class _Canary:
 
     def convolution(self) -> Outcome:
         """A causal convolution per channel, as in hybrid models, and the gradient of its input."""
-        x_and_grad = self.draw(2, 2, 64, 128)  # input, and gradient of the output; batch, channels, length
+        x_and_grad = self.draw(
+            2, 2, 64, 128
+        )  # input, and gradient of the output; batch, channels, length
         weight = self.draw(64, 1, 4)
 
         def convolve(x_and_grad: Tensor, weight: Tensor) -> Tensor:
             x, grad = x_and_grad.unbind()
-            return _with_gradients(lambda leaf: conv1d(pad(leaf, (3, 0)), weight, groups=64), [x], grad)
+            return _with_gradients(
+                lambda leaf: conv1d(pad(leaf, (3, 0)), weight, groups=64), [x], grad
+            )
 
         actual = convolve(x_and_grad.to(self.device), weight.to(self.device))
         expected = convolve(x_and_grad.float(), weight.float())
@@ -381,7 +411,9 @@ class _Canary:
         usable = []
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
             with sdpa_kernel(backend), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns about every reason that a backend cannot run
+                warnings.simplefilter(
+                    "ignore"
+                )  # torch warns about every reason that a backend cannot run
                 try:
                     (scaled_dot_product_attention(q, q, q, is_causal=True) + 1).cpu()
                 except RuntimeError:  # "No available kernel", or one that cannot start
@@ -392,7 +424,9 @@ class _Canary:
         return not expected, "attention runs on the slow math path"
 
 
-def _with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> Tensor:
+def _with_gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor
+) -> Tensor:
     """The output of ``function`` and the gradients of its ``inputs``, which have the output's shape, as one tensor."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     with torch.enable_grad():
@@ -420,7 +454,11 @@ def _allocator(device: torch.device) -> Outcome:
     live: list[Tensor] = []
     for _ in range(3):
         passing = []
-        for size in (1, 24, 64):  # in the allocator's small blocks, in its large blocks, in separate segments
+        for size in (
+            1,
+            24,
+            64,
+        ):  # in the allocator's small blocks, in its large blocks, in separate segments
             live.append(filled((size * unit,), len(live) + 1))
             passing.append(filled((size * unit // 2,), -1))
         del passing

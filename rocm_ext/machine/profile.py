@@ -26,12 +26,18 @@ ATTENTION = ("auto", "flash", "efficient", "math", "eager")
 COMPILE = (False, True, "max-autotune")
 
 _NOT_RECIPE_KEYS = {"quantize_base"}  # keys that a profile may lock although no recipe has them
-_MEMORY_KEYS = {"host": (), "device": ("fraction",), "unified": ("fraction", "host_gib", "host_fraction")}
+_MEMORY_KEYS = {
+    "host": (),
+    "device": ("fraction",),
+    "unified": ("fraction", "host_gib", "host_fraction"),
+}
 _REACHED = ("compute", "bandwidth", "attention", "launch")
 _MAKERS_WORDS = "(amd|nvidia|instinct|radeon|geforce|tesla|rtx|rx|ai|pro)+"
 _SAYS_NOTHING = ("", "graphics", "unknown")  # "AMD Radeon Graphics" is any Radeon
 # What torch adds to the name of a chip as sold: "H100 80GB HBM3", "MI250X/MI250", "MI300X VF"
-_ADDED = r"(\d+gb|hbm\d?e?|sxm\d?|oam|pcie|vf|hf|mi\d+x?|graphics|dualslot|(workstation|server)edition)*"
+_ADDED = (
+    r"(\d+gb|hbm\d?e?|sxm\d?|oam|pcie|vf|hf|mi\d+x?|graphics|dualslot|(workstation|server)edition)*"
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,9 @@ class Variable:
 
     value: str
     reason: str
-    when: Literal["always", "arch_missing", "several_ranks"] = "always"  # see rocm_ext.machine.environment
+    when: Literal["always", "arch_missing", "several_ranks"] = (
+        "always"  # see rocm_ext.machine.environment
+    )
 
 
 @dataclass(frozen=True)
@@ -146,9 +154,13 @@ class Profile:
         for key in _MEMORY_KEYS[kind]:
             parse(float, profile.memory.get(key), f"{where}.memory.{key}")
         for chip, sheet in profile.chips.items():
-            missing = [key for key in _REACHED if key not in profile.reached and key not in sheet.reached]
+            missing = [
+                key for key in _REACHED if key not in profile.reached and key not in sheet.reached
+            ]
             if missing:
-                raise UserError(f"{where}.reached lacks {', '.join(missing)}, which plans for {chip} need")
+                raise UserError(
+                    f"{where}.reached lacks {', '.join(missing)}, which plans for {chip} need"
+                )
         settings = dict(profile.settings)
         for key, lock in profile.locked.items():
             if key not in _NOT_RECIPE_KEYS:
@@ -193,7 +205,9 @@ def load_profile(name: str) -> Profile:
     if not path.is_file():
         near = difflib.get_close_matches(name, profile_names(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"hardware={name} is unknown; there are auto, {', '.join(profile_names())}{hint}")
+        raise UserError(
+            f"hardware={name} is unknown; there are auto, {', '.join(profile_names())}{hint}"
+        )
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
     except yaml.YAMLError as error:
@@ -216,13 +230,18 @@ def choose_profile(machine: Machine) -> tuple[str, str]:
         advice = "To run without the GPU:"
         if near != "cpu":
             advice = f"Name the nearest, as in hardware={near}, or"
-        raise UserError(f"found {machine}, for which there is no hardware profile. {advice} hardware=cpu")
+        raise UserError(
+            f"found {machine}, for which there is no hardware profile. {advice} hardware=cpu"
+        )
     if machine.backend != "cpu":
         return profile.name, f"found {machine}"
     if machine.hidden_by:
         return profile.name, f"{machine.hidden_by} hides all GPUs"
     if machine.amd_archs:  # such as a small integrated GPU
-        return profile.name, f"{', '.join(machine.amd_archs)} has no hardware profile, and torch cannot use it"
+        return (
+            profile.name,
+            f"{', '.join(machine.amd_archs)} has no hardware profile, and torch cannot use it",
+        )
     return profile.name, "no GPU found"
 
 
@@ -248,7 +267,9 @@ def intended_machine(machine: Machine) -> tuple[Machine, Profile | None]:
 
 def nearest_profile(machine: Machine) -> str:
     """The name of the profile to try on an AMD GPU without a profile."""
-    if machine.unified and (machine.arch or "").startswith("gfx10"):  # two compute units and no bf16
+    if machine.unified and (machine.arch or "").startswith(
+        "gfx10"
+    ):  # two compute units and no bf16
         return "cpu"
     if machine.unified:
         return "strix_halo_windows" if machine.system == "Windows" else "strix_halo"
@@ -297,7 +318,9 @@ def check_profile(profile: Profile, machine: Machine, world_size: int = 1) -> li
         return []
     is_for = f"hardware={profile.name} is for {profile.title}"
     if machine.backend != backend:
-        raise UserError(f"{is_for}; {_unusable_gpu(machine) or f'found {machine}'}. To run anyway: hardware=cpu")
+        raise UserError(
+            f"{is_for}; {_unusable_gpu(machine) or f'found {machine}'}. To run anyway: hardware=cpu"
+        )
     if world_size > machine.gpu_count:
         advice = f"Use --nproc_per_node {machine.gpu_count}"
         raise UserError(f"{world_size} processes need {world_size} GPUs; found {machine}. {advice}")
@@ -305,11 +328,17 @@ def check_profile(profile: Profile, machine: Machine, world_size: int = 1) -> li
     if not profile.fits(machine):
         right = profile_of(machine)
         if right:
-            advice = f"Use hardware=auto or hardware={right.name}; to run without the GPU: hardware=cpu"
+            advice = (
+                f"Use hardware=auto or hardware={right.name}; to run without the GPU: hardware=cpu"
+            )
             raise UserError(f"{is_for}; found {machine}. {advice}")
-        warnings.append(f"{machine.arch} has no hardware profile of its own: running with {profile.name}'s")
+        warnings.append(
+            f"{machine.arch} has no hardware profile of its own: running with {profile.name}'s"
+        )
     if not machine.has_kernels:
-        hint = f"; install it with: {reinstall_command(profile, machine)}" if profile.install else ""
+        hint = (
+            f"; install it with: {reinstall_command(profile, machine)}" if profile.install else ""
+        )
         warnings.append(f"torch {machine.torch} has no kernels for {machine.arch}{hint}")
     bad = bad_build(profile, machine)
     if bad:
@@ -390,7 +419,9 @@ def check_locked(profile: Profile, settings: Config, overrides: list[str]) -> li
         else:
             refused[key] = line
     if refused:
-        raise UserError(f"{'; '.join(refused.values())}. To insist: hardware_overrides: [{', '.join(refused)}]")
+        raise UserError(
+            f"{'; '.join(refused.values())}. To insist: hardware_overrides: [{', '.join(refused)}]"
+        )
     for key in overrides:
         if key not in profile.locked:
             lines.append(f"hardware_overrides: {profile.name} does not lock {key}")
@@ -429,10 +460,14 @@ def find_chip(name: str, hardware: str | None = None) -> tuple[str, str]:
     for profile_name, chip_name in matches:
         if hardware in (None, profile_name):
             return profile_name, chip_name
-    raise UserError(f"--machine {name} is hardware={matches[0][0]}, which contradicts hardware={hardware}")
+    raise UserError(
+        f"--machine {name} is hardware={matches[0][0]}, which contradicts hardware={hardware}"
+    )
 
 
-def chips_of(profile: Profile, arch: str | None, name: str | None, memory: int | None = None) -> list[str]:
+def chips_of(
+    profile: Profile, arch: str | None, name: str | None, memory: int | None = None
+) -> list[str]:
     """The chips of a profile that a machine may have, the likeliest first.
 
     Args:
@@ -465,7 +500,9 @@ def chips_of(profile: Profile, arch: str | None, name: str | None, memory: int |
     return likely
 
 
-def named_chips(profile: Profile, arch: str | None, name: str, memory: int | None = None) -> list[str]:
+def named_chips(
+    profile: Profile, arch: str | None, name: str, memory: int | None = None
+) -> list[str]:
     """:func:`chips_of` without guesses: empty if ``name`` is another product's, such as "RTX 4090 Laptop GPU"."""
     likely = chips_of(profile, arch, name, memory)
     device = _short(name)

@@ -65,7 +65,9 @@ def cards(root: Path) -> list[Path]:
 def cgroups(root: Path) -> list[tuple[str, Path]]:
     """(controller, folder) of this process's control groups and their parents; version 2 has one controller, ""."""
     groups = []
-    for controllers, path in re.findall(r"^\d+:([^:]*):(.*)$", read_text(root / "proc/self/cgroup"), re.MULTILINE):
+    for controllers, path in re.findall(
+        r"^\d+:([^:]*):(.*)$", read_text(root / "proc/self/cgroup"), re.MULTILINE
+    ):
         for controller in controllers.split(","):
             top = root / "sys/fs/cgroup" / controller
             group = top / path.strip("/")
@@ -89,7 +91,9 @@ class CpuQuota:
 
     def used(self) -> float | None:
         """Processor seconds of the group so far; None if the kernel does not count them."""
-        counted = re.search(r"^usage_usec (\d+)$", read_text(self.folder / "cpu.stat"), re.MULTILINE)
+        counted = re.search(
+            r"^usage_usec (\d+)$", read_text(self.folder / "cpu.stat"), re.MULTILINE
+        )
         if counted:
             return int(counted[1]) / 1e6
         nanoseconds = read_number(self.folder / "cpuacct.usage")

@@ -120,7 +120,11 @@ class Trace:
             if recording.seen > WARM_UP[kind]:
                 recording.parts.append(self._exported(profiler))
                 categories = {event.get("cat") for event in recording.parts[-1]["traceEvents"]}
-                by = "self_cpu_time_total" if categories.isdisjoint(_ON_GPU) else "self_device_time_total"
+                by = (
+                    "self_cpu_time_total"
+                    if categories.isdisjoint(_ON_GPU)
+                    else "self_device_time_total"
+                )
                 recording.table = profiler.key_averages().table(sort_by=by, row_limit=30)
         except (OSError, RuntimeError, ValueError) as error:
             self._give_up(kind, error)
@@ -138,7 +142,9 @@ class Trace:
 
     def _give_up(self, kind: str, error: Exception) -> None:
         self._open.pop(kind, None)
-        log.warning("profile_steps: %s is not recorded, the run continues: %s", kind, one_line(error))
+        log.warning(
+            "profile_steps: %s is not recorded, the run continues: %s", kind, one_line(error)
+        )
 
     def _close(self) -> None:
         """Write the incomplete kinds, and log why they are incomplete."""
@@ -159,7 +165,11 @@ class Trace:
         events = []
         for number, part in enumerate(recording.parts):
             for event in part["traceEvents"]:
-                if event.get("ph") in ("s", "t", "f"):  # arrows; every recording numbers them from 1
+                if event.get("ph") in (
+                    "s",
+                    "t",
+                    "f",
+                ):  # arrows; every recording numbers them from 1
                     event = {**event, "id": f"{number}.{event['id']}"}
                 events.append(event)
         trace = {**recording.parts[0], "traceEvents": events}
@@ -173,8 +183,18 @@ class Trace:
             self._give_up(kind, error)
             return
         if count < self._steps:
-            why = "the trace would become too large" if recording.events > _MOST_EVENTS else "the run ended"
-            log.info("profile_steps: %d of %d steps of %s are recorded: %s", count, self._steps, kind, why)
+            why = (
+                "the trace would become too large"
+                if recording.events > _MOST_EVENTS
+                else "the run ended"
+            )
+            log.info(
+                "profile_steps: %d of %d steps of %s are recorded: %s",
+                count,
+                self._steps,
+                kind,
+                why,
+            )
         first = WARM_UP[kind] + 1
         which = f"step {first}" if count == 1 else f"steps {first} to {first + count - 1}"
         total, busy = seconds(events, kind)

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 __all__ = ["HFCheckpointer", "from_checkpoint"]
 
-_MODULES = {"HFCheckpointer": "weights.checkpointer", "from_checkpoint": "pretrained"}  # imported on access
+_MODULES = {
+    "HFCheckpointer": "weights.checkpointer",
+    "from_checkpoint": "pretrained",
+}  # imported on access
 
 
 def __getattr__(name: str) -> Any:

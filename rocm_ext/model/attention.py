@@ -123,7 +123,9 @@ def _by_scores(
     return F.dropout(weights[..., :keys], dropout) @ v
 
 
-def check_kernel(kernel: str, device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int) -> None:
+def check_kernel(
+    kernel: str, device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int
+) -> None:
     """Run ``kernel`` on a small causal input; raise a UserError if torch does not have it for these arguments."""
     q = torch.zeros(1, num_heads, 128, head_dim, device=device, dtype=dtype, requires_grad=True)
     with warnings.catch_warnings(), torch.enable_grad():
@@ -344,7 +346,9 @@ class Lengths:
         self.shared = shared or (0,) * len(values)
         self._calls: dict[int, _Calls] = {}
 
-    def attend(self, packed: Sequence[Tensor], compute: Callable[..., Tensor], together: bool) -> Tensor:
+    def attend(
+        self, packed: Sequence[Tensor], compute: Callable[..., Tensor], together: bool
+    ) -> Tensor:
         """Compute attention within each sequence.
 
         Args:
@@ -365,7 +369,9 @@ class Lengths:
         longest = _SHORT if together and rows[0].device.type == "cpu" else 0
         return self.by_sequence(rows, by_token, longest)[None]
 
-    def by_sequence(self, packed: Sequence[Tensor], compute: Callable[..., Tensor], longest: int) -> Tensor:
+    def by_sequence(
+        self, packed: Sequence[Tensor], compute: Callable[..., Tensor], longest: int
+    ) -> Tensor:
         """Compute a causal function of each sequence.
 
         Args:
@@ -459,7 +465,13 @@ def _rows(values: Tensor, index: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, dropout: float = 0.0, kernel: str = "auto", together: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    dropout: float = 0.0,
+    kernel: str = "auto",
+    together: bool = True,
 ) -> Tensor:
     """Compute causal attention within each sequence.
 
@@ -517,5 +529,7 @@ def choose_attention(decoder: Decoder, kernel: str) -> None:
     if kernel == "auto":
         return
     if not decoder.packs:
-        raise UserError(f"attention is {kernel!r}, but this model has its own code for attention; set attention: auto")
+        raise UserError(
+            f"attention is {kernel!r}, but this model has its own code for attention; set attention: auto"
+        )
     decoder.kernel = kernel

@@ -59,9 +59,13 @@ def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) 
             "rocm_ext.model.from_checkpoint and torchtune's TransformerDecoder"
         )
     if cfg_model.get("quantize_base") == "fp8" and not decoder.quantizes:
-        raise UserError("model.quantize_base=fp8 is for rocm_ext.model.from_checkpoint; torchtune's builders take True")
+        raise UserError(
+            "model.quantize_base=fp8 is for rocm_ext.model.from_checkpoint; torchtune's builders take True"
+        )
     if not decoder.layers:
-        raise UserError(f"model {cfg_model._component_} builds a model without layers; set num_layers to at least 1")
+        raise UserError(
+            f"model {cfg_model._component_} builds a model without layers; set num_layers to at least 1"
+        )
     adopt(decoder, cfg_model)
     init_adapters(decoder, seed, device)
     decoder.place_buffers(device)
@@ -69,7 +73,9 @@ def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) 
     return decoder
 
 
-def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], ranks: int, budget: int) -> list[str]:
+def check_quantized(
+    decoder: nn.Module, profile: Profile, overrides: list[str], ranks: int, budget: int
+) -> list[str]:
     """Check that ``profile`` allows the base model to be quantised, if the config asks for it.
 
     Args:
@@ -91,7 +97,9 @@ def check_quantized(decoder: nn.Module, profile: Profile, overrides: list[str], 
     unpacked = sum(p.numel() * 2 for p in decoder.parameters() if not p.requires_grad) // ranks
     if key in profile.locked and unpacked > 0.9 * budget:
         sizes = f"16-bit weights take {unpacked / 2**30:.1f} GiB of {budget / 2**30:.1f}"
-        return [f"{key}={asked}: {sizes}, so the base model is quantised; {profile.locked[key].reason}"]
+        return [
+            f"{key}={asked}: {sizes}, so the base model is quantised; {profile.locked[key].reason}"
+        ]
     return check_locked(profile, {key: asked}, [key] if key in overrides else [])
 
 
@@ -122,14 +130,18 @@ class Weights:
 
 def read_weights(cfg_checkpointer) -> Weights:
     """Open the base weights; :class:`StoredWeights` read a tensor at every access."""
-    cfg = config.without(cfg_checkpointer, "adapter_checkpoint")  # torchtune reads it only when resuming
+    cfg = config.without(
+        cfg_checkpointer, "adapter_checkpoint"
+    )  # torchtune reads it only when resuming
     try:
         state = config.instantiate(cfg, key="checkpointer").load_checkpoint()[MODEL_KEY]
     except UserError:
         raise
     except Exception as error:  # torchtune raises a bare Exception for unknown names
         cause = f" ({error.__cause__})" if error.__cause__ else ""
-        raise UserError(f"checkpointer: cannot read {cfg.checkpoint_dir}: {error}{cause}") from error
+        raise UserError(
+            f"checkpointer: cannot read {cfg.checkpoint_dir}: {error}{cause}"
+        ) from error
     return Weights(state, str(cfg.model_type))
 
 
@@ -148,27 +160,37 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
     else:
         state = converted
         shapes = converted.on_meta()
-    owned = isinstance(state, StoredWeights)  # every access allocates; others may be maps or parts of a larger tensor
+    owned = isinstance(
+        state, StoredWeights
+    )  # every access allocates; others may be maps or parts of a larger tensor
     expected = {plain(name): tensor for name, tensor in (frozen | buffers).items()}
     misfits = _misfits(expected, shapes, "the checkpoint")
     if misfits:
-        raise UserError(f"the checkpoint does not fit model: {misfits}. {_way_out(decoder, weights.state)}")
+        raise UserError(
+            f"the checkpoint does not fit model: {misfits}. {_way_out(decoder, weights.state)}"
+        )
     for name, buffer in buffers.items():
         buffer.copy_(state[plain(name)])
     extremes: dict[str, Tensor] = {}
     quantized = {f"{name}.weight" for name, layer in adapters(decoder) if layer._quantize_base}
     dense_weights = {plain(name): p for name, p in frozen.items() if plain(name) not in quantized}
     joined = _joined(decoder, dense_weights, ranks.device)
-    larger: list[str] = []  # weights that config.json says are quantised, and the files have in 16 bits
+    larger: list[
+        str
+    ] = []  # weights that config.json says are quantised, and the files have in 16 bits
     for wrapped, parameter in frozen.items():
         name = plain(wrapped)
         full = state[name]
         if name in quantized:
-            from torchtune.modules.low_precision.nf4_linear import to_nf4  # torchao's, wherever it has it
+            from torchtune.modules.low_precision.nf4_linear import (
+                to_nf4,
+            )  # torchao's, wherever it has it
 
             shard = full.to(ranks.device, torch.bfloat16).to(parameter.dtype)
             placed = to_nf4(shard)
-        elif isinstance(parameter, Quantized) and (decoder.quantizes or isinstance(full, Quantized)):
+        elif isinstance(parameter, Quantized) and (
+            decoder.quantizes or isinstance(full, Quantized)
+        ):
             if not isinstance(full, Quantized):
                 multiplies = scaled_products(ranks.device, parameter.dtype)
                 full = fp8_rows(full.to(ranks.device), parameter.transposed, multiplies)
@@ -198,7 +220,9 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
         reset(layer)
 
 
-def _joined(decoder: Decoder, frozen: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def _joined(
+    decoder: Decoder, frozen: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
     """Allocate one tensor for every group of :meth:`Decoder.joined_weights`, so that sampling need not copy weights.
 
     Returns the rows for the weights, by name, without groups that have sharded weights.
@@ -232,7 +256,9 @@ def _check_finite(extremes: Mapping[str, Tensor], state: Mapping[str, Tensor]) -
         advice = " in this dtype; set dtype=bf16 or fp32"
     else:
         advice = "; the files are damaged: download them again"
-    raise UserError(f"checkpointer: base weights {_first_three(bad, ', ')} have values that are not finite{advice}")
+    raise UserError(
+        f"checkpointer: base weights {_first_three(bad, ', ')} have values that are not finite{advice}"
+    )
 
 
 def _misfits(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor], where: str) -> str:

@@ -109,7 +109,9 @@ class Decoder(nn.Module, ABC):
 
     def replay_routes(self) -> None:
         """Let forward passes use a batch's ``routes`` instead of the routers' choices, or raise a UserError."""
-        raise UserError("router_replay is True, and the model has no experts; set router_replay=False")
+        raise UserError(
+            "router_replay is True, and the model has no experts; set router_replay=False"
+        )
 
     @abstractmethod
     def sampler(self, merge: bool | None = None, device: torch.device | None = None) -> Any:

@@ -24,7 +24,13 @@ from rocm_ext.model.weights.checkpointer import weight_files
 from rocm_ext.model.weights.gguf_files import refuse_merging
 
 _TEXT = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"]
-_ELSEWHERE = ["original/*", "onnx/*", "consolidated*", "*/*.safetensors", "*/*.bin"]  # the weights in other formats
+_ELSEWHERE = [
+    "original/*",
+    "onnx/*",
+    "consolidated*",
+    "*/*.safetensors",
+    "*/*.bin",
+]  # the weights in other formats
 # OWNER/NAME/config.json with the keys that decide the model's shape
 _SHAPES = Path(__file__).parent / "shapes"
 _OF_THE_DISK = {EACCES, EDQUOT, EIO, ENOSPC, EPERM, EROFS}
@@ -57,7 +63,9 @@ def use_weights(folder: Path, ranks: Ranks) -> None:
 
 def _on_one_rank(fetch: Callable[[], Path], ranks: Ranks) -> Path:
     ranks.on_main(fetch)
-    return fetch()  # files are there; on another machine one rank downloads, because the cache has locks
+    return (
+        fetch()
+    )  # files are there; on another machine one rank downloads, because the cache has locks
 
 
 def use_shape(cfg: DictConfig) -> str | None:
@@ -93,7 +101,11 @@ def use_shape(cfg: DictConfig) -> str | None:
 
 
 def _put(cfg: DictConfig, name: str, folder: Path) -> None:
-    for block, key in ((cfg.model, "checkpoint_dir"), (cfg.checkpointer, "checkpoint_dir"), (cfg.tokenizer, "path")):
+    for block, key in (
+        (cfg.model, "checkpoint_dir"),
+        (cfg.checkpointer, "checkpoint_dir"),
+        (cfg.tokenizer, "path"),
+    ):
         value = block.get(key)
         if isinstance(value, str) and (value == name or value.startswith(f"{name}/")):
             block[key] = f"{folder}{value[len(name) :]}"
@@ -138,7 +150,11 @@ def _has_weights(folder: Path) -> bool:
 def _fetch(name: str, commit: str | None, patterns: list[str]) -> Path:
     try:
         with beating():
-            return Path(snapshot_download(name, revision=commit, allow_patterns=patterns, ignore_patterns=_ELSEWHERE))
+            return Path(
+                snapshot_download(
+                    name, revision=commit, allow_patterns=patterns, ignore_patterns=_ELSEWHERE
+                )
+            )
     except Exception as error:  # the client also raises errors of its HTTP library
         if isinstance(error, GatedRepoError):
             problem = f"{name} is gated: accept its licence at https://huggingface.co/{name} and run `hf auth login`"
@@ -149,7 +165,9 @@ def _fetch(name: str, commit: str | None, patterns: list[str]) -> Path:
             )
         elif isinstance(error, OSError) and error.errno in _OF_THE_DISK:
             where = f"{error.strerror}: {error.filename or HF_HUB_CACHE}"
-            problem = f"cannot download {name}: {where}; HF_HOME sets another folder for the hub's cache"
+            problem = (
+                f"cannot download {name}: {where}; HF_HOME sets another folder for the hub's cache"
+            )
         else:
             problem = (
                 f"cannot download {name}: {one_line(error)[:300]}; where there is a network, tune download {name} "

@@ -28,8 +28,10 @@ ModelConfig = Mapping[str, Any]  # a model's config.json, or a block of one
 # The largest sizes that are read, some ten times any model's: a damaged file must not fill the memory
 _LARGEST = {
     1000: "num_hidden_layers num_layers n_layers n_layer",
-    10**5: "num_experts num_local_experts n_routed_experts moe_num_experts num_attention_heads num_key_value_heads",
-    10**6: "hidden_size intermediate_size moe_intermediate_size shared_expert_intermediate_size head_dim n_embd",
+    10
+    ** 5: "num_experts num_local_experts n_routed_experts moe_num_experts num_attention_heads num_key_value_heads",
+    10
+    ** 6: "hidden_size intermediate_size moe_intermediate_size shared_expert_intermediate_size head_dim n_embd",
     10**8: "vocab_size max_position_embeddings",
 }
 _MOST = {key: most for most, keys in _LARGEST.items() for key in keys.split()}
@@ -171,9 +173,15 @@ _FAMILIES = {
     ),
     "MistralForCausalLM": _Family(kv_heads=8, window="always"),
 }
-MODEL_TYPES = {name: f"{name.capitalize()}ForCausalLM" for name in ("llama", "qwen2", "qwen3", "mistral")}
+MODEL_TYPES = {
+    name: f"{name.capitalize()}ForCausalLM" for name in ("llama", "qwen2", "qwen3", "mistral")
+}
 QUANTISED = ("quantization_config", "compression_config")  # keys of a config.json
-_PARTS = ("text_config", "vision_config", "audio_config")  # keys of a multimodal model's config.json
+_PARTS = (
+    "text_config",
+    "vision_config",
+    "audio_config",
+)  # keys of a multimodal model's config.json
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -240,12 +248,16 @@ def _architecture(config: ModelConfig) -> Architecture:
     activation = config.get("hidden_act", "silu")
     problems = {
         f"hidden_act is {activation!r}; supported is silu": activation not in ("silu", "swish"),
-        "is_causal is False; only causal language models are supported": config.get("is_causal") is False,
+        "is_causal is False; only causal language models are supported": config.get("is_causal")
+        is False,
         "mlp_bias is True; an MLP with biases is not supported": config.get("mlp_bias"),
     }
     refuse(problem for problem, holds in problems.items() if holds)
     width, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
-    layers, positions = _whole(config, "num_hidden_layers"), _whole(config, "max_position_embeddings")
+    layers, positions = (
+        _whole(config, "num_hidden_layers"),
+        _whole(config, "max_position_embeddings"),
+    )
     kv_heads = _whole(config, "num_key_value_heads", family.kv_heads or heads)
     head_dim = _whole(config, "head_dim", family.head_dim or width // heads)
     if heads % kv_heads or head_dim % 2:
@@ -282,8 +294,15 @@ def _architecture(config: ModelConfig) -> Architecture:
 def _class_name(config: ModelConfig, trust_remote_code: bool = False) -> str:
     """Return transformers' class of the model; refuse code in its folder that is not trusted."""
     named = config.get("architectures") or [MODEL_TYPES.get(str(config.get("model_type")))]
-    name = str(named[0]) if isinstance(named, list) and named[0] else f"model_type {config.get('model_type')!r}"
-    if not trust_remote_code and own_code(config) not in (None, name):  # transformers may have the same class
+    name = (
+        str(named[0])
+        if isinstance(named, list) and named[0]
+        else f"model_type {config.get('model_type')!r}"
+    )
+    if not trust_remote_code and own_code(config) not in (
+        None,
+        name,
+    ):  # transformers may have the same class
         refuse_code(name)
     return name
 
@@ -320,7 +339,9 @@ class StoredFormat:
     def skips(self, name: str) -> bool:
         """Whether the module ``name`` is stored in 16 bits."""
         return any(
-            matches(skipped[3:], name) if skipped.startswith("re:") else f".{skipped}." in f".{name}."
+            matches(skipped[3:], name)
+            if skipped.startswith("re:")
+            else f".{skipped}." in f".{name}."
             for skipped in self.skipped
         )
 
@@ -357,7 +378,9 @@ def _known_format(settings: ModelConfig) -> StoredFormat | None:
     """Return the format that a ``quantization_config`` describes, or None if it is not supported."""
     skipped = settings.get("modules_to_not_convert") or settings.get("ignore") or []
     if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
-        raise ValueError(f"the modules that are not quantised must be a list of names, found {skipped!r}")
+        raise ValueError(
+            f"the modules that are not quantised must be a list of names, found {skipped!r}"
+        )
     for name in skipped:
         re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
     method = settings.get("quant_method")
@@ -372,7 +395,10 @@ def _known_format(settings: ModelConfig) -> StoredFormat | None:
         block = rows, columns
     elif method == "fbgemm_fp8":
         block = (1, 0)
-    elif method == "compressed-tensors" and settings.get("format") in ("float-quantized", "naive-quantized"):
+    elif method == "compressed-tensors" and settings.get("format") in (
+        "float-quantized",
+        "naive-quantized",
+    ):
         block = _compressed_block(dict(settings.get("config_groups") or {}))
     if block is None:
         return None
@@ -417,7 +443,9 @@ def read_rope(config: ModelConfig, positions: int) -> Rope:
     """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     parameters = config.get(key) or {}
-    if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
+    if not isinstance(parameters, Mapping) or any(
+        isinstance(value, Mapping) for value in parameters.values()
+    ):
         raise UserError(f"{key} is {parameters!r}; expected one set of parameters for all layers")
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     base = _number(parameters, "rope_theta", _number(config, "rope_theta", 10_000.0))
@@ -429,16 +457,22 @@ def read_rope(config: ModelConfig, positions: int) -> Rope:
     if kind == "linear":
         return Rope(base, kind, _number(parameters, "factor"))
     if kind not in ("llama3", "yarn"):
-        raise UserError(f"{key}: rope_type {kind!r} is not supported; supported are default, linear, llama3, yarn")
+        raise UserError(
+            f"{key}: rope_type {kind!r} is not supported; supported are default, linear, llama3, yarn"
+        )
     factor = _number(parameters, "factor")
     original = _whole(
-        config, "original_max_position_embeddings", parameters.get("original_max_position_embeddings") or positions
+        config,
+        "original_max_position_embeddings",
+        parameters.get("original_max_position_embeddings") or positions,
     )
     if kind == "yarn":
         return Rope(base, kind, factor, original=original, yarn=_yarn(parameters, key, factor))
     low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
     if low == high:
-        raise UserError(f"{key}: low_freq_factor and high_freq_factor are both {low}; expected two numbers")
+        raise UserError(
+            f"{key}: low_freq_factor and high_freq_factor are both {low}; expected two numbers"
+        )
     return Rope(base, kind, factor, low, high, original)
 
 

@@ -43,11 +43,15 @@ def folder_of(name: str) -> Path | None:
     path = _file_of(Path(name))
     if path is None:
         return None
-    files = parts_of(Path(os.path.abspath(path)))  # links are not followed: their targets may have other names
+    files = parts_of(
+        Path(os.path.abspath(path))
+    )  # links are not followed: their targets may have other names
     beside = [path.parent / name for name in _BESIDE if (path.parent / name).is_file()]
     cache = cache_folder()
     if cache is None:
-        raise UserError(f"{path} needs a folder for its config.json and tokenizer; set XDG_CACHE_HOME")
+        raise UserError(
+            f"{path} needs a folder for its config.json and tokenizer; set XDG_CACHE_HOME"
+        )
     folder = cache / "gguf" / f"{path.stem[:100]}-{_key([*files, *beside])}"
     if not (folder / CONFIG).is_file():
         opened = [GgufFile(file) for file in files]
@@ -74,7 +78,9 @@ def _make(folder: Path, files: list[GgufFile], beside: list[Path], path: Path) -
         try:
             _write(made, files, beside)
         except UserError as error:  # the message names a file that the user never sees
-            raise UserError(str(error).replace(str(made / CONFIG), f"the model in {path}")) from error
+            raise UserError(
+                str(error).replace(str(made / CONFIG), f"the model in {path}")
+            ) from error
         try:
             made.rename(folder)
         except OSError:
@@ -93,7 +99,9 @@ def _file_of(path: Path) -> Path | None:
     if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
         return None
     files = sorted(path.glob(f"*{SUFFIX}"))
-    models = {parts_of(file)[0] for file in files if not file.name.startswith("mmproj")}  # vision encoders
+    models = {
+        parts_of(file)[0] for file in files if not file.name.startswith("mmproj")
+    }  # vision encoders
     if len(models) > 1:
         some = ", ".join(file.name for file in files[:3])
         raise UserError(f"{path} has {len(models)} models, {some}; name one")
@@ -112,7 +120,9 @@ def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
             )
     made = True
     try:
-        with explain_errors(f"{first.path} has metadata that cannot be read"):  # values may have any type
+        with explain_errors(
+            f"{first.path} has metadata that cannot be read"
+        ):  # values may have any type
             content = llama_cpp.config_of(files)
         (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
         llama_cpp.check_config(folder, first)
@@ -145,7 +155,9 @@ def _tokenizer(file: GgufFile) -> Json:
 
     def check(fits: bool, problem: str) -> None:
         if not fits:
-            raise UserError(f"{file.path} {problem}; put the model's {TOKENIZER} and {_SETTINGS} into its folder")
+            raise UserError(
+                f"{file.path} {problem}; put the model's {TOKENIZER} and {_SETTINGS} into its folder"
+            )
 
     of = file.metadata
     kind = of.get("tokenizer.ggml.model")
@@ -175,18 +187,47 @@ def _tokenizer(file: GgufFile) -> Json:
         unknown = tokens[types.index(_UNKNOWN)] if _UNKNOWN in types else None
         has_prefix = of.get("tokenizer.ggml.add_space_prefix", True) is True
         steps = _of_pieces(kind == "llama" and has_prefix)
-        model = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False}
+        model = {
+            "unk_token": unknown,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+        }
     else:
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-        steps = {"normalizer": None, "pre_tokenizer": rules, "post_processor": level, "decoder": level}
+        level = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": False,
+            "use_regex": False,
+        }
+        steps = {
+            "normalizer": None,
+            "pre_tokenizer": rules,
+            "post_processor": level,
+            "decoder": level,
+        }
         takes_words = pre in pre_tokenizers.TAKES_WORDS
-        model = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": takes_words}
+        model = {
+            "unk_token": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": takes_words,
+        }
     begins = pieces or pre in pre_tokenizers.BEGINS
     bos = _id(of, "bos")
     if bos is not None and of.get("tokenizer.ggml.add_bos_token", begins) is True:
         steps["post_processor"] = _with_bos(bos, tokens[bos])
-    head = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(tokens, types)}
-    return {**head, **steps, "model": {"type": "BPE", **model, "vocab": vocabulary, "merges": usable}}
+    head = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added(tokens, types),
+    }
+    return {
+        **head,
+        **steps,
+        "model": {"type": "BPE", **model, "vocab": vocabulary, "merges": usable},
+    }
 
 
 def _added(tokens: Sequence[str], types: Sequence[int]) -> list[Json]:
@@ -263,7 +304,9 @@ def _generation(file: GgufFile) -> dict[str, int | list[int]]:
     ids = {name: _id(file.metadata, name) for name in ("eos", "eot", "bos", "pad")}
     ends = [number for number in (ids["eos"], ids["eot"]) if number is not None]
     if not ends:
-        raise UserError(f"{file.path} names no EOS token; put the model's generation_config.json into its folder")
+        raise UserError(
+            f"{file.path} names no EOS token; put the model's generation_config.json into its folder"
+        )
     content: dict[str, int | list[int]] = {"eos_token_id": list(dict.fromkeys(ends))}
     for name in ("bos", "pad"):
         number = ids[name]

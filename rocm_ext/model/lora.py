@@ -47,7 +47,9 @@ class Lora(LoRALinear):
         if self._quantize_base or drops or torch.compiler.is_compiling():
             return base_linear(self, x) + low_rank(self.dropout(x), a, self.scale * b)
         out = _LoraFunction.apply(x, self.weight, self.bias, a, b, self.scale)
-        return out.view(*x.shape[:-1], -1)  # here, because torch refuses to change a view from a function in place
+        return out.view(
+            *x.shape[:-1], -1
+        )  # here, because torch refuses to change a view from a function in place
 
 
 class _LoraFunction(torch.autograd.Function):
@@ -240,7 +242,12 @@ def described(sizes: Mapping[str, tuple[int, float]]) -> dict[str, float | dict[
     """
     rank, rank_pattern = _described({name: rank for name, (rank, _) in sizes.items()})
     alpha, alpha_pattern = _described({name: alpha for name, (_, alpha) in sizes.items()})
-    return {"r": rank, "lora_alpha": alpha, "rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern}
+    return {
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": alpha_pattern,
+    }
 
 
 def _described(values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
@@ -258,7 +265,12 @@ def _described(values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
 
 
 def adapted_linear(
-    kind: Callable[..., nn.Module], sizes: Sizes, name: str, in_dim: int, out_dim: int, use_bias: bool
+    kind: Callable[..., nn.Module],
+    sizes: Sizes,
+    name: str,
+    in_dim: int,
+    out_dim: int,
+    use_bias: bool,
 ) -> nn.Module:
     """Build the layer ``name``; ``kind`` is torchtune's class with all settings but the sizes."""
     rank, alpha = sizes.of(name)
@@ -271,7 +283,9 @@ def adapted_linear(
         ) from error
 
 
-def merged_linear(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:
+def merged_linear(
+    weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None = None
+) -> Tensor:
     """Merge LoRA into one weight: W + s B A, in W's dtype, computed in fp32; for DoRA rescale the rows to length m.
 
     Args:
@@ -341,7 +355,9 @@ def adopt(model: nn.Module, cfg_model) -> None:
     if missing := sorted(set(cfg_model.get("lora_attn_modules") or ()) - adapted):
         attention: nn.Module = model.layers[0].attn  # type: ignore[index, union-attr, assignment]
         available = sorted(name for name, _ in attention.named_children() if name.endswith("_proj"))
-        raise UserError(f"model.lora_attn_modules {missing} match no layer; the model has {available}")
+        raise UserError(
+            f"model.lora_attn_modules {missing} match no layer; the model has {available}"
+        )
     if not adapted:
         raise UserError(
             f"model {cfg_model.get('_component_')} has no LoRA layers; name a LoRA builder "

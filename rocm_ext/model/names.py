@@ -31,7 +31,12 @@ PREFIX = "base_model.model."
 LORA_A, LORA_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 ROWS = ".token_adapter.trainable_tokens_delta"  # rows, and not differences, in spite of the name
 TOKEN_ROWS = "token_rows"  # a decoder's module with trained rows
-_PARTS = {".lora_a.weight": LORA_A, ".lora_b.weight": LORA_B, ".magnitude": MAGNITUDE, f".{TOKEN_ROWS}.weight": ROWS}
+_PARTS = {
+    ".lora_a.weight": LORA_A,
+    ".lora_b.weight": LORA_B,
+    ".magnitude": MAGNITUDE,
+    f".{TOKEN_ROWS}.weight": ROWS,
+}
 _OUR_PARTS = {theirs: ours for ours, theirs in _PARTS.items()}
 
 
@@ -189,7 +194,9 @@ class TorchtuneNames(Names):
         heads = self._heads["num_kv_heads"] if "k_proj" in name else self._heads["num_heads"]
         return torch.empty(heads * self._heads["head_dim"], 1)
 
-    def _converted(self, convert: Callable[..., dict[str, Tensor]], name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    def _converted(
+        self, convert: Callable[..., dict[str, Tensor]], name: str, tensor: Tensor
+    ) -> tuple[str, Tensor]:
         matrix = tensor.reshape(len(tensor), -1)
         converted = convert({name: matrix}, dim=matrix.shape[1], **self._heads)
         ((new_name, rows),) = converted.items()

@@ -27,7 +27,19 @@ from rocm_ext.machine.bench_file import cache_folder
 
 _MOST = 500  # files; the oldest go
 _PACKAGES = ("torch", "torchtune", "torchao", "transformers")
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    Enum,
+)
 # keys of transformers' configs: the path decides no cost, and the hash differs between processes
 _LEFT_OUT = {"_name_or_path", "name_or_path", "_original_object_hash"}
 
@@ -67,7 +79,9 @@ def fingerprint(what: Any) -> str:
     return hashlib.sha256("\0".join(words).encode()).hexdigest()[:32]
 
 
-def _describe(value: Any, words: list[str], seen: dict[int, tuple[int, Any]], modules: set[str]) -> None:
+def _describe(
+    value: Any, words: list[str], seen: dict[int, tuple[int, Any]], modules: set[str]
+) -> None:
     """Add a description of ``value`` to ``words``, and the modules of its classes and functions to ``modules``."""
     if isinstance(value, _PLAIN):
         words.append(repr(value))
@@ -101,7 +115,9 @@ def _describe(value: Any, words: list[str], seen: dict[int, tuple[int, Any]], mo
         attributes |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
         parts = _entries(attributes)
     for part in parts:
-        if not isinstance(part, Mapping) or part:  # modules have a dozen empty dictionaries of hooks
+        if (
+            not isinstance(part, Mapping) or part
+        ):  # modules have a dozen empty dictionaries of hooks
             _describe(part, words, seen, modules)
     words.append(")")
 

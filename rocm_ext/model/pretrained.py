@@ -63,7 +63,11 @@ def from_checkpoint(
     from rocm_ext.model.weights.checkpointer import blocks_in
     from rocm_ext.model.weights.quantized import FP8_ROWS, expect, expect_blocks
 
-    sizes_given = {"lora_rank": lora_rank, "rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern}
+    sizes_given = {
+        "lora_rank": lora_rank,
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": alpha_pattern,
+    }
     check(sizes_given, {"lora_rank": integer(1, 2**16), **PATTERNS}, "model.")
     named = [target_parameters] if isinstance(target_parameters, str) else target_parameters or ()
     sizes = Sizes(
@@ -102,9 +106,15 @@ def from_checkpoint(
     else:
         architecture = read_architecture(folder)
         if target_parameters is not None:
-            raise UserError(f"target_parameters is {target_parameters}, but {architecture.name} has no experts")
+            raise UserError(
+                f"target_parameters is {target_parameters}, but {architecture.name} has no experts"
+            )
         if architecture.window:
-            log.info("%s: at most %s positions, its sliding window", checkpoint_dir, f"{architecture.positions:,}")
+            log.info(
+                "%s: at most %s positions, its sliding window",
+                checkpoint_dir,
+                f"{architecture.positions:,}",
+            )
         kind = partial(DoRALinear if use_dora else LoRALinear, dropout=lora_dropout)
         decoder = build(architecture, target_modules, kind, sizes, four_bits)
     if trainable_tokens is not None:

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 
 from rocm_ext.model.attention import SlotCache
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.lora import Dora, Lora, changed_weights, dense, is_plain, merged_layer, plain, quantized
+from rocm_ext.model.lora import (
+    Dora,
+    Lora,
+    changed_weights,
+    dense,
+    is_plain,
+    merged_layer,
+    plain,
+    quantized,
+)
 from rocm_ext.model.token_rows import token_rows
 from rocm_ext.model.weights.quantized import Quantized
 
@@ -73,7 +82,12 @@ class Sampler(ABC):
     fixed_shapes = False
 
     def __init__(
-        self, decoder: Any, adapted: list[tuple[Any, list[Any]]], memory: SequenceMemory, heads: int, tied: bool
+        self,
+        decoder: Any,
+        adapted: list[tuple[Any, list[Any]]],
+        memory: SequenceMemory,
+        heads: int,
+        tied: bool,
     ) -> None:
         self.decoder = decoder
         self._adapted = adapted
@@ -84,7 +98,9 @@ class Sampler(ABC):
         self.dtype = embeddings.dtype
         self.max_seq_len = memory.positions
         self.vocabulary = len(embeddings)
-        multiplied = [p for p in decoder.parameters() if p.ndim > 1 and (tied or p is not embeddings)]
+        multiplied = [
+            p for p in decoder.parameters() if p.ndim > 1 and (tied or p is not embeddings)
+        ]
         self.weight_bytes = sum(p.nbytes for p in multiplied)
         self.flops_per_token = 2.0 * sum(p.numel() * self._share(p) for p in multiplied)
 
@@ -226,7 +242,11 @@ def copied_bytes(source: Decoder, merge: bool | None = None) -> int:
         needs_copy = weight in small or not is_plain(weight)
         if needs_copy and not stays_quantized(weight):
             copied.add(name)
-    adapted = {name: layer for name, layer in changed_weights(source).items() if isinstance(layer, Lora | Dora)}
+    adapted = {
+        name: layer
+        for name, layer in changed_weights(source).items()
+        if isinstance(layer, Lora | Dora)
+    }
     groups = source.joined_weights()
     numbers = sum(2 * rows.weight.numel() for _, rows in token_rows(source))  # fp32 counts twice
     if merges(source, merge):
@@ -234,7 +254,9 @@ def copied_bytes(source: Decoder, merge: bool | None = None) -> int:
     else:
         joined = {name: group for group in groups for name in group}
         for name, layer in adapted.items():
-            rows = sum(len(weights[other]) for other in joined.get(name, [name]))  # of B, see SamplingLinear
+            rows = sum(
+                len(weights[other]) for other in joined.get(name, [name])
+            )  # of B, see SamplingLinear
             numbers += layer.lora_a.weight.numel() + rows * layer.lora_b.weight.shape[1]
     for group in groups:
         parts = [weights[name] for name in group]
@@ -333,7 +355,9 @@ class SamplingLinear(nn.Module):
             return rows.unflatten(0, x.shape[:-1])
         if x.is_cuda or len(x) <= MAX_ROWS:
             return self._product(x)
-        parts = x.tensor_split(math.ceil(len(x) / MAX_ROWS))  # nearly equal ones have at least MIN_ROWS
+        parts = x.tensor_split(
+            math.ceil(len(x) / MAX_ROWS)
+        )  # nearly equal ones have at least MIN_ROWS
         return torch.cat([self._product(part) for part in parts])
 
     __call__ = forward

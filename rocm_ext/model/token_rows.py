@@ -108,7 +108,9 @@ def attach(rows: TokenRows, layer: nn.Module, tied: Any = None) -> None:
 
 @cache
 def _with_rows(kind: Any) -> type:
-    name = "forward" if issubclass(kind, nn.Module) else "__call__"  # torchtune's TiedLinear is no module
+    name = (
+        "forward" if issubclass(kind, nn.Module) else "__call__"
+    )  # torchtune's TiedLinear is no module
     compute = getattr(kind, name)
 
     def embed(self: Any, tokens: Tensor) -> Tensor:
@@ -118,7 +120,9 @@ def _with_rows(kind: Any) -> type:
     def output(self: Any, hidden: Tensor) -> Tensor:
         return self.token_rows.logits(hidden, compute(self, hidden))
 
-    parts: dict[str, Callable[..., Any]] = {name: embed if issubclass(kind, nn.Embedding) else output}
+    parts: dict[str, Callable[..., Any]] = {
+        name: embed if issubclass(kind, nn.Embedding) else output
+    }
     if name == "__call__":  # the objective asks a head for them
         parts["parameters"] = lambda self: self.token_rows.parameters()
     return type(kind.__name__, (kind,), parts)
@@ -168,7 +172,10 @@ def _problems(layer: Any, tokens: list[int]) -> Iterator[str]:
     if isinstance(layer, nn.Embedding):
         if type(layer).forward is not nn.Embedding.forward and not hasattr(layer, "embed_scale"):
             yield f"does not support embeddings of the class {name}"
-    elif "weight" in getattr(layer, "_parameters", ()) and type(layer).forward is not nn.Linear.forward:
+    elif (
+        "weight" in getattr(layer, "_parameters", ())
+        and type(layer).forward is not nn.Linear.forward
+    ):
         yield f"does not support output layers of the class {name}"
 
 
@@ -187,14 +194,20 @@ def by_layer(decoder: Any, given: Mapping[str, list[int]]) -> dict[str, list[int
     refuse(f"trainable_tokens has {name!r}; expected {EMBEDDINGS} or {OUTPUT}" for name in strange)
     ids = {known[last_part(name)]: sorted(tokens) for name, tokens in given.items()}
     if is_tied(decoder) and OUTPUT in ids and ids.pop(OUTPUT) != ids.get(EMBEDDINGS):
-        raise UserError(f"trainable_tokens: {OUTPUT} is {EMBEDDINGS} in this model; give both the same tokens")
+        raise UserError(
+            f"trainable_tokens: {OUTPUT} is {EMBEDDINGS} in this model; give both the same tokens"
+        )
     return ids
 
 
 def trained_tokens(decoder: Any) -> dict[str, list[int]]:
     """Return the ids of trained rows by layer, see :func:`by_layer`."""
     layers = _layers(decoder)
-    return {name: layer.token_rows.tokens for name, layer in layers.items() if hasattr(layer, TOKEN_ROWS)}
+    return {
+        name: layer.token_rows.tokens
+        for name, layer in layers.items()
+        if hasattr(layer, TOKEN_ROWS)
+    }
 
 
 def layer_names(decoder: Any) -> dict[str, str]:

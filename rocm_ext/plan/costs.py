@@ -42,7 +42,9 @@ from rocm_ext.model.weights.quantized import Quantized, unpacked_once
 _BYTES_TO_UNPACK = 40  # per value, measured on a CPU; a GPU compiles one kernel of all operations
 _ATTENTION: dict[str, Callable[..., int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q, k, v),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_: sdpa_backward_flop_count(g, q, k, v),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_: (
+        sdpa_backward_flop_count(g, q, k, v)
+    ),
 }
 # besides views and pointwise operations: the inputs decide the shapes, strides and device of the results
 _PLAIN = frozenset(
@@ -113,7 +115,9 @@ class CostCounter(TorchDispatchMode):
         out = _computed(func, inputs, args, kwargs)
         results = _tensors(out)
         known = {t.untyped_storage()._cdata for t in inputs}
-        view = not func._schema.is_mutable and all(t.untyped_storage()._cdata in known for t in results)
+        view = not func._schema.is_mutable and all(
+            t.untyped_storage()._cdata in known for t in results
+        )
         if not view and "empty" not in func._schema.name:
             moved = sum(map(_bytes, (*inputs, *results)))
             if func is torch.ops.rocm_ext.unpack.default:
@@ -147,7 +151,9 @@ def _computed(func: Any, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> An
     plain = func.is_view or _name(func) in _PLAIN or Tag.pointwise in func.tags
     if "device" in kwargs:
         plain = False
-    devices = {getattr(t, "fake_device", None) for t in inputs if plain}  # reading ``device`` would be an operation
+    devices = {
+        getattr(t, "fake_device", None) for t in inputs if plain
+    }  # reading ``device`` would be an operation
     if len(devices) == 1 and None not in devices:
         mode: Any = inputs[0].fake_mode  # type: ignore[attr-defined]
         with suppress(NotImplementedError):  # an operation without a kernel for the meta device
@@ -277,7 +283,9 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
     with FakeTensorMode(), sdpa_kernel(backends):
         fake._apply(_empty_like)
         for part, name, weight in blocks:
-            part._parameters[name] = nn.Parameter(weight.with_parts(_empty_like), requires_grad=False)
+            part._parameters[name] = nn.Parameter(
+                weight.with_parts(_empty_like), requires_grad=False
+            )
         tally = CostCounter(_BYTES_TO_UNPACK if kernels.together else 0)
         tally.ignore(fake.buffers())
         for parameter in fake.parameters():
@@ -297,15 +305,21 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
 def _set_kernels(fake: nn.Module, kernels: Kernels) -> None:
     """Have a model's modules call the operations that the target's ``kernels`` compute."""
     for _, layer in adapters(fake):
-        if not isinstance(layer, ExpertLora) and layer._quantize_base:  # every product dequantises the weight
+        if (
+            not isinstance(layer, ExpertLora) and layer._quantize_base
+        ):  # every product dequantises the weight
             weight = torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device="meta")
             layer.weight = nn.Parameter(weight, requires_grad=False)
             layer._quantize_base = False
     for part in fake.modules():
         if kernels.norm and type(part) is FusedRMSNorm:
             part.__class__ = _KernelNorm
-        kernel = inspect.getattr_static(part, "kernel", None)  # a property would set the kernels of the real layers
-        if kernel == "efficient" or (kernel == "flash" and not kernels.together):  # a CPU has no efficient kernel
+        kernel = inspect.getattr_static(
+            part, "kernel", None
+        )  # a property would set the kernels of the real layers
+        if kernel == "efficient" or (
+            kernel == "flash" and not kernels.together
+        ):  # a CPU has no efficient kernel
             part.kernel = "fused"  # type: ignore[assignment]
         elif kernel == "auto" and not kernels.together:
             part.kernel = "apart"  # type: ignore[assignment]
@@ -315,7 +329,9 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-def launches_of(decoder: Decoder, merge: bool | None, device: torch.device, kernels: Kernels) -> int:
+def launches_of(
+    decoder: Decoder, merge: bool | None, device: torch.device, kernels: Kernels
+) -> int:
     """Return the number of kernels in a decoding step; arguments as in :class:`rocm_ext.plan.planner.SamplingPlanner`.
 
     The number of answers changes it only if experts are computed one by one.
@@ -361,7 +377,9 @@ def simulate(
             batch = _batch(lengths, targets, objective, decoder.packs, shared)
             hidden = fake.hidden_states(batch).flatten(0, 1)[batch.index]
             with unpacked_once():
-                objective(fake.output, hidden, batch.targets, batch.columns, batch.sequence).backward()
+                objective(
+                    fake.output, hidden, batch.targets, batch.columns, batch.sequence
+                ).backward()
             loss = LossCosts(tally.peak - run.after_layers, tally.operations)
         return {"layers": run.costs, "loss": loss, "beside": run.shared}
 
@@ -379,7 +397,9 @@ def simulate(
             decoder.layers[i] = layer
     costs = {}
     for first, (entry, kept, working, forward, backward) in stored["layers"].items():
-        costs[int(first)] = LayerCosts(entry, kept, working, _operations(forward), _operations(backward))
+        costs[int(first)] = LayerCosts(
+            entry, kept, working, _operations(forward), _operations(backward)
+        )
     working, operations = stored["loss"]
     loss = LossCosts(working, _operations(operations))
     return [costs[first] for first in firsts], loss, stored["beside"]

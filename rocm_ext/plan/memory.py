@@ -154,7 +154,9 @@ def held_bytes(decoder: Decoder, ranks: int = 1) -> int:
 def shared_bytes(module: nn.Module) -> int:
     """Bytes of the unquantised frozen parameters, which ranks shard."""
     unsharded = {id(parameter) for parameter in quantized(module)}
-    frozen = [parameter for parameter in _distinct(module.parameters()) if not parameter.requires_grad]
+    frozen = [
+        parameter for parameter in _distinct(module.parameters()) if not parameter.requires_grad
+    ]
     return sum(parameter.nbytes for parameter in frozen if id(parameter) not in unsharded)
 
 
@@ -198,7 +200,9 @@ def worst_rows(longest: int, tokens: int) -> list[int]:
     return lengths
 
 
-def checkpointed_layers(setting: bool | int | str, plan: MemoryPlan, budget: int) -> tuple[list[int], str]:
+def checkpointed_layers(
+    setting: bool | int | str, plan: MemoryPlan, budget: int
+) -> tuple[list[int], str]:
     """Choose the layers to checkpoint.
 
     Args:

@@ -27,7 +27,9 @@ from rocm_ext.sampling import Sampling
 from rocm_ext.sampling.slots import SHARE, most_slots, slot_memory, slots_beside
 
 _GAIN = 1.02  # the speed-up that justifies another setting
-_Sequences = tuple[list[int], list[int]]  # lengths and shared tokens of the sequences in a micro-batch
+_Sequences = tuple[
+    list[int], list[int]
+]  # lengths and shared tokens of the sequences in a micro-batch
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,9 @@ class TrainingPlanner:
     ranks: int
     speeds: Callable[[], Figures]
     kernels: Kernels
-    _plans: dict[tuple[tuple[int, ...], tuple[int, ...], int], MemoryPlan] = field(init=False, default_factory=dict)
+    _plans: dict[tuple[tuple[int, ...], tuple[int, ...], int], MemoryPlan] = field(
+        init=False, default_factory=dict
+    )
 
     @cached_property
     def figures(self) -> Figures:
@@ -234,7 +238,9 @@ class TrainingPlanner:
         gathering = self._gathering()
         forward_seconds = count * max(self._seconds(forward), gathering / 2)
         seconds = count * max(self._seconds(passes), gathering)
-        if getattr(self.objective, "baseline", None) is not None:  # KTO's is a separate forward pass
+        if (
+            getattr(self.objective, "baseline", None) is not None
+        ):  # KTO's is a separate forward pass
             passes += forward
             seconds += forward_seconds
         moved = 2 * (plan.adapter + plan.optimizer) + plan.gradients
@@ -279,7 +285,9 @@ class TrainingPlanner:
         lengths: list[int] = []
         shared: list[int] = []
         count = max(1, round(tokens / rows.mean))
-        others = max(2, round(rows.sequences)) - 1  # sequences of a row that share the beginning of its first
+        others = (
+            max(2, round(rows.sequences)) - 1
+        )  # sequences of a row that share the beginning of its first
         for i in range(count):  # rows of sequences of equal length, shared tokens included
             size = tokens * (i + 1) // count - tokens * i // count
             common = rows.shared / others
@@ -407,7 +415,14 @@ class SamplingPlanner:
     """
 
     def __init__(
-        self, cfg: DictConfig, decoder: Decoder, device: torch.device, asked: Questions, *, ranks: int, figures: Figures
+        self,
+        cfg: DictConfig,
+        decoder: Decoder,
+        device: torch.device,
+        asked: Questions,
+        *,
+        ranks: int,
+        figures: Figures,
     ) -> None:
         merge = cfg.engine.get("merge")
         with torch.no_grad():
@@ -415,7 +430,9 @@ class SamplingPlanner:
         if ranks == 1:
             self.layout = copied_bytes(decoder, merge)
         else:  # every rank gathers a copy
-            gathered = (p for p in decoder.parameters() if not p.requires_grad and not stays_quantized(p))
+            gathered = (
+                p for p in decoder.parameters() if not p.requires_grad and not stays_quantized(p)
+            )
             self.layout = sum(p.nbytes for p in gathered)
         wanted = device.type == "cuda" and cfg.engine.get("graphs") is not False
         self._graphs = wanted and not decoder.graph_obstacle
@@ -461,7 +478,9 @@ class SamplingPlanner:
         """Seconds to decode one token of ``slots`` answers."""
         context = self._asked.mean + self._asked.answer / 2
         computing = decode_seconds(self._decoder, slots, context, self._figures)
-        return max(computing, self.launches * self._figures.launch)  # the device computes behind the host
+        return max(
+            computing, self.launches * self._figures.launch
+        )  # the device computes behind the host
 
     def seconds(self, prompts: float, samples: int, slots: int) -> float:
         """Seconds to prefill prompts and decode ``samples`` answers per prompt, at least of the longest answer."""

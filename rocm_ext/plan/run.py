@@ -361,7 +361,9 @@ def plan_run(
     now = best = planner.fit(room)
     if cfg.tokens_per_micro_batch != "auto":
         micro_batch = micro_batch_budget(cfg, planner.rows.longest)
-        layers, _ = checkpointed_layers(cfg.enable_activation_checkpointing, planner.memory(micro_batch), room)
+        layers, _ = checkpointed_layers(
+            cfg.enable_activation_checkpointing, planner.memory(micro_batch), room
+        )
         now = planner.choice(micro_batch, layers, room)
     teacher = None
     update_seconds = now.step.seconds
@@ -375,8 +377,12 @@ def plan_run(
         servers, sharing = 0, ranks
         if not samples_here:
             servers, sharing = max(1, len(cfg.engine.get("urls") or [])), 1
-        sampler = SamplingPlanner(cfg, decoder, target.device, asked, ranks=sharing, figures=target.figures)
-        rollout = _rollout_plan(cfg, family, asked, sampler, planner, now, budget, servers, training_seconds)
+        sampler = SamplingPlanner(
+            cfg, decoder, target.device, asked, ranks=sharing, figures=target.figures
+        )
+        rollout = _rollout_plan(
+            cfg, family, asked, sampler, planner, now, budget, servers, training_seconds
+        )
     return RunPlan(
         family=family,
         target=target,
@@ -401,7 +407,9 @@ def _checked_engine(cfg: DictConfig, decoder: TransformerDecoder, asked: Questio
     Raises:
         UserError: prompt and answer are too long for the model; a plan of rows that long would take minutes.
     """
-    engine = config.instantiate(cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0)
+    engine = config.instantiate(
+        cfg.engine, key="engine", decoder=decoder, tokenizer=None, free_memory=lambda: 0
+    )
     longest = asked.longest + workload.longest_answer(cfg)
     if longest > engine.max_seq_len:
         raise UserError(
@@ -415,12 +423,16 @@ def _keeps(cfg: DictConfig, family: str) -> bool:
     return family in registry.BY_STEP and not cfg.get("given_answers")
 
 
-def _teacher_planner(cfg: DictConfig, family: str, planner: TrainingPlanner) -> TrainingPlanner | None:
+def _teacher_planner(
+    cfg: DictConfig, family: str, planner: TrainingPlanner
+) -> TrainingPlanner | None:
     """The planner of a distillation's teacher; None without a teacher, or if a server or this model's base teaches."""
     if family != registry.DISTIL or cfg.teacher == BASE or is_server(cfg.teacher):
         return None
     cfg = OmegaConf.create(cfg)
-    if cfg.teacher_adapter and not Path(cfg.teacher_adapter).exists():  # an earlier run may write it
+    if (
+        cfg.teacher_adapter and not Path(cfg.teacher_adapter).exists()
+    ):  # an earlier run may write it
         cfg.teacher_adapter = None
     teacher = teacher_config(cfg, cfg)
     use_shape(teacher)
@@ -440,7 +452,9 @@ def _plan_teacher(planner: TrainingPlanner, now: Choice) -> TeacherPlan:
     )
 
 
-def _rows(cfg: DictConfig, family: str, asked: Questions | None, known: Known, share: bool) -> Workload:
+def _rows(
+    cfg: DictConfig, family: str, asked: Questions | None, known: Known, share: bool
+) -> Workload:
     """Estimate the rows to train on; for GRPO, set the config's rows of an update."""
     if asked is None:
         return workload.sft_rows(cfg, known, share)
@@ -453,7 +467,9 @@ def _rows(cfg: DictConfig, family: str, asked: Questions | None, known: Known, s
     return rows
 
 
-def _check(cfg: DictConfig, target: Target, machine: Machine, decoder: TransformerDecoder, ranks: int) -> None:
+def _check(
+    cfg: DictConfig, target: Target, machine: Machine, decoder: TransformerDecoder, ranks: int
+) -> None:
     """Raise the recipe's errors about the config."""
     settings: Any = OmegaConf.to_container(cfg)
     overrides = list(cfg.hardware_overrides)
@@ -504,7 +520,10 @@ def _programs(cfg: DictConfig, target: Target) -> int:
     runs_programs = environment and environment[COMPONENT].endswith(".Program")
     if target.profile.memory["of"] != "unified" or not runs_programs:
         return 0
-    from rocm_ext.environments.program import MEMORY_MB, MOST_AT_ONCE  # imports the verifiers, which Windows lacks
+    from rocm_ext.environments.program import (
+        MEMORY_MB,
+        MOST_AT_ONCE,
+    )  # imports the verifiers, which Windows lacks
 
     at_once = environment.get("at_once") or MOST_AT_ONCE
     memory_mb = environment.get("memory_mb") or MEMORY_MB

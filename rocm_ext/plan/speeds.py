@@ -85,11 +85,15 @@ class Figures:
             UserError: there is no figure for ``dtype``.
         """
         if dtype not in self.flops:
-            raise UserError(f"no figure for {dtype} on this machine ({self.source}); known: {', '.join(self.flops)}")
+            raise UserError(
+                f"no figure for {dtype} on this machine ({self.source}); known: {', '.join(self.flops)}"
+            )
         return self.flops[dtype]
 
 
-def figures_for(profile: Profile, machine: Machine, bench: Path | None = None, chip: str | None = None) -> Figures:
+def figures_for(
+    profile: Profile, machine: Machine, bench: Path | None = None, chip: str | None = None
+) -> Figures:
     """Return the best figures available for the machine that ``profile`` describes.
 
     Args:
@@ -107,7 +111,9 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None, c
     if profile.fits(machine) and machine.backend != "cpu":
         memory = None if machine.unified else machine.total_memory
         likely = chips_of(profile, machine.arch, machine.name, memory)
-        named = named_chips(profile, machine.arch, machine.name or "", memory) or [machine.name or ""]
+        named = named_chips(profile, machine.arch, machine.name or "", memory) or [
+            machine.name or ""
+        ]
     here = _describes(profile, machine)
     if bench:
         file = BenchFile.read(bench)
@@ -120,26 +126,36 @@ def figures_for(profile: Profile, machine: Machine, bench: Path | None = None, c
     if profile.match.get("backend") == "cpu":
         return measure_cpu()
     if not profile.chips:
-        raise UserError(f"hardware={profile.name} has no data sheet of its machine; measure it with rocm-ext bench")
+        raise UserError(
+            f"hardware={profile.name} has no data sheet of its machine; measure it with rocm-ext bench"
+        )
     name = chip or (likely or list(profile.chips))[0]
     another = here and not chip and name not in named
     return _computed(profile, name, note=f"; {machine.name} has none here" if another else "")
 
 
-def _check_file(bench: Path, file: BenchFile, profile: Profile, machine: Machine, chip: str | None) -> None:
+def _check_file(
+    bench: Path, file: BenchFile, profile: Profile, machine: Machine, chip: str | None
+) -> None:
     """Refuse a bench file of other hardware than the plan's."""
     measured = file.machine
     arch, name = measured.get("arch"), measured.get("name")
     if not _describes(profile, replace(machine, backend=str(measured.get("backend")), arch=arch)):
-        raise UserError(f"{bench} was measured on {dict(measured)}, but hardware={profile.name} is {profile.title}")
+        raise UserError(
+            f"{bench} was measured on {dict(measured)}, but hardware={profile.name} is {profile.title}"
+        )
     may_be = named_chips(profile, arch, name or "")
     if chip and chip not in may_be:
-        raise UserError(f"{bench} was measured on {' or '.join(may_be) or name or arch}, but --machine is {chip}")
+        raise UserError(
+            f"{bench} was measured on {' or '.join(may_be) or name or arch}, but --machine is {chip}"
+        )
 
 
 def _measured(file: BenchFile, profile: Profile, chip: str | None) -> Figures:
     """Return a bench file's figures; memory and link come from the chip's data sheet."""
-    names = [chip] if chip else chips_of(profile, file.machine.get("arch"), file.machine.get("name"))
+    names = (
+        [chip] if chip else chips_of(profile, file.machine.get("arch"), file.machine.get("name"))
+    )
     figures = _sizes(profile.chips.get(names[0]), profile) if names else {}
     figures |= file.figures
     return Figures(source=f"measured {file.date} by rocm-ext bench", measured=True, **figures)
@@ -241,7 +257,9 @@ class Target:
         return dtype_name(self.dtype)
 
     @classmethod
-    def of(cls, cfg: DictConfig, machine: Machine, bench: Path | None = None, chip: str | None = None) -> "Target":
+    def of(
+        cls, cfg: DictConfig, machine: Machine, bench: Path | None = None, chip: str | None = None
+    ) -> "Target":
         """Return the target of a config; its ``hardware`` names the profile. See :func:`figures_for`.
 
         Raises:

@@ -106,7 +106,12 @@ def sft_rows(cfg: DictConfig, known: Known, share: bool = False) -> Workload:
         count = len(dataset)  # type: ignore[arg-type]
         every = max(1, -(-count // _LOOKED_AT))
         rows = tokenize(
-            dataset, max_seq_len=limit, progress=False, every=every, too_long=cfg.too_long, bad_rows=cfg.bad_rows
+            dataset,
+            max_seq_len=limit,
+            progress=False,
+            every=every,
+            too_long=cfg.too_long,
+            bad_rows=cfg.bad_rows,
         )
         read = f"{rows.counts['rows']:,} of {count:,} rows read"
         workload = describe(rows, count, read, share, Mixture.of(cfg.dataset, rows))
@@ -123,7 +128,9 @@ def sft_rows(cfg: DictConfig, known: Known, share: bool = False) -> Workload:
     return replace(workload, mean=mean, count=known.rows or workload.count)
 
 
-def describe(rows: Rows, count: int, source: str, share: bool = False, mixture: Mixture | None = None) -> Workload:
+def describe(
+    rows: Rows, count: int, source: str, share: bool = False, mixture: Mixture | None = None
+) -> Workload:
     """Summarise tokenised ``rows``, a sample of ``count`` rows.
 
     Args:
@@ -135,7 +142,9 @@ def describe(rows: Rows, count: int, source: str, share: bool = False, mixture: 
     """
     per_row = []
     sums = []  # of each row: tokens, labels, sequences, shared tokens
-    for tokens, lengths, (labels, _) in zip(rows.tokens, rows.lengths, label_counts(rows), strict=True):
+    for tokens, lengths, (labels, _) in zip(
+        rows.tokens, rows.lengths, label_counts(rows), strict=True
+    ):
         shared = (0,) * len(lengths)
         if share:
             shared = tuple(shared_beginnings(tokens, lengths))
@@ -144,7 +153,10 @@ def describe(rows: Rows, count: int, source: str, share: bool = False, mixture: 
         sums.append((sum(unshared), labels, len(unshared), sum(shared)))
     weights = None
     if mixture is not None and mixture.weights:  # an epoch has the rows of a set more or less often
-        frequencies = [given / max(1, number) for given, number in zip(mixture.shares, mixture.rows, strict=True)]
+        frequencies = [
+            given / max(1, number)
+            for given, number in zip(mixture.shares, mixture.rows, strict=True)
+        ]
         weights = np.repeat(frequencies, mixture.rows)
     mean, labels, sequences, shared_tokens = np.average(sums, 0, weights).tolist()
     return Workload(
@@ -179,7 +191,8 @@ def questions(cfg: DictConfig, known: Known) -> Questions:
     if not known.answer_tokens:
         source += "; answers assumed to be half of max_new_tokens"
     return Questions(
-        prompts=known.rows or _least(cfg.get("prompts_per_cycle"), cfg.get("prompts_per_step"), count),
+        prompts=known.rows
+        or _least(cfg.get("prompts_per_cycle"), cfg.get("prompts_per_step"), count),
         held_out=held_out,
         longest=max(lengths),
         mean=known.row_tokens or fmean(lengths),
@@ -218,11 +231,15 @@ def kept_rows(cfg: DictConfig, asked: Questions) -> Workload:
 def sampled_rows(cfg: DictConfig, asked: Questions) -> Workload:
     """Estimate the rows of a step of GRPO or distillation: every answer to its prompts."""
     prompts = _least(cfg.get("prompts_per_step"), asked.prompts)
-    rows = _answers(cfg, asked, prompts and prompts * cfg.samples_per_prompt, "every answer trained on")
+    rows = _answers(
+        cfg, asked, prompts and prompts * cfg.samples_per_prompt, "every answer trained on"
+    )
     if "prompts_per_step" not in cfg:  # an evaluation with a config of RAFT
         return rows
     groups_per_update = cfg.groups_per_update or cfg.prompts_per_step
-    groups = min(cfg.prompts_per_step, 2 * groups_per_update - 1)  # one group fewer than for two updates
+    groups = min(
+        cfg.prompts_per_step, 2 * groups_per_update - 1
+    )  # one group fewer than for two updates
     return replace(rows, most=groups * cfg.samples_per_prompt)
 
 
@@ -245,7 +262,10 @@ def old_logprobs(cfg: DictConfig, dtype: torch.dtype) -> str:
     """
     if cfg.old_logprobs != "auto":
         return cfg.old_logprobs
-    here = cfg.engine[config.COMPONENT] in ("rocm_ext.sampling.LocalEngine", "rocm_ext.sampling.local.LocalEngine")
+    here = cfg.engine[config.COMPONENT] in (
+        "rocm_ext.sampling.LocalEngine",
+        "rocm_ext.sampling.local.LocalEngine",
+    )
     return "sampler" if here and dtype == torch.float32 else "trainer"
 
 

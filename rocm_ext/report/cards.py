@@ -75,7 +75,10 @@ def _progress(run: RunFolder) -> Iterator[tuple[str, str]]:
     padding = run.updates["padding"]
     if np.isfinite(padding).any():
         padded = np.nanmax(padding) > 0
-        yield "Padding", f"{100 * np.nanmean(padding):.1f} % of computed tokens" if padded else "none"
+        yield (
+            "Padding",
+            f"{100 * np.nanmean(padding):.1f} % of computed tokens" if padded else "none",
+        )
     if math.isfinite(run.peak_memory):
         size, unit = memory_unit(run.peak_memory)
         yield "Peak memory", f"{run.peak_memory / size:,.1f} {unit}"
@@ -124,7 +127,9 @@ def _last_sign(run: RunFolder) -> str:
 def _losses(run: RunFolder) -> Iterator[tuple[str, str]]:
     data_sets = run.summary.get("data_sets")
     if is_rows(data_sets):
-        given = [f"{part.get('name')}: {number(part.get('rows_given')):,.0f} rows" for part in data_sets]
+        given = [
+            f"{part.get('name')}: {number(part.get('rows_given')):,.0f} rows" for part in data_sets
+        ]
         yield "Rows given by", " · ".join(given)
     yield "Loss", _trend(run.steps["loss"])
     yield "Held-out pass@1", _passes(run)

@@ -26,7 +26,9 @@ Table = list[list[str]]  # cells, by row
 _COLOURS, _DASHES = 5, ("solid", "dash", "dot")
 _POINTS = 1000  # most points of a curve, about as many as a chart has columns of pixels
 _BARS = 40  # most bars of a chart
-_KEPT = "\n\t\u200c\u200d"  # invisible characters that stay: many scripts, and emoji, need the joiners
+_KEPT = (
+    "\n\t\u200c\u200d"  # invisible characters that stay: many scripts, and emoji, need the joiners
+)
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 _PREFIXES = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k"}
 _HUGE = 1e100  # larger values count as this, so that no arithmetic overflows
@@ -44,7 +46,9 @@ def library() -> str:
         script = Path(spec.origin).parent / "package_data" / "plotly.min.js"
         if script.exists():
             return script.read_text()
-    raise UserError("pages draw their charts with plotly, which is missing: pip install 'plotly>=6'")
+    raise UserError(
+        "pages draw their charts with plotly, which is missing: pip install 'plotly>=6'"
+    )
 
 
 @dataclass(frozen=True)
@@ -281,7 +285,9 @@ def bar_chart(
             "hovertemplate": "%{y:.3~g}",
         }
         traces.append(trace)
-        words.append(f"{name} {short_number(height[0])} at first, {short_number(height[-1])} at last")
+        words.append(
+            f"{name} {short_number(height[0])} at first, {short_number(height[-1])} at last"
+        )
     layout = {
         "xaxis": _x_axis(x_title, x),
         "yaxis": _y_axis(total, zero=True),
@@ -410,7 +416,9 @@ def visible(text: str, limit: int) -> str:
         return text
     if len(text) > limit:
         tail = limit // 4
-        text = f"{text[: limit - tail]}\n[ {len(text) - limit:,} characters left out ]\n{text[-tail:]}"
+        text = (
+            f"{text[: limit - tail]}\n[ {len(text) - limit:,} characters left out ]\n{text[-tail:]}"
+        )
     return "".join(map(_visible, text.replace("\r\n", "\n")))
 
 

@@ -39,7 +39,9 @@ def _sides(column: str) -> dict[str, str]:
 
 TRAINING = (
     Curve("Loss", "nats per token", {"loss": "loss"}, zero=False, lost=True),
-    Curve("Validation loss", "nats per token", {"val_loss": "validation loss"}, zero=False, lost=True),
+    Curve(
+        "Validation loss", "nats per token", {"val_loss": "validation loss"}, zero=False, lost=True
+    ),
     Curve("Learning rate", "", {"lr": "learning rate"}, noisy=False),
     Curve("Gradient norm", "before clipping", {"grad_norm": "gradient norm"}, lost=True),
     Curve("Speed", "tokens per second", {"tokens_per_second": "speed"}),
@@ -52,12 +54,20 @@ PREFERENCES = (
         "reward of the chosen answer − reward of the rejected one; of single answers, distance from the baseline",
         {"margin": "training", "val_margin": "validation"},
     ),
-    Curve("Accuracy", "% with a margin above 0", {"accuracy": "training", "val_accuracy": "validation"}),
+    Curve(
+        "Accuracy",
+        "% with a margin above 0",
+        {"accuracy": "training", "val_accuracy": "validation"},
+    ),
     Curve("Rewards", "factor beta × score", _sides("reward")),
     Curve("Validation: rewards", "factor beta × score", _sides("val_reward")),
     Curve("Log-probs", "nats, sums over an answer", _sides("logprobs")),
     Curve("Validation: log-probs", "nats, sums over an answer", _sides("val_logprobs")),
-    Curve("KL divergence", "from the reference, nats per token", {"kl": "training", "val_kl": "validation"}),
+    Curve(
+        "KL divergence",
+        "from the reference, nats per token",
+        {"kl": "training", "val_kl": "validation"},
+    ),
     Curve("Baseline", "nats, KTO's", {"baseline": "training", "val_baseline": "validation"}),
 )
 POLICY = (
@@ -65,25 +75,53 @@ POLICY = (
     Curve("Parts of the reward", "means of the answers", {"reward/": ""}),
     Curve("Right answers", "% of the answers", {"right": "right"}),
     Curve("Pass@k", "of a group, mean", {"pass_at_": "k = "}),
-    Curve("Flat groups", "% that teach nothing", {"flat": "flat", "all_right": "all right", "all_wrong": "all wrong"}),
+    Curve(
+        "Flat groups",
+        "% that teach nothing",
+        {"flat": "flat", "all_right": "all right", "all_wrong": "all wrong"},
+    ),
     Curve("Distinct answers", "% of a group, mean", {"distinct": "distinct"}),
     Curve(
         "Answer length",
         "tokens, mean",
-        {"mean_tokens": "all", "mean_tokens_right": "right ones", "mean_tokens_wrong": "wrong ones"},
+        {
+            "mean_tokens": "all",
+            "mean_tokens_right": "right ones",
+            "mean_tokens_wrong": "wrong ones",
+        },
     ),
     Curve("Answers cut off", "% at max_new_tokens", {"truncated": "cut off"}),
-    Curve("Length", "% of the rewards' variance by it; below 0: short ones earn more", {"length_share": "share"}),
+    Curve(
+        "Length",
+        "% of the rewards' variance by it; below 0: short ones earn more",
+        {"length_share": "share"},
+    ),
     Curve("Entropy", "nats per token", {"entropy": "entropy"}),
     Curve("KL divergence", "from the first adapter, nats per token", {"kl": "KL"}),
-    Curve("Agreement with the teacher", "% of the tokens, most probable word", {"agreement": "agreement"}),
+    Curve(
+        "Agreement with the teacher",
+        "% of the tokens, most probable word",
+        {"agreement": "agreement"},
+    ),
     Curve("Mismatch", "trainer − sampler, nats, mean", {"mismatch_mean": "mismatch"}),
     Curve("Largest mismatch", "trainer − sampler, nats", {"mismatch_max": "mismatch"}),
     Curve("Mismatch KL", "nats per token", {"mismatch_kl": "mismatch KL"}),
     Curve("Limited weights", "% of the tokens, by the mismatch", {"mismatch_limited": "limited"}),
-    Curve("Clipped tokens", "% of the tokens", {"clipped_low": "low", "clipped_high": "high", "clipped_dual": "dual"}),
-    Curve("Information of an update", "", {"informative_answers": "answers", "effective_tokens": "effective tokens"}),
-    Curve("Improbable tokens of wrong answers", "% of the gradients' energy", {"improbable_share": "share"}),
+    Curve(
+        "Clipped tokens",
+        "% of the tokens",
+        {"clipped_low": "low", "clipped_high": "high", "clipped_dual": "dual"},
+    ),
+    Curve(
+        "Information of an update",
+        "",
+        {"informative_answers": "answers", "effective_tokens": "effective tokens"},
+    ),
+    Curve(
+        "Improbable tokens of wrong answers",
+        "% of the gradients' energy",
+        {"improbable_share": "share"},
+    ),
     Curve("Sum of learning rates", "of all updates", {"lr_sum": "sum"}, noisy=False),
     Curve("Probability ratio", "trainer / sampler", {"ratio_mean": "mean", "ratio_max": "largest"}),
     Curve("Age of the policy", "steps, of the one that sampled", {"policy_lag": "age"}),
@@ -133,7 +171,11 @@ def charts(curves: Sequence[Curve], runs: Sequence[RunFolder], *families: str) -
 
 
 def _lines(
-    curve: Curve, columns: Mapping[str, str], runs: Mapping[int, RunFolder], several: bool, x_title: str
+    curve: Curve,
+    columns: Mapping[str, str],
+    runs: Mapping[int, RunFolder],
+    several: bool,
+    x_title: str,
 ) -> tuple[list[Line], bool]:
     """The lines of a curve, and whether they are smoothed."""
     lines = []

@@ -14,7 +14,11 @@ from rocm_ext.runs.tails import Record
 
 _COUNTERS = (  # title, unit, keys whose values are added; of the host unless the title says GPU
     ("GPU load", "%", ("busy",)),
-    ("GPU memory", "bytes", ("vram_used", "gtt_used")),  # the GPU's memory, and the host's that it uses
+    (
+        "GPU memory",
+        "bytes",
+        ("vram_used", "gtt_used"),
+    ),  # the GPU's memory, and the host's that it uses
     ("GPU power", "W", ("power",)),
     ("GPU temperature", "°C", ("temperature",)),
     ("GPU clock", "MHz", ("clock",)),
@@ -69,7 +73,9 @@ def charts(runs: Sequence[tuple[str, Readings]], from_now: bool = False) -> list
                 lines.append(Line(label, x, y, colour, dash))
         if lines:
             legend = not several and len(lines) > 1
-            chart = line_chart(title, unit, lines, x_title=x_title, zero=True, marks=marks, legend=legend)
+            chart = line_chart(
+                title, unit, lines, x_title=x_title, zero=True, marks=marks, legend=legend
+            )
             drawn.append(chart)
     return drawn
 

@@ -6,13 +6,34 @@ from collections.abc import Sequence
 import numpy as np
 
 from rocm_ext.base.registry import BY_STEP, RAFT
-from rocm_ext.report.charts import Chart, Line, Table, bar_chart, colour_and_dash, line_chart, time_unit
+from rocm_ext.report.charts import (
+    Chart,
+    Line,
+    Table,
+    bar_chart,
+    colour_and_dash,
+    line_chart,
+    time_unit,
+)
 from rocm_ext.runs.folder import HeldOut, RunFolder, held_out
 from rocm_ext.runs.records import MOST, number
 from rocm_ext.runs.tails import Record
 
-VERDICTS = {"CORRECT": "v0", "WRONG": "v1", "UNPARSED": "v2", "TIMEOUT": "v3", "ERROR": "v4"}  # their colours
-_RULES = {"kept": "v0", "over cap": "r3", "not among best": "r2", "duplicate": "r1", "truncated": "v2", "empty": "v2"}
+VERDICTS = {
+    "CORRECT": "v0",
+    "WRONG": "v1",
+    "UNPARSED": "v2",
+    "TIMEOUT": "v3",
+    "ERROR": "v4",
+}  # their colours
+_RULES = {
+    "kept": "v0",
+    "over cap": "r3",
+    "not among best": "r2",
+    "duplicate": "r1",
+    "truncated": "v2",
+    "empty": "v2",
+}
 _RULES |= {"not correct": "v3", "below threshold": "v1", "without reward": "v4", "not kept": "v2"}
 _TIMES = {"sampling": "sample_seconds", "waiting": "wait_seconds", "training": "train_seconds"}
 _TIME_COLOURS = {"sampling": "c0", "waiting": "r2", "training": "c1", "other": "v2"}
@@ -43,15 +64,25 @@ def score_charts(runs: Sequence[RunFolder], *families: str) -> list[Chart]:
             drawn += _drawn_lines(run, evaluations, index, several)
     charts = []
     if greedy:
-        charts.append(line_chart("Held-out pass@1", "%, greedy, with 95 % intervals", greedy, x_title=x_title))
+        charts.append(
+            line_chart("Held-out pass@1", "%, greedy, with 95 % intervals", greedy, x_title=x_title)
+        )
     if greedy and several and families == BY_STEP:
-        charts.append(line_chart("Held-out pass@1 by answers", "%, greedy", by_answers, x_title="answers sampled"))
+        charts.append(
+            line_chart(
+                "Held-out pass@1 by answers", "%, greedy", by_answers, x_title="answers sampled"
+            )
+        )
     if drawn:
-        charts.append(line_chart("Held-out pass@k", "%, drawn answers", drawn, x_title=x_title, legend=True))
+        charts.append(
+            line_chart("Held-out pass@k", "%, drawn answers", drawn, x_title=x_title, legend=True)
+        )
     return charts
 
 
-def _drawn_lines(run: RunFolder, evaluations: Sequence[HeldOut], index: int, several: bool) -> list[Line]:
+def _drawn_lines(
+    run: RunFolder, evaluations: Sequence[HeldOut], index: int, several: bool
+) -> list[Line]:
     """A line of pass@k for each k."""
     points: dict[int, list[tuple[float, ...]]] = defaultdict(list)
     for evaluation in evaluations:

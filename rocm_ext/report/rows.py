@@ -8,7 +8,13 @@ from rocm_ext.report.charts import Chart, Table
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import ROWS
 
-COLUMNS = {"min": "min", "median": "median", "p95": "95 %", "max": "max", "total": "total"}  # columns of lengths
+COLUMNS = {
+    "min": "min",
+    "median": "median",
+    "p95": "95 %",
+    "max": "max",
+    "total": "total",
+}  # columns of lengths
 _EQUAL = {
     "repeated": "equal an earlier row",
     "trained_on": "are training rows, too",
@@ -150,7 +156,9 @@ def _histogram(data: Json) -> Chart:
     for low, high, count in lengths["histogram"]:
         bar = f"{low:,}" if low == high else f"{low:,}–{high:,}"
         bars[bar] = int(count)
-    words = f"from {lengths['min']:,} to {lengths['max']:,}, half of them up to {lengths['median']:,}"
+    words = (
+        f"from {lengths['min']:,} to {lengths['max']:,}, half of them up to {lengths['median']:,}"
+    )
     trace = {
         "type": "bar",
         "x": list(bars),

@@ -24,7 +24,9 @@ _KINDS = ("unequal rewards", "all wrong", "all right", "with an ERROR", "cut off
 _PER_GROUP = 8  # most answers that are shown
 _PROMPTS = "rocm_ext.data.prompt_dataset"
 _Verified = tuple[Record, Judged]  # an answer's record and its verdict
-_Asked = tuple[Sequence[Record], Sequence[Record]]  # the messages of a prompt, and the tools of its row
+_Asked = tuple[
+    Sequence[Record], Sequence[Record]
+]  # the messages of a prompt, and the tools of its row
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,9 @@ def _of_step(run: RunFolder, step: int) -> list[Group]:
         positions[key] = position
         cut[prompt] = cut.get(prompt, False) or record.get("finish_reason") == "length"
     free = [prompt for prompt in rows if prompt in cut]
-    free.sort(key=lambda prompt: _hash(prompt, step))  # an order by chance, but equal in every report
+    free.sort(
+        key=lambda prompt: _hash(prompt, step)
+    )  # an order by chance, but equal in every report
     groups = []
     for kind in _KINDS:
         fits = [_fit(kind, verdicts, rows[prompt], cut[prompt]) for prompt in free]
@@ -146,7 +150,9 @@ def _fit(kind: str, verdicts: Verdicts, rows: np.ndarray, cut: bool) -> float:
     return cut
 
 
-def _group(run: RunFolder, name: str, prompt: str, records: Sequence[_Verified], total: int) -> Group:
+def _group(
+    run: RunFolder, name: str, prompt: str, records: Sequence[_Verified], total: int
+) -> Group:
     """Return a prompt's group from the records of its answers.
 
     The turns with which all conversations begin are shown once, behind the prompt, unless a program sent the prompt.
@@ -185,7 +191,9 @@ def _group(run: RunFolder, name: str, prompt: str, records: Sequence[_Verified],
     )
 
 
-def _answers(run: RunFolder, rows: np.ndarray, positions: Mapping[SampleKey, int]) -> list[_Verified]:
+def _answers(
+    run: RunFolder, rows: np.ndarray, positions: Mapping[SampleKey, int]
+) -> list[_Verified]:
     """A group's kept answers with verdicts, by index; of many, the ones with the highest and lowest rewards."""
     verdicts = run.answers.verdicts
     keys = {row: verdicts.key(row) for row in rows.tolist()}

@@ -22,7 +22,11 @@ class RolloutAhead(Rollout):
 
     def _start(self) -> None:
         self.sampled = threading.Event()  # this rank has no more to sample
-        self._open, self._lock, self._tokens = 1, threading.Lock(), 0  # open: requests, and 1 until all are taken
+        self._open, self._lock, self._tokens = (
+            1,
+            threading.Lock(),
+            0,
+        )  # open: requests, and 1 until all are taken
         self._began = self.ended = time.perf_counter()  # of sampling on this rank
 
     def requests(self) -> Iterator[Request | None]:
@@ -40,7 +44,9 @@ class RolloutAhead(Rollout):
         self._tokens += len(completion.tokens)
         seconds = max(time.perf_counter() - self._began, 1e-9)
         self._take(
-            Sample.of(completion), {"tokens": self._tokens, "tokens_per_second": self._tokens / seconds}, policy=policy
+            Sample.of(completion),
+            {"tokens": self._tokens, "tokens_per_second": self._tokens / seconds},
+            policy=policy,
         )
         self._count_open(-1)
 
@@ -81,8 +87,12 @@ class Ahead:
         self._workers, self.last, self._keep = workers, step, keep
         self._steps: deque[RolloutAhead] = deque()  # not finished, oldest first
         self._added: SimpleQueue[RolloutAhead] = SimpleQueue()
-        self._adapters: deque[tuple[int, Any, ExitStack]] = deque()  # step, its session, and what closes it
-        self._asked: dict[int, tuple[RolloutAhead, int]] = {}  # by the request's id: its step's, and the adapter's step
+        self._adapters: deque[tuple[int, Any, ExitStack]] = (
+            deque()
+        )  # step, its session, and what closes it
+        self._asked: dict[
+            int, tuple[RolloutAhead, int]
+        ] = {}  # by the request's id: its step's, and the adapter's step
         self._free = 0.0  # when the finished steps had their answers
         self._failed: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -155,14 +165,17 @@ class Ahead:
     def _stopped(self) -> bool:
         return self._workers.interrupt.signum is not None or self._workers.halted
 
-    def _requests(self, pending: Iterator[tuple[Any, Request | None]], session: Any) -> Iterator[Request | None]:
+    def _requests(
+        self, pending: Iterator[tuple[Any, Request | None]], session: Any
+    ) -> Iterator[Request | None]:
         """Yield requests with the newest adapter, and None while there are none.
 
         This ends once there is a newer session, if ``session`` has given up a server or uses one that has refused the
         newest adapter.
         """
         while not self._stopped and not (
-            (newest := self._adapters[-1][1]) is not session and (session.given_up or session.servers != newest.servers)
+            (newest := self._adapters[-1][1]) is not session
+            and (session.given_up or session.servers != newest.servers)
         ):
             rollout, request = next(pending)
             if request is not None:

@@ -119,8 +119,12 @@ class ConversationQueue(RequestQueue):
         self._recorded = dict(turns.records)
         self._stopped = stopped
         self._open: dict[SampleKey, _Talk] = {}
-        self._beginning: Counter[str] = Counter()  # conversations that the environment has not begun, by prompt
-        self._begun: dict[str, list[Request]] = defaultdict(list)  # first requests of prompts with such conversations
+        self._beginning: Counter[str] = (
+            Counter()
+        )  # conversations that the environment has not begun, by prompt
+        self._begun: dict[str, list[Request]] = defaultdict(
+            list
+        )  # first requests of prompts with such conversations
         self._first: deque[list[Request]] = deque()
         self._next: deque[Request] = deque()
         self._replies: SimpleQueue[tuple[_Talk, Future]] = SimpleQueue()
@@ -162,7 +166,9 @@ class ConversationQueue(RequestQueue):
 
     def add(self, completion: Completion) -> None:
         """Record a message of the model, and give it to the environment."""
-        self._turns.append(Sample.of(completion).record() | {"behind": self._behind(completion.request)})
+        self._turns.append(
+            Sample.of(completion).record() | {"behind": self._behind(completion.request)}
+        )
         self._say(completion)
 
     def _say(self, completion: Completion) -> None:
@@ -172,7 +178,9 @@ class ConversationQueue(RequestQueue):
         talk.tokens += completion.tokens
         talk.logprobs += completion.logprobs
         if completion.routes is not None:
-            talk.routes.append(completion.routes.reshape(len(completion.tokens), -1))  # [tokens, layers * chosen]
+            talk.routes.append(
+                completion.routes.reshape(len(completion.tokens), -1)
+            )  # [tokens, layers * chosen]
         talk.context += completion.tokens
         talk.text = completion.text
         talk.sampled = marked_text(self._tokenizer, completion.tokens)
@@ -239,7 +247,14 @@ class ConversationQueue(RequestQueue):
             message = to_sample(record)
             routes = message.chosen_experts() if message.routes else None
             self._say(
-                Completion(following, message.tokens, message.logprobs, message.text, message.finish_reason, routes)
+                Completion(
+                    following,
+                    message.tokens,
+                    message.logprobs,
+                    message.text,
+                    message.finish_reason,
+                    routes,
+                )
             )
         elif following and begins:
             self._begun[request.prompt_id].append(following)
@@ -280,7 +295,9 @@ class ConversationQueue(RequestQueue):
         turns = [*talk.turns[:known], *new_turns]
         if answer_is_last and tools == talk.tools:
             *history, answer = talk.turns
-            ids, fresh = render_reply(self._tokenizer, history, answer, talk.sampled, new_turns, tools)
+            ids, fresh = render_reply(
+                self._tokenizer, history, answer, talk.sampled, new_turns, tools
+            )
         else:
             ids, fresh = render_history(self._tokenizer, turns, tools), True
         context = list(ids) if fresh else talk.context + ids
@@ -290,7 +307,11 @@ class ConversationQueue(RequestQueue):
             return None
         added = len(context) - len(request.tokens) - len(talk.tokens)  # by the environment
         if added > self._limits.added:
-            self._cut(talk, "max_environment_tokens", f": {added} are needed and {self._limits.added} allowed")
+            self._cut(
+                talk,
+                "max_environment_tokens",
+                f": {added} are needed and {self._limits.added} allowed",
+            )
             return None
         talk.given.append((len(talk.tokens), ids, fresh))
         talk.context = context
@@ -302,7 +323,9 @@ class ConversationQueue(RequestQueue):
             most = min(left, reply.most)
         return replace(
             request,
-            seed=sample_seed(request.seed, f"turn {talk.answers}", request.prompt_id, request.sample),
+            seed=sample_seed(
+                request.seed, f"turn {talk.answers}", request.prompt_id, request.sample
+            ),
             tokens=tuple(context),
             messages=tuple(turn.message() for turn in turns),
             tools=tuple(tools or ()),
@@ -357,7 +380,10 @@ class ConversationQueue(RequestQueue):
         """Return a message of the model with its tool calls, in OpenAI's form."""
         message: Message = {"role": "assistant", "content": completion.text}
         if talk.asked:
-            sizes = {"prompt_tokens": len(completion.request.tokens), "completion_tokens": len(completion.tokens)}
+            sizes = {
+                "prompt_tokens": len(completion.request.tokens),
+                "completion_tokens": len(completion.tokens),
+            }
             message |= {"usage": sizes, "finish_reason": completion.finish_reason}
         tools = completion.request.tools
         if not (tools and talk.stopped):

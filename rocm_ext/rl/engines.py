@@ -33,7 +33,10 @@ from rocm_ext.sampling import Completion, Engine, LocalEngine, Sampling, Session
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.scoring import reference, score
 
-_ANSWERS, _TOKENS = 6, 32  # about 200 log-probs tell adapters apart whose log-probs differ by a hundredth
+_ANSWERS, _TOKENS = (
+    6,
+    32,
+)  # about 200 log-probs tell adapters apart whose log-probs differ by a hundredth
 _FAR = 0.1  # nats per token; rounding to bf16 on both sides gives about 0.01
 _SURE = 3.0  # standard errors
 _LEAST = 0.003  # nats per token; adapters that differ less do not stop a run, because rounding may hide the difference
@@ -52,14 +55,21 @@ class Engines:
     """
 
     def __init__(
-        self, sample: Engine, eval: Engine, ranks: Ranks, free: Callable[[], int], training: Callable[[], int]
+        self,
+        sample: Engine,
+        eval: Engine,
+        ranks: Ranks,
+        free: Callable[[], int],
+        training: Callable[[], int],
     ) -> None:
         self.sample = sample
         self.eval = eval
         self._ranks = ranks
         self._free = free
         self._training = training
-        self._kept: dict[int, Any] | None = None  # open sessions by the engine's id, inside keep_open
+        self._kept: dict[int, Any] | None = (
+            None  # open sessions by the engine's id, inside keep_open
+        )
         self._stack = ExitStack()
         self._opening = 0.0  # seconds
         self._logged: set[str] = set()
@@ -73,7 +83,11 @@ class Engines:
     def layout_bytes(self) -> int:
         """Upper bound on the bytes that sessions hold during training inside :meth:`keep_open`, without caches."""
         engines: dict[int, Any] = {id(engine): engine for engine in (self.sample, self.eval)}
-        return sum(engine.layout_bytes() for engine in engines.values() if getattr(engine, "refreshes", False))
+        return sum(
+            engine.layout_bytes()
+            for engine in engines.values()
+            if getattr(engine, "refreshes", False)
+        )
 
     @contextmanager
     def keep_open(self) -> Iterator[None]:
@@ -114,7 +128,9 @@ class Engines:
                 session.refresh()
             else:
                 began = time.perf_counter()
-                session = self._kept[id(engine)] = self._stack.enter_context(engine.session(adapter))
+                session = self._kept[id(engine)] = self._stack.enter_context(
+                    engine.session(adapter)
+                )
                 session.reserve = self._training
                 self._opening = time.perf_counter() - began
             yield session
@@ -186,7 +202,9 @@ class Policy:
         self._written: Path | None = None
         self._open: list[int] = []  # steps of the adapters of open sessions
         self.check_from = 0
-        self._checked: tuple[str, Mapping[str, Tensor]] | None = None  # name and weights at the last check
+        self._checked: tuple[str, Mapping[str, Tensor]] | None = (
+            None  # name and weights at the last check
+        )
         self.on_servers = hasattr(engines.sample, "check_adapter")
 
     @contextmanager
@@ -240,7 +258,9 @@ class Policy:
 
         def write() -> None:
             with disk_errors(folder):
-                for old in set(self._folder.glob("*")) - {self._folder / f"step_{open_}" for open_ in self._open}:
+                for old in set(self._folder.glob("*")) - {
+                    self._folder / f"step_{open_}" for open_ in self._open
+                }:
                     shutil.rmtree(old, ignore_errors=True)
                 folder.mkdir(parents=True)
                 self._learner.write_adapter(folder)
@@ -308,7 +328,10 @@ class ServerCheck:
         for url, answers in given.items():
             usable[url] = [c for c in answers if len(c.logprobs) == len(c.tokens) > 0]
             if answers and not usable[url]:
-                self._warn(url, "returns no log-probs with token ids, so nothing checks that it uses new adapters")
+                self._warn(
+                    url,
+                    "returns no log-probs with token ids, so nothing checks that it uses new adapters",
+                )
         return usable
 
     def _logprobs(self, answers: Sequence[Completion]) -> Tensor:
@@ -318,7 +341,11 @@ class ServerCheck:
         return torch.from_numpy(np.concatenate(score(self._learner, rows))).double()
 
     def _compare(
-        self, given: Mapping[str, Sequence[Completion]], adapter: Path, ours: Tensor, others: Mapping[str, Tensor]
+        self,
+        given: Mapping[str, Sequence[Completion]],
+        adapter: Path,
+        ours: Tensor,
+        others: Mapping[str, Tensor],
     ) -> None:
         begin = 0
         for url, answers in given.items():
@@ -330,7 +357,9 @@ class ServerCheck:
                 self._judge(url, adapter, served, ours[begin:end], others_here)
             begin = end
 
-    def _judge(self, url: str, adapter: Path, served: Tensor, ours: Tensor, others: Mapping[str, Tensor]) -> None:
+    def _judge(
+        self, url: str, adapter: Path, served: Tensor, ours: Tensor, others: Mapping[str, Tensor]
+    ) -> None:
         """Compare a server's log-probs with ours under ``adapter`` and under ``others``."""
         distance = _gap(served, ours)
         tokens = f"its log-probs of {len(served)} tokens differ"
@@ -417,7 +446,9 @@ def open_engines(
     """
     engine = _build_engine(cfg, learner, stopped)
     _check_logprobs(engine, sampling, logprobs_for)
-    weights = cache(partial(frozen_bytes, learner.decoder, learner.runtime.ranks.world))  # asked once they are loaded
+    weights = cache(
+        partial(frozen_bytes, learner.decoder, learner.runtime.ranks.world)
+    )  # asked once they are loaded
 
     def training_memory() -> int:
         """Return the bytes at the peak of training, in addition to the model's weights."""
@@ -431,7 +462,9 @@ def open_engines(
         try:
             _check_adapters(cfg, learner, engine, samples_new_adapters)
         except UserError as error:
-            engine_for_evaluations = _engine_without_servers(cfg, learner, error, samples_new_adapters)
+            engine_for_evaluations = _engine_without_servers(
+                cfg, learner, error, samples_new_adapters
+            )
     return Engines(engine, engine_for_evaluations, learner.runtime.ranks, free, training_memory)
 
 
@@ -447,7 +480,11 @@ def _build_engine(cfg: DictConfig, learner: Learner, stopped: Callable[[], bool]
     }
     if cfg.get("router_replay"):
         offered["routes"] = True
-    taken = {name: value for name, value in offered.items() if config.takes(cfg.engine, name, key="engine")}
+    taken = {
+        name: value
+        for name, value in offered.items()
+        if config.takes(cfg.engine, name, key="engine")
+    }
     if "routes" in offered and "routes" not in taken:
         raise UserError(
             "router_replay is True, and the engine does not return which experts it chose; set router_replay=False, or "
@@ -455,7 +492,9 @@ def _build_engine(cfg: DictConfig, learner: Learner, stopped: Callable[[], bool]
         )
     engine = config.instantiate(cfg.engine, key="engine", **taken)
     if cfg.profile_steps and cfg.prompts is not None and "trace" not in taken:
-        log.info("profile_steps: training is recorded; sampling is not, because it runs outside of this process")
+        log.info(
+            "profile_steps: training is recorded; sampling is not, because it runs outside of this process"
+        )
     engine.check()
     return engine
 
@@ -466,7 +505,9 @@ def _check_logprobs(engine: Any, sampling: Sampling, needed_for: Sequence[str]) 
         return
     settings = " and ".join(needed_for)
     if not (engine.exact_tokens and engine.has_logprobs):
-        raise UserError(f"{settings}: the engine returns no token ids and log-probs of sampling, which this needs")
+        raise UserError(
+            f"{settings}: the engine returns no token ids and log-probs of sampling, which this needs"
+        )
     if hasattr(engine, "check_logprobs"):
         try:
             engine.check_logprobs(sampling)
@@ -489,7 +530,11 @@ def _engine_without_servers(
     if cfg.prompts is not None and (first or samples_new_adapters):
         without = "set max_staleness=0 and " if cfg.get("max_staleness") else ""
         if "cycles" in cfg:
-            without = "start without an adapter_checkpoint and with cycles=1, or " if first else "set cycles=1, or "
+            without = (
+                "start without an adapter_checkpoint and with cycles=1, or "
+                if first
+                else "set cycles=1, or "
+            )
         raise UserError(
             f"{problem}. Without such a server, {without}sample in this process with "
             f"engine._component_=rocm_ext.sampling.LocalEngine"
@@ -499,12 +544,16 @@ def _engine_without_servers(
     try:
         local.check()
     except UserError as other:
-        raise UserError(f"{problem}. Evaluations cannot sample in this process either: {other}") from problem
+        raise UserError(
+            f"{problem}. Evaluations cannot sample in this process either: {other}"
+        ) from problem
     log.warning("%s. Evaluations sample in this process instead", problem)
     return local
 
 
-def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, samples_new_adapters: bool) -> None:
+def _check_adapters(
+    cfg: DictConfig, learner: Learner, engine: Any, samples_new_adapters: bool
+) -> None:
     """Check that the engine can load the adapters that the run will need."""
     first = cfg.checkpointer.get("adapter_checkpoint")
     writes = cfg.prompts is not None and (samples_new_adapters or cfg.eval_prompts)
@@ -516,7 +565,9 @@ def _check_adapters(cfg: DictConfig, learner: Learner, engine: Any, samples_new_
             "model.alpha_pattern so that it does not"
         )
     elif trained_tokens(learner.decoder):
-        problem = "model.trainable_tokens: no server is known to load an adapter with rows of tokens"
+        problem = (
+            "model.trainable_tokens: no server is known to load an adapter with rows of tokens"
+        )
     if problem and (first or writes):
         raise UserError(problem)
     if first:

@@ -21,7 +21,9 @@ Lines = Sequence[Json]  # lines of ``metrics.jsonl`` in order, for steps and eva
 
 LENGTH_STEPS = 10  # newest steps whose mean counts: one step alone is noisy
 _MISMATCH_FACTOR = 5.0  # of the median of all earlier steps
-_MISMATCH_LEAST = 0.02  # nats per token; 16-bit servers and answers of the step before give 1e-4 to 1e-2
+_MISMATCH_LEAST = (
+    0.02  # nats per token; 16-bit servers and answers of the step before give 1e-4 to 1e-2
+)
 _MISMATCH_STEPS = 3  # earlier steps that a median needs
 _EARLY_STEPS = 20  # after which a reward should have moved
 _WINDOW = 10  # steps whose mean is advised on
@@ -30,7 +32,9 @@ _GROUPS = {  # of groups that teach nothing
     "all_right": "have right answers only: choose harder prompts, or set curriculum: informative",
     "all_wrong": "have no right answer: choose easier prompts, partial rewards, or more samples_per_prompt",
 }
-_FAR = 20 * 8e-5  # sum of learning rates: 20 updates of Tinker's recipe for GSM8K with LoRA (tinker-cookbook, math_rl)
+_FAR = (
+    20 * 8e-5
+)  # sum of learning rates: 20 updates of Tinker's recipe for GSM8K with LoRA (tinker-cookbook, math_rl)
 
 
 def steps_of(lines: Lines) -> list[Json]:
@@ -79,7 +83,9 @@ def score(answers: Answers, samples: int) -> EvalScores:
     }
 
 
-def report_gain(before: Mapping[str, bool], after: Mapping[str, bool], chosen: str, looks: int) -> None:
+def report_gain(
+    before: Mapping[str, bool], after: Mapping[str, bool], chosen: str, looks: int
+) -> None:
     """Log how the chosen adapter does on the held-out prompts against the initial model.
 
     A gain has the p-value of a paired test. The best of several evaluations on the same prompts scores too high, so the
@@ -92,7 +98,10 @@ def report_gain(before: Mapping[str, bool], after: Mapping[str, bool], chosen: s
         looks: number of evaluations that chose it.
     """
     if not before or before.keys() != after.keys():
-        log.warning("%s is not compared with the initial model: verdicts.jsonl has lost held-out verdicts", chosen)
+        log.warning(
+            "%s is not compared with the initial model: verdicts.jsonl has lost held-out verdicts",
+            chosen,
+        )
         return
     gained = sum(right and not before[prompt] for prompt, right in after.items())
     lost = sum(right and not after[prompt] for prompt, right in before.items())
@@ -112,7 +121,9 @@ def report_gain(before: Mapping[str, bool], after: Mapping[str, bool], chosen: s
 def greedy(results: Mapping[SampleKey, Result]) -> dict[str, bool]:
     """Return by prompt id whether the greedy answer is right."""
     return {
-        prompt: result.verdict is Verdict.CORRECT for (prompt, sample), result in results.items() if sample == GREEDY
+        prompt: result.verdict is Verdict.CORRECT
+        for (prompt, sample), result in results.items()
+        if sample == GREEDY
     }
 
 
@@ -141,7 +152,9 @@ def stop_reason(lines: Lines, cfg: DictConfig, entropy_steps: int) -> str | None
             "loss's entropy_coef"
         )
     scores = [line["eval"]["correct"] for line in evaluations_of(lines)]
-    without_gain = len(scores) - 1 - scores.index(max(scores)) if scores else 0  # the first of equals is the best
+    without_gain = (
+        len(scores) - 1 - scores.index(max(scores)) if scores else 0
+    )  # the first of equals is the best
     if cfg.stop_after_no_gain is not None and without_gain >= cfg.stop_after_no_gain:
         plural = "s" if without_gain > 1 else ""
         return (
@@ -186,9 +199,15 @@ def _how_flat(flat: Lines) -> tuple[str, str]:
     """Describe the rewards of steps without an update, and say what to do."""
     means = [line["reward"] for line in flat if line["reward"] is not None]
     if not means:
-        return "no answer has a reward, all verdicts are ERROR", "Correct the verifier; verdicts.jsonl has the errors"
+        return (
+            "no answer has a reward, all verdicts are ERROR",
+            "Correct the verifier; verdicts.jsonl has the errors",
+        )
     cut = fmean(line["truncated"] for line in flat)
-    same = all((line["reward_std"] or 0.0) <= EQUAL for line in flat) and max(means) - min(means) <= EQUAL
+    same = (
+        all((line["reward_std"] or 0.0) <= EQUAL for line in flat)
+        and max(means) - min(means) <= EQUAL
+    )
     check = "check the verifier on known answers with rocm-ext verify"
     if same and abs(means[0]) <= EQUAL:
         easier = "Choose easier prompts, more samples_per_prompt, a higher temperature or partial rewards"
@@ -198,9 +217,17 @@ def _how_flat(flat: Lines) -> tuple[str, str]:
     if same and abs(means[0] - 1) <= EQUAL:
         return "all rewards are 1", f"Choose harder prompts or a stricter verifier, or {check}"
     rewards = f"all rewards are {means[0]:g}" if same else "the rewards are equal inside each group"
-    if any(line["flat"] < 1 for line in flat):  # groups with unequal rewards were there, but no answer to train on
-        return f"{rewards} or the answers were cut ({cut:.0%})", "Raise max_new_tokens, or set truncated: keep"
-    return rewards, f"Choose prompts of medium difficulty, more samples_per_prompt or a higher temperature, or {check}"
+    if any(
+        line["flat"] < 1 for line in flat
+    ):  # groups with unequal rewards were there, but no answer to train on
+        return (
+            f"{rewards} or the answers were cut ({cut:.0%})",
+            "Raise max_new_tokens, or set truncated: keep",
+        )
+    return (
+        rewards,
+        f"Choose prompts of medium difficulty, more samples_per_prompt or a higher temperature, or {check}",
+    )
 
 
 def mismatch_warning(lines: Lines) -> str | None:
@@ -316,4 +343,6 @@ def _newest(lines: Lines, name: str, count: int) -> list[float]:
 
 def _is_high(values: Sequence[float]) -> bool:
     earlier = values[:-1]
-    return len(earlier) >= _MISMATCH_STEPS and values[-1] > max(_MISMATCH_LEAST, _MISMATCH_FACTOR * median(earlier))
+    return len(earlier) >= _MISMATCH_STEPS and values[-1] > max(
+        _MISMATCH_LEAST, _MISMATCH_FACTOR * median(earlier)
+    )

@@ -65,7 +65,9 @@ class RLRecipe:
     unit = "step"  # what messages call a step
     records: Records
 
-    def __init__(self, cfg: DictConfig, learner: Callable[[DictConfig, Runtime, Any], Learner] = Learner) -> None:
+    def __init__(
+        self, cfg: DictConfig, learner: Callable[[DictConfig, Runtime, Any], Learner] = Learner
+    ) -> None:
         self.cfg, self._learner_class = cfg, learner
         self.sampling = Sampling(
             max_new_tokens=cfg.max_new_tokens,
@@ -118,19 +120,30 @@ class RLRecipe:
         tokenizer = self._open_tokenizer()
         self.prompts.render(tokenizer)
         parts = {"prompts": self.prompts.training, "eval_prompts": self.prompts.held_out}
-        check_same(lambda: {key: self.prompts.fingerprint(part) for key, part in parts.items()}, self.ranks, SAME_DATA)
+        check_same(
+            lambda: {key: self.prompts.fingerprint(part) for key, part in parts.items()},
+            self.ranks,
+            SAME_DATA,
+        )
         self.learner = self._learner_class(self.training_config(), self.runtime, tokenizer)
         self.prompts.check_model(self.learner.decoder)
         self.check_training()
         self.engines = open_engines(
-            cfg, self.learner, self.stopped, self.sampling, self.logprobs_for(), self.samples_new_adapters
+            cfg,
+            self.learner,
+            self.stopped,
+            self.sampling,
+            self.logprobs_for(),
+            self.samples_new_adapters,
         )
         self.prompts.check_length(self.engines.max_seq_len)
         self.plan_memory(self.expected_work())
 
     def plan_memory(self, work: workload.Workload, beside: int = 0) -> None:
         """Plan the memory of training on ``work``, with ``beside`` bytes in use and open sessions of the sampler."""
-        self.learner.plan(work, beside + (self.engines.layout_bytes if self.sessions_stay_open else 0))
+        self.learner.plan(
+            work, beside + (self.engines.layout_bytes if self.sessions_stay_open else 0)
+        )
 
     def open_model(self) -> None:
         """Prepare only model and engines, to sample outside of phases."""
@@ -152,13 +165,17 @@ class RLRecipe:
 
     def stopped(self) -> bool:
         """Whether engines must end sampling early."""
-        return self.interrupt.signum is not None or (self.workers is not None and self.workers.halted)
+        return self.interrupt.signum is not None or (
+            self.workers is not None and self.workers.halted
+        )
 
     @contextmanager
     def verification(self) -> Iterator[None]:
         """Context of rollouts, with the processes of the verifier or of environments."""
         cfg, judge, timeout = self.cfg, self.verifier_config, self.cfg.verify_timeout
-        workers = Workers(None, self.ranks, self.interrupt, cfg.max_error_share, self.logs_long_rollouts_only)
+        workers = Workers(
+            None, self.ranks, self.interrupt, cfg.max_error_share, self.logs_long_rollouts_only
+        )
         with ExitStack() as stack:
             if judge is not None and cfg.environment is None:
                 workers.pool = stack.enter_context(Pool(judge, verify_workers(cfg), timeout))
@@ -166,13 +183,21 @@ class RLRecipe:
                 environments = stack.enter_context(Environments(judge, timeout))
                 limits = Limits(cfg.max_turns, cfg.max_environment_tokens)
                 workers.conversations = lambda queue, sampling, *records: ConversationQueue(
-                    queue, sampling, environments, self.learner.tokenizer, limits, self.stopped, *records
+                    queue,
+                    sampling,
+                    environments,
+                    self.learner.tokenizer,
+                    limits,
+                    self.stopped,
+                    *records,
                 )
             self.workers = workers
             yield
         self.workers = None
 
-    def rollout(self, job: Job, open_session: OpenSession, kind: type[Rollout] = Rollout) -> Rollout:
+    def rollout(
+        self, job: Job, open_session: OpenSession, kind: type[Rollout] = Rollout
+    ) -> Rollout:
         """Begin to sample and verify, inside :meth:`verification`; see :meth:`rocm_ext.rl.rollout.Rollout.begin`."""
         assert self.workers is not None, "rollouts happen inside verification()"
         with self.interrupt:
@@ -182,14 +207,19 @@ class RLRecipe:
         self, step: int, open_session: Callable[[Requests], AbstractContextManager[Session]]
     ) -> Answers:
         """Answer the held-out prompts with the present adapter, of ``step``, inside :meth:`verification`."""
-        requests, name = self.prompts.evaluation_requests(self.sampling), f"evaluation at {self.unit} {step}"
+        requests, name = (
+            self.prompts.evaluation_requests(self.sampling),
+            f"evaluation at {self.unit} {step}",
+        )
         job = Job(name, requests, self.prompts.held_out, *self.records.phase(step, "eval"))
         return self.rollout(job, lambda: open_session(requests)).finish()
 
     def report_gain_at(self, step: int, looks: int) -> None:
         """Log the gain of the adapter of ``step``, the best of so many ``looks``, over the initial model."""
         if self.ranks.is_main:
-            before, after = (evaluation.greedy(self.records.verdicts(at, "eval")) for at in (0, step))
+            before, after = (
+                evaluation.greedy(self.records.verdicts(at, "eval")) for at in (0, step)
+            )
             evaluation.report_gain(before, after, f"{self.unit} {step}", looks)
 
     def cleanup(self) -> None:
@@ -228,7 +258,10 @@ class Loop(RLRecipe, ABC):
     entropy_steps: int = 3  # one step alone is noisy
 
     def __init__(
-        self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[PolicyTrainer] = PolicyTrainer
+        self,
+        cfg: DictConfig,
+        learner: type[Learner] = Learner,
+        trainer: type[PolicyTrainer] = PolicyTrainer,
     ) -> None:
         super().__init__(cfg, learner)
         check_values(self.training_config())
@@ -236,7 +269,9 @@ class Loop(RLRecipe, ABC):
         self.unit = trainer.unit
         self.steps = cfg[f"{self.unit}s"]
         self.evaluate_every = cfg[f"eval_every_n_{self.unit}s"]
-        self.prompts_of_step = cfg[f"prompts_per_{self.unit}"] or sys.maxsize  # null: all that qualify
+        self.prompts_of_step = (
+            cfg[f"prompts_per_{self.unit}"] or sys.maxsize
+        )  # null: all that qualify
         self._sampled = False  # whether this process has begun a step
 
     # ---- the choices of a preset
@@ -244,7 +279,9 @@ class Loop(RLRecipe, ABC):
     def training_config(self) -> DictConfig:
         """Return the config of the learner, with the rows of an update."""
         cfg, trainer = self.cfg, super().training_config()
-        trainer.sequences_per_step = rows_of_update(cfg, cfg.prompts_per_step * cfg.samples_per_prompt)
+        trainer.sequences_per_step = rows_of_update(
+            cfg, cfg.prompts_per_step * cfg.samples_per_prompt
+        )
         return trainer
 
     def logprobs_for(self) -> list[str]:
@@ -265,7 +302,9 @@ class Loop(RLRecipe, ABC):
             exclude: ids of prompts that the step has asked already.
         """
 
-    def more_prompts(self, step: int, rounds: int, selected: Selected, asked: Sequence[Prompt]) -> list[Prompt]:
+    def more_prompts(
+        self, step: int, rounds: int, selected: Selected, asked: Sequence[Prompt]
+    ) -> list[Prompt]:
         """Choose the prompts of another round of the step's sampling; none if the step has enough answers.
 
         Args:
@@ -339,7 +378,9 @@ class Loop(RLRecipe, ABC):
             all_samples=self.cfg.get("keep_samples", "all") == "all",
         )
         adapter_folder = self.trainer.adapter_folder
-        self.policy = Policy(self.engines, self.learner, self.server_check, self.out, self.unit, adapter_folder)
+        self.policy = Policy(
+            self.engines, self.learner, self.server_check, self.out, self.unit, adapter_folder
+        )
         self.ahead: Ahead | None = None  # answers of coming steps
         log_config(self.metric_logger, self.cfg)
 
@@ -360,7 +401,9 @@ class Loop(RLRecipe, ABC):
         """
         trainer = self.trainer
         if trainer.step >= self.steps:
-            log.info("all %d %ss are done already; raise %ss to go on", self.steps, self.unit, self.unit)
+            log.info(
+                "all %d %ss are done already; raise %ss to go on", self.steps, self.unit, self.unit
+            )
         with self.interrupt, self.verification(), self.policy.opened(self.sessions_stay_open):
             try:
                 self.evaluate_if_due()
@@ -398,7 +441,11 @@ class Loop(RLRecipe, ABC):
         selected = self.sample(number)
         self.records.finish(number, selected.results)
         self.finish_sampling(number, selected)
-        updates = trainer.train_on(*self.rows(selected)) if selected.advantages else trainer.train_on_nothing()
+        updates = (
+            trainer.train_on(*self.rows(selected))
+            if selected.advantages
+            else trainer.train_on_nothing()
+        )
         trainer.finish_step(selected, updates, time.perf_counter() - began)
         self.warn_if_sampler_drifts()
         self.sample_ahead()
@@ -413,7 +460,9 @@ class Loop(RLRecipe, ABC):
         """
         keep = self.cfg.get("keep_samples", "all")
         if keep != "all" and (last or step % keep == 0):
-            self.records.keep_samples_from(min(step - keep, self.trainer.saved[0]) + 1, at_once=last)
+            self.records.keep_samples_from(
+                min(step - keep, self.trainer.saved[0]) + 1, at_once=last
+            )
 
     # ---- sampling
 
@@ -444,7 +493,9 @@ class Loop(RLRecipe, ABC):
             assert self.workers is not None, "sampling happens inside verification()"
             self.ahead = Ahead(self.workers, done, self.max_staleness)
         some_prompts = self.prompts.training[:8]  # for the check that servers use the adapter
-        some_requests = [(request, self.sampling) for request in self.prompts.requests(some_prompts, done)]
+        some_requests = [
+            (request, self.sampling) for request in self.prompts.requests(some_prompts, done)
+        ]
         self.ahead.use(policy, lambda: self.policy.session(policy, some_requests))
         last = min(done + 1 + self.max_staleness, self.steps)
         for step in range(self.ahead.last + 1, last + 1):
@@ -459,7 +510,9 @@ class Loop(RLRecipe, ABC):
 
         Answers of an earlier process stay if the step trains on answers of their adapter.
         """
-        samples, verdicts, turns = self.records.phase(step, "sample", round_, policy=self.trainer.adapter_step)
+        samples, verdicts, turns = self.records.phase(
+            step, "sample", round_, policy=self.trainer.adapter_step
+        )
         samples.drop(lambda record: not self.trains_on(record["policy"], step))
         verdicts.drop(lambda record: key_of(record) not in samples.records)
         requests = [(request, self.sampling) for request in self.prompts.requests(prompts, step)]
@@ -501,14 +554,20 @@ class Loop(RLRecipe, ABC):
         if not self.prompts.held_out or not due or self.trainer.evaluated == step:
             return
         if supervised.apart() and self._sampled:
-            self.interrupt.check(f"before the evaluation at {self.unit} {step}", self.ranks, leave=True)
+            self.interrupt.check(
+                f"before the evaluation at {self.unit} {step}", self.ranks, leave=True
+            )
         self.evaluate(step)
         if supervised.apart() and not last and step < self.steps:
-            self.interrupt.check(f"after the evaluation at {self.unit} {step}", self.ranks, leave=True)
+            self.interrupt.check(
+                f"after the evaluation at {self.unit} {step}", self.ranks, leave=True
+            )
 
     def evaluate(self, step: int) -> None:
         """Evaluate the present adapter, of ``step``, on the held-out prompts."""
-        answers = self.answer_held_out(step, lambda requests: self.policy.session(step, requests, "eval"))
+        answers = self.answer_held_out(
+            step, lambda requests: self.policy.session(step, requests, "eval")
+        )
         scores = evaluation.score(answers, self.cfg.eval_samples)
         self.trainer.finish_evaluation(step, scores, answers.stats)
         log.info("%s %d: held-out %s", self.unit, step, Score(scores["correct"], scores["prompts"]))

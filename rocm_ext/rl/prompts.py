@@ -73,7 +73,9 @@ class PromptSet:
         check_disjoint(self.training, self.held_out)
         self.tokens: dict[str, list[int]] = {}
         self.tools: tuple[Json, ...] = ()
-        self._begun: Ask | list[Message] | None = None  # the environment's first messages for the first prompt
+        self._begun: Ask | list[Message] | None = (
+            None  # the environment's first messages for the first prompt
+        )
         self._by_id = {prompt.id: prompt for prompt in self}
 
     def render(self, tokenizer: Any) -> None:
@@ -90,8 +92,14 @@ class PromptSet:
                 with_special_tokens.append((special, prompt.origin))
         warn(special_token_lines("prompts", len(self.tokens), with_special_tokens))
         first = next(iter(self), None)
-        if self.tools and first and self.tokens[first.id] == render_prompt(tokenizer, first.messages):
-            raise UserError("the model's chat template has no place for the environment's tools; use another template")
+        if (
+            self.tools
+            and first
+            and self.tokens[first.id] == render_prompt(tokenizer, first.messages)
+        ):
+            raise UserError(
+                "the model's chat template has no place for the environment's tools; use another template"
+            )
         self._check_beginning(tokenizer)
 
     def _check_beginning(self, tokenizer: Any) -> None:
@@ -178,7 +186,9 @@ class PromptSet:
                 on an answer.
         """
         if self._cfg.environment is not None:
-            return self._check_environment(OmegaConf.to_container(self._cfg.environment, resolve=True))
+            return self._check_environment(
+                OmegaConf.to_container(self._cfg.environment, resolve=True)
+            )
         if self._cfg.verifier is None and not required:
             return None
         component: Any = OmegaConf.to_container(self._cfg.verifier, resolve=True)
@@ -194,7 +204,9 @@ class PromptSet:
     def _check_environment(self, component: Any) -> Json:
         """Check the prompts' rows, begin a conversation as a test, and take the environment's tools."""
         with Environments(component, self._cfg.verify_timeout) as environments:
-            arguments = {name: value for name, value in component.items() if name != config.COMPONENT}
+            arguments = {
+                name: value for name, value in component.items() if name != config.COMPONENT
+            }
             example = import_component(component[config.COMPONENT])({}, **arguments)
             for prompt in self:
                 with _naming(prompt, UserError, ValueError):
@@ -206,7 +218,9 @@ class PromptSet:
                 if not isinstance(begun, Result):
                     self._begun = begun
                 elif begun.reward is None:
-                    raise UserError(f"environment {component[config.COMPONENT]} fails to begin: {begun.detail}")
+                    raise UserError(
+                        f"environment {component[config.COMPONENT]} fails to begin: {begun.detail}"
+                    )
         return component
 
     def check_model(self, decoder: "TransformerDecoder", name: str = "model") -> None:
@@ -221,7 +235,9 @@ class PromptSet:
     def check_length(self, context: float, name: str = "model") -> None:
         """Check that every prompt and its answer have at most ``context`` tokens, which the model ``name`` takes."""
         new = workload.longest_answer(self._cfg)
-        what = "max_new_tokens" + (" + max_environment_tokens" if self._cfg.environment is not None else "")
+        what = "max_new_tokens" + (
+            " + max_environment_tokens" if self._cfg.environment is not None else ""
+        )
         refuse(
             f"{prompt.origin}: {length} tokens and {what} {new} are more than the {context} that the {name} "
             f"takes; lower {what} or remove the prompt"
@@ -231,7 +247,9 @@ class PromptSet:
 
     def requests(self, prompts: Sequence[Prompt], step: int) -> list[Request]:
         """Return the requests for ``samples_per_prompt`` answers per prompt; ``step`` is part of the answers' seeds."""
-        return [self._request(p, step, n) for p in prompts for n in range(self._cfg.samples_per_prompt)]
+        return [
+            self._request(p, step, n) for p in prompts for n in range(self._cfg.samples_per_prompt)
+        ]
 
     def evaluation_requests(self, sampling: Sampling) -> list[tuple[Request, Sampling]]:
         """Return the requests of an evaluation: per held-out prompt a greedy answer and ``eval_samples`` sampled ones.
@@ -273,7 +291,9 @@ class PromptSet:
         return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-def given_samples(prompts: PromptSet, column: str, learner: "Learner", most: int) -> dict[str, Sample]:
+def given_samples(
+    prompts: PromptSet, column: str, learner: "Learner", most: int
+) -> dict[str, Sample]:
     """Return the answers in ``column`` of the training prompts' rows, by prompt id.
 
     ``most`` is the longest prompt with answer that model and teacher take, in tokens.
@@ -285,19 +305,27 @@ def given_samples(prompts: PromptSet, column: str, learner: "Learner", most: int
     for prompt in prompts.training:
         text = prompt.row.get(column)
         if not isinstance(text, str) or not text.strip():
-            raise UserError(f"{prompt.origin}: given_answers is {column}, and it is {text!r} here; expected a text")
+            raise UserError(
+                f"{prompt.origin}: given_answers is {column}, and it is {text!r} here; expected a text"
+            )
         turns = [*prompt.messages, {"role": "assistant", "content": text}]
         tools = [*prompt.tools, *prompts.tools]
-        tokens, labels = render_conversation(learner.tokenizer, turns, tools=tools or None, last_turn=True)
+        tokens, labels = render_conversation(
+            learner.tokenizer, turns, tools=tools or None, last_turn=True
+        )
         prompt_tokens = prompts.tokens[prompt.id]
         begin, end = len(prompt_tokens), 0
         for position, label in enumerate(labels, start=1):
             if label >= 0:
                 end = position
         if tokens[:begin] != prompt_tokens or end <= begin:
-            raise UserError(f"{prompt.origin}: the chat template renders the prompt otherwise where an answer follows")
+            raise UserError(
+                f"{prompt.origin}: the chat template renders the prompt otherwise where an answer follows"
+            )
         if end > most:
-            raise UserError(f"{prompt.origin}: prompt and answer have {end} tokens, and model and teacher take {most}")
+            raise UserError(
+                f"{prompt.origin}: prompt and answer have {end} tokens, and model and teacher take {most}"
+            )
         samples[prompt.id] = Sample(prompt.id, 0, 0, "stop", text, tokens[begin:end], [])
     return samples
 
@@ -316,7 +344,9 @@ def _read(cfg: DictConfig, key: str) -> list[Prompt]:
         return []
     prompts = config.instantiate(cfg[key], key=key)
     if not prompts or not all(isinstance(prompt, Prompt) for prompt in prompts):
-        raise UserError(f"{key}: {cfg[key]._component_} must return a non-empty list of rocm_ext.data.prompts.Prompt")
+        raise UserError(
+            f"{key}: {cfg[key]._component_} must return a non-empty list of rocm_ext.data.prompts.Prompt"
+        )
     return prompts
 
 
@@ -382,7 +412,9 @@ def choose_by_curriculum(
         for times in np.unique(times_asked).tolist():
             if len(chosen) < count:
                 equally_often = candidates[times_asked == times]
-                chosen += _lowest(equally_often, _mixed(hashes, seed, "pass", times), count - len(chosen))
+                chosen += _lowest(
+                    equally_often, _mixed(hashes, seed, "pass", times), count - len(chosen)
+                )
     return [ids[index] for index in chosen]
 
 
@@ -459,20 +491,30 @@ def _pass_rates(indices: Mapping[str, int], asked: Asked) -> np.ndarray:
 def _filled(values: np.ndarray, default: float) -> np.ndarray:
     """Replace NaN by the mean of the other ``values``, or by ``default`` if all are NaN."""
     measured = values[~np.isnan(values)]
-    return np.where(np.isnan(values), math.fsum(measured) / len(measured) if len(measured) else default, values)
+    return np.where(
+        np.isnan(values), math.fsum(measured) / len(measured) if len(measured) else default, values
+    )
 
 
 @lru_cache(maxsize=2)  # the prompts of a run stay the same
 def _index(prompts: tuple[str, ...]) -> tuple[list[str], dict[str, int], np.ndarray]:
     """Return the ids, their indices and their hashes (uint64 [prompts])."""
-    digests = b"".join(hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts)
-    return list(prompts), {prompt: index for index, prompt in enumerate(prompts)}, np.frombuffer(digests, np.uint64)
+    digests = b"".join(
+        hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts
+    )
+    return (
+        list(prompts),
+        {prompt: index for index, prompt in enumerate(prompts)},
+        np.frombuffer(digests, np.uint64),
+    )
 
 
 def _mixed(hashes: np.ndarray, *salt: object) -> np.ndarray:
     """Hash ``hashes`` again, with ``salt``: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     text = "\0".join(map(str, salt)).encode()
-    mixed = hashes ^ np.uint64(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
+    mixed = hashes ^ np.uint64(
+        int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    )
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     return mixed ^ (mixed >> np.uint64(31))

@@ -32,8 +32,12 @@ from rocm_ext.sampling import Completion
 from rocm_ext.verifiers import Result, Verdict
 
 _AT_ONCE = 1024  # records that a rank sends to the others at a time, to save memory
-Given = tuple[int, Sequence[int], bool]  # tokens sampled before it, its ids, whether these replace all before it
-Asked = dict[str, list[tuple[int, float | None]]]  # by prompt, the steps that asked it and its pass rates there
+Given = tuple[
+    int, Sequence[int], bool
+]  # tokens sampled before it, its ids, whether these replace all before it
+Asked = dict[
+    str, list[tuple[int, float | None]]
+]  # by prompt, the steps that asked it and its pass rates there
 Scope = tuple[int, str, int]  # step or cycle, "sample" or "eval", round of a step's sampling
 
 
@@ -83,7 +87,9 @@ class Sample:
     def chosen_experts(self) -> np.ndarray:
         """Return ``routes`` as [n, layers * chosen] int16, for the n tokens; a UserError if the record has none."""
         if self.routes is None:
-            raise UserError(f"the answer to prompt {self.prompt_id}, sample {self.sample}, has no routes to replay")
+            raise UserError(
+                f"the answer to prompt {self.prompt_id}, sample {self.sample}, has no routes to replay"
+            )
         content = zlib.decompress(base64.b64decode(self.routes))
         return np.frombuffer(content, "<i2").astype(np.int16).reshape(len(self.tokens), -1)
 
@@ -129,15 +135,21 @@ def key_of(record: Json) -> SampleKey:
 
 def to_sample(record: Json) -> Sample:
     """Convert a line of ``samples.jsonl``."""
-    return Sample(**{field: record[field] for field in Sample.__dataclass_fields__.keys() & record.keys()})
+    return Sample(
+        **{field: record[field] for field in Sample.__dataclass_fields__.keys() & record.keys()}
+    )
 
 
 def to_result(record: Json) -> Result:
     """Convert a line of ``verdicts.jsonl``."""
-    return Result(Verdict(record["verdict"]), record["reward"], record["detail"], record.get("parts", {}))
+    return Result(
+        Verdict(record["verdict"]), record["reward"], record["detail"], record.get("parts", {})
+    )
 
 
-def measure(samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Result]) -> dict[str, float | None]:
+def measure(
+    samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Result]
+) -> dict[str, float | None]:
     """Measure the lengths, the diversity and the correctness of a step's answers, also inside groups.
 
     A result without a reward (ERROR) counts in lengths and diversity alone.
@@ -148,7 +160,9 @@ def measure(samples: Mapping[SampleKey, Sample], results: Mapping[SampleKey, Res
         temperature, this estimate is unbiased.
     """
     lengths = {key: len(sample.tokens) for key, sample in samples.items()}
-    right = {key: is_correct(result) for key, result in results.items() if result.reward is not None}
+    right = {
+        key: is_correct(result) for key, result in results.items() if result.reward is not None
+    }
     groups: dict[str, list[SampleKey]] = {}
     for key in samples:
         groups.setdefault(key[0], []).append(key)
@@ -205,7 +219,9 @@ class Records:
             ERROR.
     """
 
-    def __init__(self, files: Sequence["RecordFile"], passes: Callable[[Result], bool], asked: Asked) -> None:
+    def __init__(
+        self, files: Sequence["RecordFile"], passes: Callable[[Result], bool], asked: Asked
+    ) -> None:
         self._samples, self._verdicts, self._turns = files
         self._passes = passes
         self.asked = asked
@@ -246,7 +262,10 @@ class Records:
         done = {"sample": step, "eval": evaluated}
         answers = per_prompt * sum(steps[-1][0] == step for steps in records.asked.values())
         for file in files:
-            newest: dict[str, set[SampleKey]] = {"sample": set(), "eval": set()}  # answers of the last finished work
+            newest: dict[str, set[SampleKey]] = {
+                "sample": set(),
+                "eval": set(),
+            }  # answers of the last finished work
             for line in file.lines():
                 phase = line["phase"]
                 if line["step"] > done[phase]:
@@ -277,7 +296,9 @@ class Records:
     def finish(self, step: int, results: Mapping[SampleKey, Result]) -> None:
         """Add the verdicts of a finished step to ``asked``."""
         for prompt, rate in pass_rates(results, self._passes).items():
-            earlier = [(other, known) for other, known in self.asked.get(prompt, []) if other != step]
+            earlier = [
+                (other, known) for other, known in self.asked.get(prompt, []) if other != step
+            ]
             self.asked[prompt] = sorted([*earlier, (step, rate)], key=lambda entry: entry[0])
 
     def phase(
@@ -297,7 +318,11 @@ class Records:
     def verdicts(self, step: int, phase: str) -> dict[SampleKey, Result]:
         """Read the verdicts of a finished phase from the file."""
         lines = self._verdicts.lines()
-        return {key_of(line): to_result(line) for line in lines if line["step"] == step and line["phase"] == phase}
+        return {
+            key_of(line): to_result(line)
+            for line in lines
+            if line["step"] == step and line["phase"] == phase
+        }
 
     def samples(self, wanted: Mapping[int, Collection[SampleKey]]) -> dict[int, list[Sample]]:
         """Read the ``wanted`` samples of finished steps, in the order of ``wanted``.
@@ -361,12 +386,18 @@ class PhaseRecords:
         """Remove the ``unwanted`` records; call it on every rank, on opening or after :meth:`collect`."""
         dropped = {key for key, record in self.records.items() if unwanted(record)}
         if dropped:
-            self.records = {key: record for key, record in self.records.items() if key not in dropped}
-            self.file.rewrite(lambda line: _scope(line) != self._scope or key_of(line) not in dropped)
+            self.records = {
+                key: record for key, record in self.records.items() if key not in dropped
+            }
+            self.file.rewrite(
+                lambda line: _scope(line) != self._scope or key_of(line) not in dropped
+            )
 
     def collect(self) -> None:
         """Give every rank the records of all, and move them to the main rank's file."""
-        self.records |= {key_of(record): record for record in self.file.collect(self._scope, self._new)}
+        self.records |= {
+            key_of(record): record for record in self.file.collect(self._scope, self._new)
+        }
         self._new = []
 
 
@@ -411,7 +442,9 @@ class RecordFile:
 
     def keep(self, line: Json) -> None:
         """Keep a line of an unfinished phase in :attr:`left`."""
-        record = {key: value for key, value in line.items() if key not in ("step", "phase", "round")}
+        record = {
+            key: value for key, value in line.items() if key not in ("step", "phase", "round")
+        }
         self.left[_scope(line)][self.key(line)] = record
 
     def append(self, scope: Scope, record: Json) -> None:
@@ -426,10 +459,14 @@ class RecordFile:
         if round_:
             beginning["round"] = round_
         with self._lock, disk_errors(self.part):
-            self._handle = self._handle or self.part.open("ab", buffering=0)  # a kill damages at most one line
+            self._handle = self._handle or self.part.open(
+                "ab", buffering=0
+            )  # a kill damages at most one line
             for record in records:
                 content = (json.dumps({**beginning, **record}) + "\n").encode()
-                if self._handle.write(content) != len(content):  # on a full disk it may write a part
+                if self._handle.write(content) != len(
+                    content
+                ):  # on a full disk it may write a part
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def collect(self, scope: Scope, new: list[Json]) -> list[Json]:

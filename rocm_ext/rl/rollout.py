@@ -99,7 +99,10 @@ class Workers:
     interrupt: Interrupt
     max_error_share: float
     logs_long_rollouts_only: bool = False
-    conversations: Callable[[RequestQueue, Sampling, Mapping[str, Row], PhaseRecords], ConversationQueue] | None = None
+    conversations: (
+        Callable[[RequestQueue, Sampling, Mapping[str, Row], PhaseRecords], ConversationQueue]
+        | None
+    ) = None
     halted: bool = False
 
 
@@ -117,7 +120,9 @@ class Rollout:
         self._rows = {prompt.id: prompt.row for prompt in job.prompts}
         self._judge = _Judge(job, workers)
         ranks = workers.ranks
-        sampled = job.samples.records  # an earlier process wrote them; they are the same on every rank
+        sampled = (
+            job.samples.records
+        )  # an earlier process wrote them; they are the same on every rank
         # prompts with answers go to the ranks in turn: all answers of a group are judged by one rank
         begun = dict.fromkeys(prompt_id for prompt_id, _ in sampled)
         self._owners = {prompt_id: number % ranks.world for number, prompt_id in enumerate(begun)}
@@ -148,13 +153,17 @@ class Rollout:
             complete = {group for group in groups if judged.get(group) == groups[group]}
             job.verdicts.drop(lambda record: _group(key_of(record)) not in complete)
         for records in (job.samples, job.verdicts):
-            records.drop(lambda record: key_of(record) not in keys)  # a resumed run may ask for fewer answers
+            records.drop(
+                lambda record: key_of(record) not in keys
+            )  # a resumed run may ask for fewer answers
         rollout = cls(job, workers, open_session)
         if workers.pool:
             for (prompt_id, sample), record in job.samples.records.items():
                 unjudged = (prompt_id, sample) not in job.verdicts.records
                 if unjudged and rollout._owners[prompt_id] == workers.ranks.rank:
-                    rollout._judge.submit((prompt_id, sample), record["text"], rollout._rows[prompt_id])
+                    rollout._judge.submit(
+                        (prompt_id, sample), record["text"], rollout._rows[prompt_id]
+                    )
         rollout._start()
         return rollout
 
@@ -203,14 +212,20 @@ class Rollout:
         job, workers = self.job, self.workers
         self._recorded = len(job.samples.records)
         self._progress = Progress(
-            len(job.requests), self._recorded, workers.ranks.is_main, job.name, workers.logs_long_rollouts_only
+            len(job.requests),
+            self._recorded,
+            workers.ranks.is_main,
+            job.name,
+            workers.logs_long_rollouts_only,
         )
 
     def _take_ended(self, queue: ConversationQueue, session: Session) -> None:
         for sample, result in queue.ended():
             self._take(sample, session.stats(), result)
 
-    def _take(self, sample: Sample, stats: Mapping[str, float], result: Result | None = None, **more: Any) -> None:
+    def _take(
+        self, sample: Sample, stats: Mapping[str, float], result: Result | None = None, **more: Any
+    ) -> None:
         """Record an answer with ``more`` fields, and record its ``result`` or submit it to the verifier.
 
         Raises:
@@ -243,7 +258,11 @@ class Rollout:
         self.workers.interrupt.check(f"in {job.name}", ranks)
         job.samples.collect()
         job.verdicts.collect()
-        errors = [record for record in job.verdicts.records.values() if record["verdict"] == Verdict.ERROR.value]
+        errors = [
+            record
+            for record in job.verdicts.records.values()
+            if record["verdict"] == Verdict.ERROR.value
+        ]
         total, most = job.earlier + len(job.requests), self.workers.max_error_share
         if len(errors) > most * total:
             judge = "verifier" if self.workers.pool else "environment"

@@ -23,7 +23,9 @@ from rocm_ext.runs.records import SampleKey
 from rocm_ext.sampling import sample_seed
 from rocm_ext.verifiers import Result, Verdict
 
-EPSILON = 1e-4  # added to the standard deviation that advantages are divided by, as in TRL's GRPOTrainer
+EPSILON = (
+    1e-4  # added to the standard deviation that advantages are divided by, as in TRL's GRPOTrainer
+)
 EQUAL = 1e-8  # rewards closer than this are equal: weighted means of the same parts differ in the last bits
 
 
@@ -45,7 +47,11 @@ class KeepRule:
             return "without_reward"
         if result.reward < self.threshold:
             return "below_threshold"
-        return "not_correct" if self.keep == "correct" and result.verdict is not Verdict.CORRECT else ""
+        return (
+            "not_correct"
+            if self.keep == "correct" and result.verdict is not Verdict.CORRECT
+            else ""
+        )
 
 
 def filter_samples(
@@ -106,11 +112,18 @@ def filter_samples(
             left = left[:most]
         kept += left
     kept.sort(key=lambda sample: sample.key)
-    return kept, {**{reason: count for reason, count in dropped.items() if count}, "kept": len(kept)}
+    return kept, {
+        **{reason: count for reason, count in dropped.items() if count},
+        "kept": len(kept),
+    }
 
 
 def replay(
-    kept: Sequence[Sample], earlier: Sequence[Sequence[Sample]], *, per_prompt: int | None, deduplicate: bool
+    kept: Sequence[Sample],
+    earlier: Sequence[Sequence[Sample]],
+    *,
+    per_prompt: int | None,
+    deduplicate: bool,
 ) -> list[Sample]:
     """Return the answers of earlier cycles that a cycle trains on again.
 
@@ -198,7 +211,9 @@ class Selected:
             "flat": len(self.flat) / max(1, groups),
             "groups": groups,
             "trained_groups": self.groups,
-            "truncated": fmean(sample.finish_reason == "length" for sample in self.samples.values()),
+            "truncated": fmean(
+                sample.finish_reason == "length" for sample in self.samples.values()
+            ),
             "length_share": self.length_share,
             **measure(self.samples, self.results),
             **self._of_conversations(),
@@ -211,8 +226,12 @@ class Selected:
         if not talks:
             return {}
         return {
-            "turns": fmean(1 + sum(before > 0 for before, _, _ in talk.given or ()) for talk in talks),
-            "rewritten": fmean(any(fresh and before for before, _, fresh in talk.given or ()) for talk in talks),
+            "turns": fmean(
+                1 + sum(before > 0 for before, _, _ in talk.given or ()) for talk in talks
+            ),
+            "rewritten": fmean(
+                any(fresh and before for before, _, fresh in talk.given or ()) for talk in talks
+            ),
         }
 
 
@@ -269,11 +288,15 @@ def select(
     return Selected(
         samples,
         results,
-        advantages={key: trainable[key] for key in samples if key in trainable and key[0] in chosen},
+        advantages={
+            key: trainable[key] for key in samples if key in trainable and key[0] in chosen
+        },
         flat=set(asked) - taught,
         asked=asked,
         stats={name: sum(answers.stats.get(name, 0.0) for answers in rounds) for name in costs},
-        length_share=length_share(rewards, {key: len(sample.tokens) for key, sample in samples.items()}),
+        length_share=length_share(
+            rewards, {key: len(sample.tokens) for key, sample in samples.items()}
+        ),
         answers=sum(prompt in chosen or not cfg.refill for prompt, _ in rewards),
         reference=reference or {},
     )
@@ -313,7 +336,9 @@ def by_prompt(rewards: Mapping[SampleKey, float]) -> dict[str, dict[SampleKey, f
     return groups
 
 
-def advantages(rewards: Mapping[SampleKey, float], center: str, scale: str) -> dict[SampleKey, float]:
+def advantages(
+    rewards: Mapping[SampleKey, float], center: str, scale: str
+) -> dict[SampleKey, float]:
     """Return the answers' advantages.
 
     Where rewards are compared inside groups, a group's advantages add up to 0, and are 0 if its rewards are equal.
@@ -345,7 +370,9 @@ def advantages(rewards: Mapping[SampleKey, float], center: str, scale: str) -> d
     return values
 
 
-def length_share(rewards: Mapping[SampleKey, float], lengths: Mapping[SampleKey, int]) -> float | None:
+def length_share(
+    rewards: Mapping[SampleKey, float], lengths: Mapping[SampleKey, int]
+) -> float | None:
     """Return the share of the rewards' variance inside groups that a linear function of the length explains.
 
     It is the squared correlation of rewards and lengths, both minus the mean of their group, over all groups that are
@@ -361,7 +388,9 @@ def length_share(rewards: Mapping[SampleKey, float], lengths: Mapping[SampleKey,
             continue
         mean_reward = fsum(group.values()) / len(group)
         mean_length = sum(lengths[key] for key in group) / len(group)
-        deviations = [(reward - mean_reward, lengths[key] - mean_length) for key, reward in group.items()]
+        deviations = [
+            (reward - mean_reward, lengths[key] - mean_length) for key, reward in group.items()
+        ]
         covariance += fsum(x * y for x, y in deviations)
         of_rewards += fsum(x * x for x, _ in deviations)
         of_lengths += fsum(y * y for _, y in deviations)
@@ -387,7 +416,9 @@ def _deviation(rewards: Mapping[SampleKey, float]) -> float:
 # ---- rows
 
 
-def to_rows(samples: Sequence[Sample], prompts: Mapping[str, Sequence[int]]) -> tuple[Rows, list[tuple[int, slice]]]:
+def to_rows(
+    samples: Sequence[Sample], prompts: Mapping[str, Sequence[int]]
+) -> tuple[Rows, list[tuple[int, slice]]]:
     """Convert samples to training rows: the tokens of prompt and answer, with labels on the sampled ones.
 
     A conversation whose history the chat template rewrote gives several rows.

@@ -63,7 +63,9 @@ class PolicyTrainer(Training):
 
     free_keys = free_keys(*registry.SAMPLED)
     rules = ("min_entropy", "stop_after_no_gain", "max_length_share")
-    adapter_folder: Callable[[int], Path] | None = None  # of the adapter of a step, where the run keeps one
+    adapter_folder: Callable[[int], Path] | None = (
+        None  # of the adapter of a step, where the run keeps one
+    )
 
     def __init__(
         self,
@@ -132,7 +134,11 @@ class PolicyTrainer(Training):
 
     def identity(self) -> dict[str, str | int | None]:
         """Return what a run shares with the one it resumes, in addition to the config."""
-        return {**super().identity(), **self._inputs, "first adapter": peft_files.fingerprint(self.first)}
+        return {
+            **super().identity(),
+            **self._inputs,
+            "first adapter": peft_files.fingerprint(self.first),
+        }
 
     def extra_state(self) -> State:
         """Return the part of a checkpoint that other trainings do not have."""
@@ -168,14 +174,18 @@ class PolicyTrainer(Training):
         self.begin_step(len(updates))
         self.learner.model.train()
         # the memory plan cannot know which answers will share a prompt, so it counts a prompt per answer
-        loader = StepLoader(rows, updates, self.learner.layout, pin_memory=self.cfg.pin_memory, count_shared=True)
+        loader = StepLoader(
+            rows, updates, self.learner.layout, pin_memory=self.cfg.pin_memory, count_shared=True
+        )
         share = rows.counts.get("trained", 1) / rows.counts.get("answers", 1)
         began = time.perf_counter()
         for update in loader.range(self.done, len(updates)):
             stats = self.train_step(replace(update, sequences=update.sequences / share))
             self.done += 1
             line = stats.line(time.perf_counter() - began)
-            self.update_lines.append({**line, "labels": update.labels, "sequences": update.sequences})
+            self.update_lines.append(
+                {**line, "labels": update.labels, "sequences": update.sequences}
+            )
             self.finish_update(stats.interrupted)
             began = time.perf_counter()
         self.skip_updates(self.updates_of_step - self.done)
@@ -195,7 +205,9 @@ class PolicyTrainer(Training):
         updates = []
         labels = [count for count, _ in label_counts(rows)]
         for number in range(self.cfg.updates_per_step):
-            names = sorted(set(groups), key=lambda name: sample_seed(self.cfg.seed, self.step, name, number))
+            names = sorted(
+                set(groups), key=lambda name: sample_seed(self.cfg.seed, self.step, name, number)
+            )
             count = updates_of_pass(self.cfg, len(names))
             for part in range(count):
                 chosen = set(names[part::count])
@@ -221,7 +233,13 @@ class PolicyTrainer(Training):
         self.step += 1
         self.done = 0
         self.update_lines = []
-        values = {**selected.measurements(), **updates, "policy_lag": lag, "seconds": seconds, **self.memory()}
+        values = {
+            **selected.measurements(),
+            **updates,
+            "policy_lag": lag,
+            "seconds": seconds,
+            **self.memory(),
+        }
         self.log(self.step % self.cfg.log_every_n_steps == 0, **values)
         for line in evaluation.advice(self.lines) if self.ranks.is_main else ():
             log.warning("%s", line)
@@ -236,7 +254,11 @@ class PolicyTrainer(Training):
         """Log an evaluation of the adapter of ``step``, and remember the adapter if it is the best so far."""
         self.evaluated = step
         if step and (self.best is None or scores["correct"] > self.best["score"]):
-            self.best = {"score": scores["correct"], "step": step, "adapter": self.learner.adapter_state()}
+            self.best = {
+                "score": scores["correct"],
+                "step": step,
+                "adapter": self.learner.adapter_state(),
+            }
         self.log(False, step=step, eval=scores, seconds=stats["seconds"])
         self.log_numbers({"eval_correct": scores["pass_at_1"]})
 
@@ -273,7 +295,9 @@ class PolicyTrainer(Training):
             "steps": self.step,
             "first_reward": steps[0]["reward"] if steps else None,
             "last_reward": steps[-1]["reward"] if steps else None,
-            "evaluations": [{"step": e["step"]} | {key: e["eval"][key] for key in keys} for e in evaluations],
+            "evaluations": [
+                {"step": e["step"]} | {key: e["eval"][key] for key in keys} for e in evaluations
+            ],
             "best_step": None if self.best is None else self.best["step"],
             "adapter_is": "last" if self.best is None else "best by held-out score",
             "samples": sum(line["answers"] for line in steps),
@@ -317,5 +341,7 @@ def summarize_updates(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for name, values in sorted(measured.items()):
         summary[name] = max(values) if name.endswith("_max") else fmean(values)
     if "token_gradient" in lines[0]:  # our policy gradients measure it, not every objective
-        summary["effective_tokens"] = fmean(line["token_gradient"] * line["labels"] for line in lines)
+        summary["effective_tokens"] = fmean(
+            line["token_gradient"] * line["labels"] for line in lines
+        )
     return summary

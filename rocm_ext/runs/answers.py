@@ -19,7 +19,9 @@ from rocm_ext.base.files import json_object
 from rocm_ext.runs.records import GREEDY, MOST_STEPS, Judged, SampleKey, number
 from rocm_ext.runs.tails import JsonLines, Record, Tails
 
-_BEGINNING = re.compile(rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", ')  # as the recipe begins a line
+_BEGINNING = re.compile(
+    rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", '
+)  # as the recipe begins a line
 _FILE_BITS = 48  # low bits of a position: the offset in its file
 _Scope = tuple[int, str]  # step, and ``sample`` or ``eval``
 _NOWHERE: _Scope = (-1, "")  # for lines without them

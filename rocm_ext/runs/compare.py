@@ -38,7 +38,16 @@ _UNKNOWN = Interval(math.nan)
 _WARM_UP = 10  # steps at a run's beginning that do not show its speed: compilation, caches, clocks
 _TEMPLATE = ("chat_template", "chat_template_args", "chat_template_date")
 _DATA = (
-    *("dataset", "dataset_val", "validation_fraction", "tokenizer", "data_seed", "shuffle", "too_long", "bad_rows"),
+    *(
+        "dataset",
+        "dataset_val",
+        "validation_fraction",
+        "tokenizer",
+        "data_seed",
+        "shuffle",
+        "too_long",
+        "bad_rows",
+    ),
     *_TEMPLATE,
 )
 _CROSS_ENTROPIES = {  # components of one function
@@ -46,11 +55,25 @@ _CROSS_ENTROPIES = {  # components of one function
     "torchtune.modules.loss.CEWithChunkedOutputLoss",
     "torch.nn.CrossEntropyLoss",
 }
-_CHUNKS = ("loss.chunk_tokens", "loss.num_output_chunks")  # they decide memory and speed, not the loss
+_CHUNKS = (
+    "loss.chunk_tokens",
+    "loss.num_output_chunks",
+)  # they decide memory and speed, not the loss
 # What decides the meaning of a held-out score, and what an answer may be
 _JUDGED_BY = ("verifier", "environment", "eval_prompts")
-_ANSWERED_WITH = ("max_new_tokens", "stop_strings", "max_turns", "max_environment_tokens", *_TEMPLATE)
-_STEP_SIZE = ("sequences_per_step", "gradient_accumulation_steps", "batch_size", "max_steps_per_epoch")
+_ANSWERED_WITH = (
+    "max_new_tokens",
+    "stop_strings",
+    "max_turns",
+    "max_environment_tokens",
+    *_TEMPLATE,
+)
+_STEP_SIZE = (
+    "sequences_per_step",
+    "gradient_accumulation_steps",
+    "batch_size",
+    "max_steps_per_epoch",
+)
 _ROLLOUT_SIZE = ("prompts_per_step", "samples_per_prompt", "refill")
 _PATHS = ("source", "data_files", "path", "_path", "_file", "_dir")  # settings that are paths
 _NOTICED = 0.1  # relative difference of speeds; runs with equal settings differ by as much
@@ -147,7 +170,9 @@ def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float
         quality = _by_scores(a, b, settings, score_tolerance)
     else:
         quality = _by_losses(a, b, settings, tolerance)
-        if quality.state == "unknown" and a.evaluations and b.evaluations:  # the losses decide nothing
+        if (
+            quality.state == "unknown" and a.evaluations and b.evaluations
+        ):  # the losses decide nothing
             by_losses = quality
             quality = _by_scores(a, b, settings, score_tolerance)
             quality.measured = by_losses.measured | quality.measured
@@ -179,7 +204,9 @@ def _mismatches(a: RunFolder, b: RunFolder) -> Iterator[str]:
         yield f"{a.path} is a run of {a.recipe}, {b.path} of {b.recipe}; compare two runs of one recipe"
     if _models_differ(a, b):
         folder_a, folder_b = _model_folder(a), _model_folder(b)
-        models = f"{a.path} is a run of the model in {folder_a}, {b.path} of another one, in {folder_b}"
+        models = (
+            f"{a.path} is a run of the model in {folder_a}, {b.path} of another one, in {folder_b}"
+        )
         yield f"{models}; compare two runs of one model"
 
 
@@ -232,9 +259,15 @@ def _answer(speed: Interval, saved: float, quality: _Quality) -> tuple[str, str]
     if math.isnan(speed.value):
         return "unknown", f"{fast}; {quality.text}"
     if slower:
-        return "reject", f"{fast}, {quality.text}: do not take it, unless for its {saved:.2f}x of A's memory"
+        return (
+            "reject",
+            f"{fast}, {quality.text}: do not take it, unless for its {saved:.2f}x of A's memory",
+        )
     if speed.value < 1 - _NOTICED:
-        return "unknown", f"{fast}, a difference that one pair of runs does not prove: repeat the runs"
+        return (
+            "unknown",
+            f"{fast}, a difference that one pair of runs does not prove: repeat the runs",
+        )
     return "take", f"{fast}, {quality.text}: take it"
 
 
@@ -291,7 +324,10 @@ def _speed(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
     measured = {
         f"{a.unit}s": (float(len(steps_a)), float(len(steps_b))),
         f"{kind}, median": (_finite(np.median, fast_a), _finite(np.median, fast_b)),
-        f"seconds per {a.unit}, median": (_finite(np.median, seconds_a), _finite(np.median, seconds_b)),
+        f"seconds per {a.unit}, median": (
+            _finite(np.median, seconds_a),
+            _finite(np.median, seconds_b),
+        ),
     }
     return ratio_of_medians(fast_a[finite], fast_b[finite]), measured
 
@@ -316,13 +352,17 @@ def _by_losses(a: RunFolder, b: RunFolder, settings: Settings, tolerance: float)
     finite = np.isfinite(loss_a) & np.isfinite(loss_b)
     loss_a, loss_b = loss_a[finite], loss_b[finite]
     if np.isnan(a.steps["loss"]).sum() > len(loss_a):
-        raise UserError(f"{a.path}: most losses are not finite, so there is nothing to compare with")
+        raise UserError(
+            f"{a.path}: most losses are not finite, so there is nothing to compare with"
+        )
     functions = _functions_differ(a, settings)
     obstacle = functions or _rows_differ(steps, settings) or _rate_differs(steps)
     seeds_differ = "seed" in settings
     quality = _Quality()
     if seeds_differ:
-        quality.notes.append("the seeds differ, so part of any difference is chance: give both runs the same seed")
+        quality.notes.append(
+            "the seeds differ, so part of any difference is chance: give both runs the same seed"
+        )
     if obstacle:
         quality.notes.append(f"training losses cannot be compared: {obstacle}")
     else:
@@ -359,11 +399,15 @@ def _by_losses(a: RunFolder, b: RunFolder, settings: Settings, tolerance: float)
         quality.text = f"{len(loss_a)} common steps are too few; it takes at least {2 * BATCHES}"
     else:
         validated = validation is not None
-        quality.state, quality.text = _judge(quality.difference, len(loss_a), tolerance, seeds_differ, validated)
+        quality.state, quality.text = _judge(
+            quality.difference, len(loss_a), tolerance, seeds_differ, validated
+        )
     return quality
 
 
-def _judge(difference: Interval, steps: int, tolerance: float, seeds: bool, validated: bool) -> tuple[str, str]:
+def _judge(
+    difference: Interval, steps: int, tolerance: float, seeds: bool, validated: bool
+) -> tuple[str, str]:
     """What the difference of training losses shows: state and text of a quality.
 
     Args:
@@ -384,9 +428,15 @@ def _judge(difference: Interval, steps: int, tolerance: float, seeds: bool, vali
         return "same", f"loss {_percent(size)} {way}, within the tolerance of {limit}"
     if not difference.excludes(0) or size <= tolerance:
         advice = _advice(difference, steps, tolerance)
-        return "unknown", f"it is not clear yet whether its loss is the same within {limit} {interval}: {advice}"
+        return (
+            "unknown",
+            f"it is not clear yet whether its loss is the same within {limit} {interval}: {advice}",
+        )
     if seeds:
-        return "unknown", f"its loss differs by {100 * difference.value:+.1f} %, which different seeds can cause"
+        return (
+            "unknown",
+            f"its loss differs by {100 * difference.value:+.1f} %, which different seeds can cause",
+        )
     if difference.value > 0:
         return "worse", f"its loss is {_percent(size)} higher {interval}"
     if validated:
@@ -415,10 +465,15 @@ def _advice(difference: Interval, steps: int, tolerance: float) -> str:
 def _functions_differ(run: RunFolder, settings: Settings) -> str:
     """Why the losses of the two runs are different functions. Empty if they are the same."""
     differing = [key for key in _named(settings, ("loss",)) if key not in _CHUNKS]
-    if _CROSS_ENTROPIES.issuperset(settings.get("loss._component_", ())) and "loss._component_" in differing:
+    if (
+        _CROSS_ENTROPIES.issuperset(settings.get("loss._component_", ()))
+        and "loss._component_" in differing
+    ):
         differing.remove("loss._component_")
     start = "checkpointer.adapter_checkpoint"
-    if run.family == DPO and start in settings:  # its losses measure against the model that the run began with
+    if (
+        run.family == DPO and start in settings
+    ):  # its losses measure against the model that the run began with
         differing.append(start)
     if not differing:
         return ""
@@ -436,7 +491,9 @@ def _rows_differ(steps: _Common, settings: Settings) -> str:
     known = np.isfinite(tokens_a) & np.isfinite(tokens_b)
     other = np.flatnonzero(known & (tokens_a != tokens_b))
     if len(other):
-        return f"from step {steps.steps[other[0]]} on the runs see different rows{_because(settings)}"
+        return (
+            f"from step {steps.steps[other[0]]} on the runs see different rows{_because(settings)}"
+        )
     proven = known.all() and len(set(tokens_a)) > 1
     differing = []
     for key in _named(settings, _DATA):
@@ -517,12 +574,16 @@ def _by_scores(a: RunFolder, b: RunFolder, settings: Settings, tolerance: float)
         share_b, *_ = scored_b.scores.passed
         quality.measured[f"held-out pass@1, {scored_a.after}"] = share_a, share_b
     evaluations = a.is_evaluation and b.is_evaluation
-    if not both or not (scored_a.number or evaluations):  # before training, settings can affect sampling alone
+    if not both or not (
+        scored_a.number or evaluations
+    ):  # before training, settings can affect sampling alone
         quality.text = f"no trained {a.unit} of both runs has held-out scores yet (eval_prompts)"
         return quality
     limits = _named(settings, _ANSWERED_WITH)
     if limits:
-        quality.notes.append(f"the held-out answers were sampled with different {', '.join(limits)}")
+        quality.notes.append(
+            f"the held-out answers were sampled with different {', '.join(limits)}"
+        )
     right_a, right_b = scored_a.greedy(), scored_b.greedy()
     judges = [key for key in _named(settings, _JUDGED_BY) if not key.endswith(_PATHS)]
     sizes = _named(settings, _ROLLOUT_SIZE) if a.family in BY_STEP else []
@@ -551,7 +612,9 @@ def _by_scores(a: RunFolder, b: RunFolder, settings: Settings, tolerance: float)
         quality.state = "worse"
         quality.text = f"its {name} is worse, {points}"
     else:
-        quality.text = f"{name} {points} does not show whether it is worse by {100 * tolerance:g} points"
+        quality.text = (
+            f"{name} {points} does not show whether it is worse by {100 * tolerance:g} points"
+        )
         room = tolerance + gain.value
         if room > 0.001:
             half = (gain.high - gain.low) / 2

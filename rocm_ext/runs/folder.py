@@ -90,7 +90,9 @@ class RunFolder:
         self.family = self.recipe if self.recipe in TITLES else shape
         self.unit = "cycle" if self.family == RAFT else "step"
         self.answers = AnswerLog(path, self.problems, self.tails)
-        lines = self._lines("metrics.jsonl", SampledLines if self.family in SAMPLED else MetricLines)
+        lines = self._lines(
+            "metrics.jsonl", SampledLines if self.family in SAMPLED else MetricLines
+        )
         self.steps = lines.steps
         self.validations = lines.validations
         self.evaluated = lines.evaluated

@@ -10,7 +10,12 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.registry import SAMPLED
 from rocm_ext.runs.folder import RunFolder
 
-_RIGHT_OR_WRONG = ("CORRECT", "WRONG", "UNPARSED", "TIMEOUT")  # an ERROR says nothing about the answer
+_RIGHT_OR_WRONG = (
+    "CORRECT",
+    "WRONG",
+    "UNPARSED",
+    "TIMEOUT",
+)  # an ERROR says nothing about the answer
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,9 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
     """
     if run.family not in SAMPLED:
         recipes = ", ".join(SAMPLED)
-        raise UserError(f"{run.path} is a run of {run.recipe}, which samples no answers; pairs needs one of {recipes}")
+        raise UserError(
+            f"{run.path} is a run of {run.recipe}, which samples no answers; pairs needs one of {recipes}"
+        )
     answers: dict[tuple[str, str], Answer] = {}
     left_out: Counter[str] = Counter()
     verdicts = run.answers.verdicts
@@ -60,7 +67,12 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
             verdict = names.pop(key, None)
             tokens = record.get("tokens")
             text = record.get("text")
-            if verdict is None or not isinstance(tokens, list) or not isinstance(text, str) or not text.strip():
+            if (
+                verdict is None
+                or not isinstance(tokens, list)
+                or not isinstance(text, str)
+                or not text.strip()
+            ):
                 continue
             if verdict not in _RIGHT_OR_WRONG:
                 left_out["ERROR"] += 1

@@ -15,7 +15,17 @@ from rocm_ext.runs.tails import Record
 
 _TAIL = 1 << 16  # bytes read from the end of a metrics.jsonl: some hundred lines
 _RECENT = 20  # steps whose times give the speed of a GRPO run
-_SHOWN = ("step", "epoch", "loss", "margin", "accuracy", "tokens_per_second", "val_loss", "val_margin", "val_accuracy")
+_SHOWN = (
+    "step",
+    "epoch",
+    "loss",
+    "margin",
+    "accuracy",
+    "tokens_per_second",
+    "val_loss",
+    "val_margin",
+    "val_accuracy",
+)
 
 LatestValues = dict[str, float | str]  # values by name, see :func:`progress`
 
@@ -30,7 +40,9 @@ def progress(out: Path) -> LatestValues:
     """
     if not out.is_dir():
         return {"problem": f"{out} is a file" if out.exists() else f"{out} does not exist"}
-    summary = read_json(out / "summary.json", [])  # a file may be unreadable while the run writes it
+    summary = read_json(
+        out / "summary.json", []
+    )  # a file may be unreadable while the run writes it
     config = read_yaml(out / "config.yaml", [])
     lines = _last_lines(out / "metrics.jsonl")
     cycles = begun_cycles(out)

@@ -99,7 +99,9 @@ class SampledLines(MetricLines):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sampling: dict[float, Record] = {}  # an earlier version's lines about sampling, by cycle
+        self._sampling: dict[
+            float, Record
+        ] = {}  # an earlier version's lines about sampling, by cycle
 
     def take(self, record: Record, position: int) -> None:
         """Take a line."""
@@ -192,7 +194,9 @@ class Readings(JsonLines, list[Record]):
 Share = tuple[float, float, float]  # a share, and the ends of its 95 % interval
 
 
-PassAtK = TypedDict("PassAtK", {"pass": float, "interval": list[float]})  # pass@k with its 95 % interval
+PassAtK = TypedDict(
+    "PassAtK", {"pass": float, "interval": list[float]}
+)  # pass@k with its 95 % interval
 
 
 class EvalScores(TypedDict):

@@ -3,12 +3,29 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rocm_ext.sampling.engine import Completion, Engine, Request, RequestQueue, Sampling, Session, sample_seed
+from rocm_ext.sampling.engine import (
+    Completion,
+    Engine,
+    Request,
+    RequestQueue,
+    Sampling,
+    Session,
+    sample_seed,
+)
 
 if TYPE_CHECKING:
     from rocm_ext.sampling.local import LocalEngine
 
-__all__ = ["Completion", "Engine", "LocalEngine", "Request", "RequestQueue", "Sampling", "Session", "sample_seed"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "LocalEngine",
+    "Request",
+    "RequestQueue",
+    "Sampling",
+    "Session",
+    "sample_seed",
+]
 
 _MODULES = {"LocalEngine": "local", "OpenAIEngine": "server.openai"}  # imported on access
 

@@ -20,7 +20,9 @@ _KINDS = {
     "top_k": integer(1, 2**31 - 1) | NULL,
     "top_p": SHARE | NULL,
     "min_p": SHARE | NULL,
-    "stop_strings": Kind(lambda value: all(isinstance(text, str) and text for text in value), ("non-empty texts",)),
+    "stop_strings": Kind(
+        lambda value: all(isinstance(text, str) and text for text in value), ("non-empty texts",)
+    ),
     "logprobs_temperature": POSITIVE,
 }
 
@@ -113,7 +115,10 @@ class RequestQueue:
     added = 0
 
     def __init__(
-        self, requests: Iterable[Request], ranks: Ranks | None = None, owners: Mapping[str, int] | None = None
+        self,
+        requests: Iterable[Request],
+        ranks: Ranks | None = None,
+        owners: Mapping[str, int] | None = None,
     ) -> None:
         self.requests = tuple(requests)
         rank, world = (ranks.rank, ranks.world) if ranks else (0, 1)
@@ -211,7 +216,9 @@ class Engine(Protocol):
 class Session(Protocol):
     """An engine with a loaded model."""
 
-    def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
+    def generate(
+        self, requests: Iterable[Request | None], sampling: Sampling
+    ) -> Iterator[Completion]:
         """Take requests when there is room for them, and yield completions as they finish.
 
         None among the requests says that a later one may come.

@@ -75,11 +75,15 @@ class LocalEngine:
         trace: Trace | None = None,
         routes: bool = False,
     ) -> None:
-        why = " (a CPU rounds smaller products differently, and samples would depend on their batch)"
+        why = (
+            " (a CPU rounds smaller products differently, and samples would depend on their batch)"
+        )
         check({"slots": slots}, {"slots": integer(MIN_ROWS, _MOST_SLOTS, why) | NULL}, "engine.")
         obstacle = decoder.graph_obstacle if graphs else None
         if obstacle:
-            raise UserError(f"engine.graphs is True, but no graph can replay a step: {obstacle}; set graphs: null")
+            raise UserError(
+                f"engine.graphs is True, but no graph can replay a step: {obstacle}; set graphs: null"
+            )
         self._slots, self._graphs, self._merge = slots, graphs, merge
         self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
         self._trace, self._routes = trace, routes
@@ -120,7 +124,13 @@ class LocalEngine:
                     log.info("decoding without graphs: %s", obstacle)
                     self._graphs = False
             session = LocalSession(
-                decoder, self._tokenizer, self._free_memory, self._slots, self._graphs, self._trace, self._routes
+                decoder,
+                self._tokenizer,
+                self._free_memory,
+                self._slots,
+                self._graphs,
+                self._trace,
+                self._routes,
             )
             try:
                 yield session
@@ -169,10 +179,14 @@ class LocalSession:
         routes: bool = False,
     ) -> None:
         self._decoder, self._free_memory = decoder, free_memory
-        self._tokenizer = tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer  # which decodes
+        self._tokenizer = (
+            tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer
+        )  # which decodes
         self._routes = routes
         self._slots, self._trace = slots, trace or Trace()
-        self._graphs = Graphs(decoder.device.type == "cuda" if graphs is None else graphs, graphs is True)
+        self._graphs = Graphs(
+            decoder.device.type == "cuda" if graphs is None else graphs, graphs is True
+        )
         decoder.fixed_shapes = self._graphs.used
         self._stop_tokens = frozenset(tokenizer.stop_tokens)
         self._totals: Any = Counter()
@@ -188,13 +202,17 @@ class LocalSession:
         """Free the key-value cache and the graphs; the next ``generate`` makes new ones."""
         self._batch = None
 
-    def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
+    def generate(
+        self, requests: Iterable[Request | None], sampling: Sampling
+    ) -> Iterator[Completion]:
         """Yield completions as they finish; take prompts when slots are free.
 
         Raises:
             UserError: a prompt with its answer may exceed the model's context, or memory holds too few slots.
         """
-        queue = requests if isinstance(requests, RequestQueue) else RequestQueue(filter(None, requests))
+        queue = (
+            requests if isinstance(requests, RequestQueue) else RequestQueue(filter(None, requests))
+        )
         for _, completions in self._steps(queue, sampling, MIN_ROWS):
             yield from completions
 
@@ -339,10 +357,14 @@ class LocalSession:
 
     def _keeps(self, batch: SlotBatch, queue: RequestQueue, sampling: Sampling) -> bool:
         """Whether memory holds as many waiting conversations as running ones, without fewer slots."""
-        slots, free, memory = self._fit(batch.slots, queue, batch.length, sampling, replaced=batch.nbytes)
+        slots, free, memory = self._fit(
+            batch.slots, queue, batch.length, sampling, replaced=batch.nbytes
+        )
         return memory.bytes(slots) + slots * memory.cache <= free
 
-    def _take_batch(self, queue: RequestQueue, length: int, sampling: Sampling, least: int) -> SlotBatch:
+    def _take_batch(
+        self, queue: RequestQueue, length: int, sampling: Sampling, least: int
+    ) -> SlotBatch:
         """Return the session's batch if it serves these requests, else a new one; the session no longer has it.
 
         ``least`` is the minimum number of slots; below MIN_ROWS it is also the maximum.

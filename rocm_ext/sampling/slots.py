@@ -49,7 +49,9 @@ class SlotMemory:
         return min(in_a_step, in_a_prefill)
 
 
-def slot_memory(decoder: Sampler, prompts: Sequence[int], length: int, sampling: Sampling, graphs: bool) -> SlotMemory:
+def slot_memory(
+    decoder: Sampler, prompts: Sequence[int], length: int, sampling: Sampling, graphs: bool
+) -> SlotMemory:
     """Estimate the memory of a session; ``prompts`` are numbers of tokens, ``length`` is the positions per slot."""
     vocabulary, itemsize = decoder.vocabulary, decoder.dtype.itemsize
     cache = int(decoder.cache_bytes(length))
@@ -138,7 +140,13 @@ class SlotBatch:
     """
 
     def __init__(
-        self, decoder: Sampler, slots: int, length: int, sampling: Sampling, graphs: Graphs, routes: bool = False
+        self,
+        decoder: Sampler,
+        slots: int,
+        length: int,
+        sampling: Sampling,
+        graphs: Graphs,
+        routes: bool = False,
     ) -> None:
         self.slots = slots
         self.length = length
@@ -154,7 +162,9 @@ class SlotBatch:
         self._graphs: dict[tuple[int, int], Any] = {}
         rows = slots if graphs.used else 0
         # shared by all graphs: one runs at a time
-        self._logits = torch.empty(rows, decoder.vocabulary, dtype=decoder.dtype, device=decoder.device)
+        self._logits = torch.empty(
+            rows, decoder.vocabulary, dtype=decoder.dtype, device=decoder.device
+        )
 
     def begin(self, sampling: Sampling) -> None:
         """Prepare for other samples, as if the slots were new.
@@ -233,7 +243,9 @@ class SlotBatch:
             slots, ids = torch.tensor([given, ids], device=tokens.device)
             self._tokens[slots] = ids
             self._drawn[slots] = 0
-        drawn = torch.stack([tokens[:n].double(), logprobs[:n].double()])  # both are exact in fp64, and come at once
+        drawn = torch.stack(
+            [tokens[:n].double(), logprobs[:n].double()]
+        )  # both are exact in fp64, and come at once
         chosen = None
         if self._routes is not None:
             chosen = self._routes[:n].cpu().numpy().copy()
@@ -353,7 +365,9 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
     else:
         if sampling.temperature != temperature:
             weights = _weights(logits, peak, sampling.temperature)
-        weights = _truncate(weights, sampling)  # frees the other weights before the search copies these
+        weights = _truncate(
+            weights, sampling
+        )  # frees the other weights before the search copies these
         tokens = _search(weights, uniform)
     distance = logits.gather(-1, tokens[:, None]) - peak
     return tokens, distance.squeeze(-1) / temperature - total.log()

@@ -13,4 +13,13 @@ trust, on machines without bubblewrap. It is never a fallback.
 from rocm_ext.sandbox.limits import Limits, check_limits
 from rocm_ext.sandbox.sandbox import BOX, USER, Outcome, RunningProgram, Sandbox, interpreter
 
-__all__ = ["BOX", "USER", "Limits", "Outcome", "RunningProgram", "Sandbox", "check_limits", "interpreter"]
+__all__ = [
+    "BOX",
+    "USER",
+    "Limits",
+    "Outcome",
+    "RunningProgram",
+    "Sandbox",
+    "check_limits",
+    "interpreter",
+]

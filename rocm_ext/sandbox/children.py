@@ -17,12 +17,18 @@ MARK = "ROCM_EXT_RUN"  # an environment variable
 DYING = 5.0  # seconds that killed processes may take to end
 POLL = 0.05  # seconds between checks of the children's memory
 CHUNK = 1 << 16
-HELD = re.compile(rb"^(?:VmRSS|VmSwap|VmPTE|HugetlbPages):\s*(\d+) kB$", re.MULTILINE)  # in /proc/PID/status
+HELD = re.compile(
+    rb"^(?:VmRSS|VmSwap|VmPTE|HugetlbPages):\s*(\d+) kB$", re.MULTILINE
+)  # in /proc/PID/status
 MAP = 320  # bytes that the kernel keeps of a map
-SOCKETS = re.compile(rb"used (\d+)\nTCP:.* mem (\d+)\n")  # in /proc/net/sockstat: sockets, and pages of the machine
+SOCKETS = re.compile(
+    rb"used (\d+)\nTCP:.* mem (\d+)\n"
+)  # in /proc/net/sockstat: sockets, and pages of the machine
 SOCKET = 1 << 18  # bytes that a socket may hold: its default buffer, and a message beyond
 TCP = 4096  # pages of the machine's TCP buffers, which grow by themselves, up to which no run's are counted
-QUEUES = re.compile(rb" ([0-9A-F]{8}):([0-9A-F]{8}) ")  # in /proc/net/tcp: bytes to send, and received
+QUEUES = re.compile(
+    rb" ([0-9A-F]{8}):([0-9A-F]{8}) "
+)  # in /proc/net/tcp: bytes to send, and received
 
 
 @dataclass
@@ -86,7 +92,9 @@ class Child:
                     stream.close()
 
 
-def supervise(children: Sequence[Child], seconds: float, end: int | None = None, others: Sequence[Child] = ()) -> bool:
+def supervise(
+    children: Sequence[Child], seconds: float, end: int | None = None, others: Sequence[Child] = ()
+) -> bool:
     """Feed, read and watch ``children`` until the first one ends; then close them all.
 
     Args:
@@ -212,7 +220,9 @@ def held(pid: int) -> int:
     maps = 0
     with contextlib.suppress(OSError):  # it ends
         for task in Path(f"/proc/{pid}/task").iterdir():
-            sizes = sizes or HELD.findall(_content(task / "status"))  # a thread that has ended shows none
+            sizes = sizes or HELD.findall(
+                _content(task / "status")
+            )  # a thread that has ended shows none
             maps = maps or _content(task / "maps").count(b"\n")
     return (sum(map(int, sizes)) << 10) + maps * MAP
 

@@ -40,5 +40,9 @@ def reap() -> None:
 def blame(problem: BaseException) -> str:
     """Type, message and last frame of an exception."""
     frames = traceback.extract_tb(problem.__traceback__)
-    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    where = (
+        f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})"
+        if frames
+        else ""
+    )
     return f"{type(problem).__name__}: {problem}{where}"

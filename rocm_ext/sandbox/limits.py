@@ -49,14 +49,25 @@ class Limits:
     def resources(self, processes: bool) -> dict[str, tuple[int, int]]:
         """(soft, hard) by the name of the constant ``RLIMIT_...``, with or without the number of processes."""
         cpu = math.ceil(self.seconds) + 1 if self.cpu_seconds is None else self.cpu_seconds
-        most = {"AS": self.memory_mb << 20, "FSIZE": self.file_mb << 20, "NOFILE": self.open_files, "CORE": 0}
+        most = {
+            "AS": self.memory_mb << 20,
+            "FSIZE": self.file_mb << 20,
+            "NOFILE": self.open_files,
+            "CORE": 0,
+        }
         most |= {"NPROC": self.processes} if processes else {}
-        return {name: (value, value) for name, value in most.items()} | ({"CPU": (cpu, cpu + 1)} if cpu else {})
+        return {name: (value, value) for name, value in most.items()} | (
+            {"CPU": (cpu, cpu + 1)} if cpu else {}
+        )
 
     def prlimit(self) -> list[str]:
         """The command prefix that sets all limits but the number of processes."""
         limits = self.resources(processes=False)
-        return [tool("prlimit"), *(f"--{name.lower()}={soft}:{hard}" for name, (soft, hard) in limits.items()), "--"]
+        return [
+            tool("prlimit"),
+            *(f"--{name.lower()}={soft}:{hard}" for name, (soft, hard) in limits.items()),
+            "--",
+        ]
 
     def impose(self, pid: int, processes: bool) -> None:
         """Set the limits of process ``pid``, which it and its children cannot raise.
@@ -74,7 +85,9 @@ class Limits:
 def check_limits(who: str, timeout: float, memory_mb: int, least: int = 128) -> None:
     """Raise UserError unless a user's limit of time is positive, and that of memory at least ``least`` MB."""
     if not (timeout > 0 and memory_mb >= least):
-        raise UserError(f"{who} needs timeout > 0 and memory_mb >= {least}, found {timeout} and {memory_mb}")
+        raise UserError(
+            f"{who} needs timeout > 0 and memory_mb >= {least}, found {timeout} and {memory_mb}"
+        )
 
 
 def program(name: str) -> str | None:

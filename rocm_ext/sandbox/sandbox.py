@@ -98,7 +98,9 @@ class Sandbox:
         home = Path.home().resolve()
         for folder in readable:
             if home.is_relative_to(Path(folder).resolve()):
-                hidden = f"the program needs {folder}, which holds your home; the sandbox hides that"
+                hidden = (
+                    f"the program needs {folder}, which holds your home; the sandbox hides that"
+                )
                 raise UserError(f"{hidden}, so install the program elsewhere")
         self.kind, self.readable = kind, tuple(dict.fromkeys(readable))
 
@@ -112,7 +114,10 @@ class Sandbox:
             tool("prlimit")
         outcome = self.run(["/bin/echo", "ok"], limits=Limits(seconds=20))
         if outcome.stdout != b"ok\n":
-            why = " ".join(outcome.stderr.decode("utf-8", "replace").split()) or f"exit status {outcome.returncode}"
+            why = (
+                " ".join(outcome.stderr.decode("utf-8", "replace").split())
+                or f"exit status {outcome.returncode}"
+            )
             raise UserError(f"the sandbox does not work here: {why}{bubblewrap.advice()}")
 
     def start(
@@ -146,7 +151,9 @@ class Sandbox:
                 ours.callback(bubblewrap.ids.give_back, uid)
                 status, writer = _pipe(ours, theirs)
                 blocked, _ = _pipe(theirs, theirs)  # bwrap waits until we close the other end
-                command, opened = bubblewrap.command_line(data, self.readable, limits, writer, blocked)
+                command, opened = bubblewrap.command_line(
+                    data, self.readable, limits, writer, blocked
+                )
                 for fd in opened:
                     theirs.callback(os.close, fd)
                 fds += [*opened, writer, blocked]
@@ -174,9 +181,19 @@ class Sandbox:
                 bufsize=0,
             )
             inodes = INODES if self.kind == "bubblewrap" else None
-            child = Child(process, b"", limits.output_bytes, limits.memory_mb, limits.processes + SPARE, inodes, mark)
+            child = Child(
+                process,
+                b"",
+                limits.output_bytes,
+                limits.memory_mb,
+                limits.processes + SPARE,
+                inodes,
+                mark,
+            )
             if status is not None:
-                most = max(map(len, data.values()), default=0)  # bwrap writes the files under the limits
+                most = max(
+                    map(len, data.values()), default=0
+                )  # bwrap writes the files under the limits
                 _limit(child, status, replace(limits, file_mb=max(limits.file_mb, -(-most >> 20))))
             return RunningProgram(child, status, ours.pop_all())
 
@@ -289,9 +306,13 @@ def interpreter(executable: str) -> Interpreter:
     code += "print(*p,sep='\\0',end='\\1');print(*site.getsitepackages(),sep='\\0',end='\\1');"
     code += "print(os.path.realpath(sys.executable),end='')"
     try:
-        result = subprocess.run([executable, "-I", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        result = subprocess.run(
+            [executable, "-I", "-c", code], capture_output=True, text=True, timeout=60, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"python {executable!r} does not run: {error}") from error
     folders, packages, path = result.stdout.split("\1")
-    needed = [folder for folder in dict.fromkeys(folders.split("\0")) if folder not in ("/usr", "/")]
+    needed = [
+        folder for folder in dict.fromkeys(folders.split("\0")) if folder not in ("/usr", "/")
+    ]
     return Interpreter(tuple(needed), tuple(packages.split("\0")), path)

@@ -44,7 +44,14 @@ SETSOCKOPT, SOL_SOCKET, SO_SNDBUF, SO_RCVBUF = (54, 208), 1, 7, 8
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF opcodes
 # offsets in struct seccomp_data on a little-endian machine
-NUMBER, ARCH, FIRST_ARGUMENT, SECOND_ARGUMENT, THIRD_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 24, 32, 40
+NUMBER, ARCH, FIRST_ARGUMENT, SECOND_ARGUMENT, THIRD_ARGUMENT, FOURTH_ARGUMENT = (
+    0,
+    4,
+    16,
+    24,
+    32,
+    40,
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,11 @@ MACHINES = {"x86_64": CallNumbers(0, 0xC000003E, 0x40000000), "aarch64": CallNum
 def missing() -> str:
     """A note that this machine has no filter; empty if it has one."""
     machine = platform.machine()
-    return "" if machine in MACHINES else f"without a filter of system calls, which {machine} does not have"
+    return (
+        ""
+        if machine in MACHINES
+        else f"without a filter of system calls, which {machine} does not have"
+    )
 
 
 @functools.cache
@@ -92,16 +103,29 @@ def program(machine: str | None = None) -> bytes | None:
     for error, calls in REFUSED.items():
         for numbers in calls.values():
             body += [op(EQUAL, numbers[column], false=1), op(RETURN, ERRNO | error)]
-    allowed = [part for family in FAMILIES for part in (op(EQUAL, family, false=1), op(RETURN, ALLOW))]
+    allowed = [
+        part for family in FAMILIES for part in (op(EQUAL, family, false=1), op(RETURN, ALLOW))
+    ]
     one, other = SOCKETS[column]
     body += [op(EQUAL, one, true=1), op(EQUAL, other, false=len(allowed) + 5)]
-    body += [op(LOAD, THIRD_ARGUMENT), op(AT_LEAST, PROTOCOLS, false=1), op(RETURN, ERRNO | EPROTONOSUPPORT)]
+    body += [
+        op(LOAD, THIRD_ARGUMENT),
+        op(AT_LEAST, PROTOCOLS, false=1),
+        op(RETURN, ERRNO | EPROTONOSUPPORT),
+    ]
     body += [op(LOAD, FIRST_ARGUMENT), *allowed, op(RETURN, ERRNO | EAFNOSUPPORT)]
     # a socket keeps its default buffers: the call succeeds and does nothing
-    body += [op(EQUAL, SETSOCKOPT[column], false=7), op(LOAD, SECOND_ARGUMENT), op(EQUAL, SOL_SOCKET, false=4)]
+    body += [
+        op(EQUAL, SETSOCKOPT[column], false=7),
+        op(LOAD, SECOND_ARGUMENT),
+        op(EQUAL, SOL_SOCKET, false=4),
+    ]
     body += [op(LOAD, THIRD_ARGUMENT), op(EQUAL, SO_SNDBUF, true=1), op(EQUAL, SO_RCVBUF, false=1)]
     body += [op(RETURN, ERRNO), op(RETURN, ALLOW)]
-    for numbers, argument, flags in ((MMAP, FOURTH_ARGUMENT, (SHARED, ANONYMOUS)), (CLONE, FIRST_ARGUMENT, (NEWUSER,))):
+    for numbers, argument, flags in (
+        (MMAP, FOURTH_ARGUMENT, (SHARED, ANONYMOUS)),
+        (CLONE, FIRST_ARGUMENT, (NEWUSER,)),
+    ):
         bits = [op(ANY_BIT, flag, false=len(flags) - i) for i, flag in enumerate(flags)]
         body += [op(EQUAL, numbers[column], false=len(bits) + 3), op(LOAD, argument)]
         body += [*bits, op(RETURN, ERRNO | EPERM), op(RETURN, ALLOW)]

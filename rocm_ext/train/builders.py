@@ -37,17 +37,24 @@ def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
         UserError: they encode text in different ways, or a special token has another id.
     """
     path = Path(cfg.checkpointer.checkpoint_dir) / "tokenizer.json"
-    if isinstance(getattr(tokenizer, "base", tokenizer), HFTokenizer) and path == Path(cfg.tokenizer.path):
+    if isinstance(getattr(tokenizer, "base", tokenizer), HFTokenizer) and path == Path(
+        cfg.tokenizer.path
+    ):
         return
     if not (path.is_file() and hasattr(tokenizer, "encode")):
         return
     try:
         theirs = Tokenizer.from_file(str(path))
         pairs = [
-            (tokenizer.encode(text, add_bos=False, add_eos=False), theirs.encode(text, add_special_tokens=False).ids)
+            (
+                tokenizer.encode(text, add_bos=False, add_eos=False),
+                theirs.encode(text, add_special_tokens=False).ids,
+            )
             for text in _TEXTS
         ]
-    except Exception as error:  # tokenizers raises a bare Exception, and a user's tokenizer anything
+    except (
+        Exception
+    ) as error:  # tokenizers raises a bare Exception, and a user's tokenizer anything
         log.warning("the tokenizer could not be compared with %s: %s", path, one_line(error))
         return
     problems = [
@@ -90,7 +97,9 @@ def setup_optimizer(cfg: DictConfig, adapter: Mapping[str, nn.Parameter]) -> tor
     return optimizer
 
 
-def setup_scheduler(component: DictConfig | None, optimizer: torch.optim.Optimizer, steps: int) -> Any:
+def setup_scheduler(
+    component: DictConfig | None, optimizer: torch.optim.Optimizer, steps: int
+) -> Any:
     """Build the schedule that ``component`` names for a run of ``steps`` optimiser steps; None without one.
 
     Raises:
@@ -98,7 +107,9 @@ def setup_scheduler(component: DictConfig | None, optimizer: torch.optim.Optimiz
     """
     if component is None:
         return None
-    length = {"num_training_steps": steps}  # torchtune's schedules need it, torch's do not accept it
+    length = {
+        "num_training_steps": steps
+    }  # torchtune's schedules need it, torch's do not accept it
     arguments = length if config.takes(component, "num_training_steps", key="lr_scheduler") else {}
     before = _rates(optimizer)
     scheduler = config.instantiate(component, optimizer, key="lr_scheduler", **arguments)
@@ -134,7 +145,9 @@ def in_force(optimizer: torch.optim.Optimizer) -> str:
     """
     groups, parts = optimizer.param_groups, [type(optimizer).__name__]
     for name in [name for name in groups[0] if name not in ("params", "initial_lr")]:
-        values = [group.get("initial_lr" if name == "lr" else name, group.get(name)) for group in groups]
+        values = [
+            group.get("initial_lr" if name == "lr" else name, group.get(name)) for group in groups
+        ]
         texts = [f"{float(v):g}" if isinstance(v, float | torch.Tensor) else str(v) for v in values]
         if {*texts} - {"None", "False"}:
             parts.append(f"{name} {' | '.join(dict.fromkeys(texts))}")
@@ -158,7 +171,9 @@ def try_out(cfg: DictConfig, adapter: Mapping[str, nn.Parameter], steps: int) ->
     check_learning_rate(optimizer)
     for copy in copies:
         copy.grad = torch.zeros_like(copy)
-    with torch.random.fork_rng([copies[0].device] if copies[0].is_cuda else []):  # some optimisers round at random
+    with torch.random.fork_rng(
+        [copies[0].device] if copies[0].is_cuda else []
+    ):  # some optimisers round at random
         try:
             optimizer.step()
         except Exception as error:  # whatever the component raises
@@ -167,7 +182,9 @@ def try_out(cfg: DictConfig, adapter: Mapping[str, nn.Parameter], steps: int) ->
                 "and no closure here: choose another, such as torch.optim.AdamW"
             ) from error
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch counts the optimiser's steps, and this one has done a single step
+        warnings.simplefilter(
+            "ignore"
+        )  # torch counts the optimiser's steps, and this one has done a single step
         _try_schedule(cfg, optimizer, steps)
 
 

@@ -24,7 +24,9 @@ from rocm_ext.distributed.ranks import Ranks
 STATE = "state.pt"
 CHECKSUMS = "SHA256SUMS"  # `sha256sum -c` reads it
 
-State = dict[str, Any]  # content of ``state.pt``, by name; see :meth:`rocm_ext.train.loop.Training.save_checkpoint`
+State = dict[
+    str, Any
+]  # content of ``state.pt``, by name; see :meth:`rocm_ext.train.loop.Training.save_checkpoint`
 
 
 class Best(TypedDict, total=False):
@@ -204,11 +206,15 @@ def check_same_run(
         UserError: the runs differ in a way that changes the results; the message names every difference.
     """
     now: Any = OmegaConf.to_container(cfg)
-    problems = difference(references.begun_as(cfg, state["config"], state["environment"]), now, free)
+    problems = difference(
+        references.begun_as(cfg, state["config"], state["environment"]), now, free
+    )
     for what, is_ in identity.items():
         was = state["identity"].get(what)
         if was != is_:  # hashes tell a reader nothing, so the message omits them
-            problems.append(f"{what} changed" if len(str(was)) == 64 else f"{what}: was {was}, is {is_}")
+            problems.append(
+                f"{what} changed" if len(str(was)) == 64 else f"{what}: was {was}, is {is_}"
+            )
             if what.startswith("tokens_per_micro_batch"):  # auto may choose another number today
                 problems[-1] += f" (set tokens_per_micro_batch={was})"
     if problems:

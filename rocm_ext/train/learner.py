@@ -76,7 +76,9 @@ class Learner:
         self.cfg, self.runtime, self.tokenizer = cfg, runtime, tokenizer
         first = cfg.checkpointer.get("adapter_checkpoint") or None
         if first is not None and not Path(first).exists():
-            raise UserError(f"no adapter in checkpointer.adapter_checkpoint {first}; null begins with the base model")
+            raise UserError(
+                f"no adapter in checkpointer.adapter_checkpoint {first}; null begins with the base model"
+            )
         if cfg.use_rslora is None:
             cfg.use_rslora = first is not None and peft_files.is_rslora(Path(first))
         self.decoder = self.setup_model()
@@ -85,10 +87,20 @@ class Learner:
             layer.rslora = cfg.use_rslora
         self.adapter: Mapping[str, nn.Parameter] = adapter_parameters(self.decoder)
         overrides = list(cfg.hardware_overrides)
-        warn(check_quantized(self.decoder, runtime.profile, overrides, runtime.ranks.world, runtime.budget()))
+        warn(
+            check_quantized(
+                self.decoder, runtime.profile, overrides, runtime.ranks.world, runtime.budget()
+            )
+        )
         self.packed = self.decoder.packs
         choose_attention(self.decoder, cfg.attention)
-        check_kernel(cfg.attention, runtime.device, runtime.dtype, self.decoder.num_heads, self.decoder.head_dim)
+        check_kernel(
+            cfg.attention,
+            runtime.device,
+            runtime.dtype,
+            self.decoder.num_heads,
+            self.decoder.head_dim,
+        )
         if cfg.startup_checks:
             checks = numerics.canaries(
                 runtime.machine,
@@ -122,7 +134,9 @@ class Learner:
         """The layout of this rank's micro-batches, after :meth:`plan` has chosen their size."""
         ranks = self.runtime.ranks
         size, pad, multiple = self.tokens_per_micro_batch, self._pad_id, self._multiple
-        return Layout(ranks.rank, ranks.world, size, self.packed, pad, multiple, self.packed and self.shares)
+        return Layout(
+            ranks.rank, ranks.world, size, self.packed, pad, multiple, self.packed and self.shares
+        )
 
     def setup_model(self) -> TransformerDecoder:
         """Build the decoder: frozen parameters on the meta device, fresh adapters on the runtime's device."""
@@ -144,7 +158,9 @@ class Learner:
             UserError: a token id is outside the vocabulary, the rows lack a column that the objective needs, or the
                 objective is for another kind of preferences.
         """
-        check_vocabulary(int(concatenated(rows.tokens).max()), self.decoder.tok_embeddings.num_embeddings)
+        check_vocabulary(
+            int(concatenated(rows.tokens).max()), self.decoder.tok_embeddings.num_embeddings
+        )
         check_fit(self.objective, {*rows.columns, *coming}, rows.pairs)
 
     def setup(self, work: Workload) -> None:
@@ -165,7 +181,12 @@ class Learner:
         """
         try:
             self.tokens_per_micro_batch, self.planned_peak = self._plan(work, beside)
-        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # the plan runs a step without data
+        except (
+            ArithmeticError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:  # the plan runs a step without data
             component = self.cfg.model[config.COMPONENT]
             raise UserError(
                 f"model: {component} cannot compute a step with these arguments: {one_line(error)}"
@@ -173,8 +194,12 @@ class Learner:
         self.offloading: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self.cfg.enable_activation_offloading:
             if self.runtime.device.type != "cuda":
-                raise UserError("enable_activation_offloading needs a GPU; activations are in host memory already")
-            from torchtune.training import get_act_offloading_ctx_manager  # here, because it takes a second
+                raise UserError(
+                    "enable_activation_offloading needs a GPU; activations are in host memory already"
+                )
+            from torchtune.training import (
+                get_act_offloading_ctx_manager,
+            )  # here, because it takes a second
 
             self.offloading = get_act_offloading_ctx_manager(self.decoder, True)
         if self.cfg.compile:
@@ -197,7 +222,9 @@ class Learner:
         """List changes that lower the planned peak to ``goal`` bytes; see :class:`TrainingPlanner`."""
         planner, tokens, layers = self._planned
         # planning copies parts of the model, which by now may be loaded and sharded
-        planner.decoder = build_model(self.cfg.model, self.runtime.dtype, self.cfg.seed, torch.device("meta"))
+        planner.decoder = build_model(
+            self.cfg.model, self.runtime.dtype, self.cfg.seed, torch.device("meta")
+        )
         choose_attention(planner.decoder, self.cfg.attention)
         return planner.cures(tokens, layers, goal)
 
@@ -316,4 +343,6 @@ class CausalLM(nn.Module):
         if batch.routes is not None and (tally := self.objective.tally) is not None:
             tally.mean("routing_mismatch", *self.decoder.replay.differing())
         with unpacked_once():
-            return self.objective(self.decoder.output, hidden, batch.targets, columns, batch.sequence)
+            return self.objective(
+                self.decoder.output, hidden, batch.targets, columns, batch.sequence
+            )

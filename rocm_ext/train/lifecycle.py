@@ -20,7 +20,13 @@ from rocm_ext.base import supervised
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration, log, warn
 from rocm_ext.base.process import stop_signals, survive_terminal
-from rocm_ext.distributed.ranks import Ranks, local_rank, local_world_size, machine_index, several_machines
+from rocm_ext.distributed.ranks import (
+    Ranks,
+    local_rank,
+    local_world_size,
+    machine_index,
+    several_machines,
+)
 from rocm_ext.machine import numerics, trace
 from rocm_ext.machine.budget import memory_budget, open_device, readable
 from rocm_ext.machine.counters import log_of, recording
@@ -67,7 +73,9 @@ class Interrupt:
     def __enter__(self) -> "Interrupt":
         self._depth += 1
         if self._depth == 1:
-            self._earlier = {s: signal.signal(s, self._note) for s in (signal.SIGINT, *stop_signals())}
+            self._earlier = {
+                s: signal.signal(s, self._note) for s in (signal.SIGINT, *stop_signals())
+            }
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -87,7 +95,9 @@ class Interrupt:
             raise Interrupted(where, signum)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        if signum == self.signum == signal.SIGINT:  # torchrun sends SIGTERM after a Ctrl-C; that one still waits
+        if (
+            signum == self.signum == signal.SIGINT
+        ):  # torchrun sends SIGTERM after a Ctrl-C; that one still waits
             raise KeyboardInterrupt
         self.signum = signum
         survive_terminal()
@@ -159,7 +169,9 @@ def peak_memory(device: torch.device) -> int:
         return psutil.Process().memory_info().peak_wset
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def _use_threads(cfg: DictConfig, device: torch.device, ranks: Ranks) -> int | str:
@@ -170,10 +182,18 @@ def _use_threads(cfg: DictConfig, device: torch.device, ranks: Ranks) -> int | s
             return "auto"
         deterministic = cfg.cudnn_deterministic_mode not in (None, False, "default")
         problems: list[str] = []
-        resumed = read_yaml(Path(cfg.output_dir) / "config.yaml", problems) if cfg.resume_from_checkpoint else {}
+        resumed = (
+            read_yaml(Path(cfg.output_dir) / "config.yaml", problems)
+            if cfg.resume_from_checkpoint
+            else {}
+        )
         warn(problems)
         recorded = threads if type(threads := resumed.get("cpu_threads")) is int else None
-        chosen = (recorded, "as the run began") if recorded else choose_threads(os.environ, deterministic)
+        chosen = (
+            (recorded, "as the run began")
+            if recorded
+            else choose_threads(os.environ, deterministic)
+        )
         count, why = min(ranks.gather(chosen))  # all ranks wait for the slowest one
     torch.set_num_threads(count)
     log.info("cpu_threads %d (%s)", count, why)
@@ -234,11 +254,15 @@ def run(recipe: RunnableRecipe) -> None:
         try:
             recipe.setup()
             runtime = recipe.runtime
-            profile = runtime.trace.on(out / trace.FOLDER, cfg.profile_steps or 0, runtime.device, runtime.ranks.rank)
+            profile = runtime.trace.on(
+                out / trace.FOLDER, cfg.profile_steps or 0, runtime.device, runtime.ranks.rank
+            )
             with _recording(cfg, runtime.ranks), profile:
                 recipe.train()
         except RuntimeError as error:  # a GPU's, and a CPU's
-            if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+            if not (
+                isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+            ):
                 raise
             raise UserError(_out_of_memory(recipe, error), supervised.RETRY) from error
         except Interrupted as stop:
@@ -259,19 +283,29 @@ def run(recipe: RunnableRecipe) -> None:
 
 def _out_of_memory(recipe: RunnableRecipe, error: RuntimeError) -> str:
     """Describe planned and measured memory when it ran out, and say what to change."""
-    learner, measured = getattr(recipe, "learner", None), readable(peak_memory(recipe.runtime.device))
+    learner, measured = (
+        getattr(recipe, "learner", None),
+        readable(peak_memory(recipe.runtime.device)),
+    )
     said = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
     text = f"out of memory at {measured}: {said[:200]}."
     if learner is None or not hasattr(learner, "planned_budget"):
         return f"{text} Free memory, or use a smaller model"
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [
+        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
     if any(name.startswith("rocm_ext.sampling") for name in modules):
-        slots, named = recipe.cfg.engine.get("slots"), f"max_new_tokens={recipe.cfg.max_new_tokens // 2}"
+        slots, named = (
+            recipe.cfg.engine.get("slots"),
+            f"max_new_tokens={recipe.cfg.max_new_tokens // 2}",
+        )
         if slots != MIN_ROWS:
             named = f"engine.slots={max(MIN_ROWS, (slots or 0) // 2)} or {named}"
     else:
         peak = learner.planned_peak
-        shorter = "rows of half the length (tokenizer.max_seq_len) or shorter answers (max_new_tokens)"
+        shorter = (
+            "rows of half the length (tokenizer.max_seq_len) or shorter answers (max_new_tokens)"
+        )
         named = " or ".join([*(learner.cures(0.8 * peak) or learner.cures(peak)), shorter])
     planned = f"{readable(learner.planned_peak)} of {readable(learner.planned_budget)}"
     return (
@@ -287,4 +321,6 @@ def _recording(cfg: DictConfig, ranks: Ranks) -> AbstractContextManager[None]:
         first = local_rank() == 0
         ranks.barrier()  # a fresh run has removed earlier files by now
     seconds = cfg.hardware_log_seconds if first else None
-    return recording(Path(cfg.output_dir), seconds, name=log_of(0 if ranks.is_main else machine_index()))
+    return recording(
+        Path(cfg.output_dir), seconds, name=log_of(0 if ranks.is_main else machine_index())
+    )

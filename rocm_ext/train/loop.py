@@ -136,7 +136,9 @@ class Training:
         self.total_steps = total_steps
         self.optimizer = self.setup_optimizer()
         builders.check_learning_rate(self.optimizer)
-        self.scaler = torch.amp.GradScaler(self.runtime.device.type, enabled=self.runtime.dtype == torch.float16)
+        self.scaler = torch.amp.GradScaler(
+            self.runtime.device.type, enabled=self.runtime.dtype == torch.float16
+        )
         self.scheduler = self.setup_scheduler() if total_steps else None
 
     @classmethod
@@ -150,9 +152,15 @@ class Training:
             UserError: optimiser or schedule cannot be built, or does not work; or ``loraplus_lr_ratio`` is set, and a
                 subclass overrides :meth:`setup_optimizer`.
         """
-        if cfg.loraplus_lr_ratio is not None and cls.setup_optimizer is not Training.setup_optimizer:
+        if (
+            cfg.loraplus_lr_ratio is not None
+            and cls.setup_optimizer is not Training.setup_optimizer
+        ):
             raise UserError(f"{cls.__name__} makes its own optimiser; set loraplus_lr_ratio=null")
-        if (cls.setup_optimizer, cls.setup_scheduler) != (Training.setup_optimizer, Training.setup_scheduler):
+        if (cls.setup_optimizer, cls.setup_scheduler) != (
+            Training.setup_optimizer,
+            Training.setup_scheduler,
+        ):
             return
         layer = next(iter(learner.adapter)).partition(".lora_")[0]
         some = {name: p for name, p in learner.adapter.items() if name.startswith(f"{layer}.")}
@@ -211,7 +219,9 @@ class Training:
             "base model": self.learner.base_fingerprint,
             "dtype": str(self.runtime.dtype),
             "seed": self.cfg.seed,
-            _DROPOUT_CUT: self.learner.tokens_per_micro_batch if has_dropout(self.learner.decoder) else None,
+            _DROPOUT_CUT: self.learner.tokens_per_micro_batch
+            if has_dropout(self.learner.decoder)
+            else None,
         }
 
     def extra_state(self) -> State:
@@ -229,7 +239,9 @@ class Training:
         """
         was, total = state["total_steps"], self.total_steps
         if self.updates > total:
-            raise UserError(f"{path} has {self.updates} updates, but the run ends after {total}; raise epochs or steps")
+            raise UserError(
+                f"{path} has {self.updates} updates, but the run ends after {total}; raise epochs or steps"
+            )
         if total != was:
             log.info("the run had %d updates in all; it now has %d", was, total)
         return total == was
@@ -277,11 +289,16 @@ class Training:
         """Continue from the folder's checkpoint; return whether there is one."""
         if self.folder.resumed is None:
             if self.cfg.resume_from_checkpoint:
-                log.info("no checkpoint in %s: starting from the beginning", self.folder.checkpoints.folder)
+                log.info(
+                    "no checkpoint in %s: starting from the beginning",
+                    self.folder.checkpoints.folder,
+                )
             return False
         path, state = self.folder.resumed
         same_ranks = len(state["rng"]) == self.ranks.world
-        identity = {what: is_ for what, is_ in self._identity.items() if same_ranks or what != _DROPOUT_CUT}
+        identity = {
+            what: is_ for what, is_ in self._identity.items() if same_ranks or what != _DROPOUT_CUT
+        }
         check_same_run(path, state, self.cfg, identity, self.free_keys)
         self.step, self.best = state["step"], state["best"]
         self._updated = self.step > 0
@@ -301,7 +318,11 @@ class Training:
         if same_ranks:
             set_rng_state(state["rng"][self.ranks.rank], self.runtime.device)
         else:
-            log.warning("the run had %d ranks and now has %d, so dropout differs", len(state["rng"]), self.ranks.world)
+            log.warning(
+                "the run had %d ranks and now has %d, so dropout differs",
+                len(state["rng"]),
+                self.ranks.world,
+            )
         log.info("resumed from %s", path)
         self.folder.resumed = None  # frees its tensors
         return True
@@ -310,7 +331,11 @@ class Training:
         """Set the learning rates of a schedule of another length than the checkpoint's."""
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if rate != (was := float(group["lr"])):
-                log.info("lr_scheduler follows the new number of steps: learning rate %.3g, was %.3g", rate, was)
+                log.info(
+                    "lr_scheduler follows the new number of steps: learning rate %.3g, was %.3g",
+                    rate,
+                    was,
+                )
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -329,7 +354,9 @@ class Training:
         Raises:
             Interrupted: the user asked to stop; the last update is saved.
         """
-        with contextlib.closing(Progress(self.total_steps, self.updates, self.ranks.is_main)) as progress:
+        with contextlib.closing(
+            Progress(self.total_steps, self.updates, self.ranks.is_main)
+        ) as progress:
             while self.updates < self.total_steps and not self.stopped_early:
                 end = (self.updates // per_epoch + 1) * per_epoch
                 began = time.perf_counter()
@@ -337,7 +364,10 @@ class Training:
                     stats = self.train_step(update)
                     self.count_update()
                     seconds = time.perf_counter() - began
-                    self.log_update(self.updates % self.cfg.log_every_n_steps == 0, stats.line(seconds) | self.memory())
+                    self.log_update(
+                        self.updates % self.cfg.log_every_n_steps == 0,
+                        stats.line(seconds) | self.memory(),
+                    )
                     progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
                     self.measure()
                     if stats.interrupted or self.stopped_early or self.saves(self.updates == end):
@@ -377,7 +407,9 @@ class Training:
             self._check_gradients()
         self.scaler.unscale_(self.optimizer)
         limit = self.cfg.clip_grad_norm
-        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else float(limit))
+        grad_norm = torch.nn.utils.clip_grad_norm_(
+            parameters, math.inf if limit is None else float(limit)
+        )
         # the only wait for the device; all ranks have the same norm
         loss_sum, norm = torch.stack([summed, grad_norm.to(summed)]).tolist()
         total, real, computed, interrupted, measured = self.ranks.sum(
@@ -394,14 +426,18 @@ class Training:
         measurements = tally.result(self.ranks) if measured else {}
         lr = float(self.optimizer.param_groups[0]["lr"])  # a tensor in torchao's optimisers
         if not (math.isfinite(lr) and lr >= 0):
-            raise UserError(f"{self.where}: the learning rate is {lr}; look at optimizer.lr and lr_scheduler")
+            raise UserError(
+                f"{self.where}: the learning rate is {lr}; look at optimizer.lr and lr_scheduler"
+            )
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
             self.scheduler.step()
         self._updated = True
-        return StepStats(loss, norm, lr, int(real), 1 - real / computed, bool(interrupted), measurements)
+        return StepStats(
+            loss, norm, lr, int(real), 1 - real / computed, bool(interrupted), measurements
+        )
 
     def skip_updates(self, count: int) -> None:
         """Advance the schedule by ``count`` updates without doing them, for too few rows or on a resume."""
@@ -424,12 +460,19 @@ class Training:
             for batch in update.batches[:1]:
                 learner.model(batch.to(device))
         if leaks:
-            log.warning("modules whose output is not %s: %s", self.runtime.dtype, ", ".join(leaks[:5]))
+            log.warning(
+                "modules whose output is not %s: %s", self.runtime.dtype, ", ".join(leaks[:5])
+            )
 
     def _check_gradients(self) -> None:
         """Check that gradients reach every layer: torch has compiled layers whose gradients are 0, without an error."""
-        trained = [[p for p in layer.parameters() if p.requires_grad] for layer in self.learner.decoder.layers]
-        learns = [any(p.grad is not None and bool(p.grad.any()) for p in layer) for layer in trained]
+        trained = [
+            [p for p in layer.parameters() if p.requires_grad]
+            for layer in self.learner.decoder.layers
+        ]
+        learns = [
+            any(p.grad is not None and bool(p.grad.any()) for p in layer) for layer in trained
+        ]
         dead = sum(not learning for learning, layer in zip(learns, trained, strict=True) if layer)
         if dead and any(learns):
             raise UserError(
@@ -438,7 +481,11 @@ class Training:
             )
 
     def _uncompiled(self) -> contextlib.AbstractContextManager:
-        return torch.compiler.set_stance("force_eager") if self.cfg.compile else contextlib.nullcontext()
+        return (
+            torch.compiler.set_stance("force_eager")
+            if self.cfg.compile
+            else contextlib.nullcontext()
+        )
 
     @contextlib.contextmanager
     def _compiling(self):
@@ -448,11 +495,17 @@ class Training:
             if not (self.cfg.compile and isinstance(error, torch._dynamo.exc.TorchDynamoException)):
                 raise
             why = one_line(error)[:300]
-            raise UserError(f"compile: torch cannot compile the model's layers ({why}); set compile: False") from error
+            raise UserError(
+                f"compile: torch cannot compile the model's layers ({why}); set compile: False"
+            ) from error
 
     def _check_finite(self, loss: float, grad_norm: float, update: Update) -> None:
-        scaled = self.scaler.is_enabled()  # fp16 gradients overflow now and then, and the scaler skips such a step
-        if math.isfinite(loss) and (math.isfinite(grad_norm) or (scaled and self.scaler.get_scale() >= 1)):
+        scaled = (
+            self.scaler.is_enabled()
+        )  # fp16 gradients overflow now and then, and the scaler skips such a step
+        if math.isfinite(loss) and (
+            math.isfinite(grad_norm) or (scaled and self.scaler.get_scale() >= 1)
+        ):
             return
         where, cure = self._locate(update, loss)
         if not cure and self._updated:
@@ -476,17 +529,26 @@ class Training:
         with self._uncompiled(), numerics.first_non_finite(learner.decoder) as origins:
             for batch in update.batches:
                 with learner.offloading:
-                    finite = math.isfinite(learner.model(batch.to(self.runtime.device)).item()) and finite
+                    finite = (
+                        math.isfinite(learner.model(batch.to(self.runtime.device)).item())
+                        and finite
+                    )
         of_ranks = self.ranks.gather((origins[0] if origins else None, finite))
         if (origin := next((origin for origin, _ in of_ranks if origin), None)) is not None:
             where, cure = f"The first values that are not finite are those of {origin[0]}", ""
             if origin[1] and cfg.attention not in ("math", "eager"):
                 cure = "Its inputs are finite: set attention=math, or attention=eager"
             elif origin[1] or self.runtime.dtype == torch.float16:
-                cure = "Its inputs are finite: set dtype=fp32" + ", or dtype=bf16" * self.runtime.machine.bf16
+                cure = (
+                    "Its inputs are finite: set dtype=fp32"
+                    + ", or dtype=bf16" * self.runtime.machine.bf16
+                )
             return where, cure
         if not all(finite for _, finite in of_ranks):
-            return f"All hidden states are finite, so it is the loss {type(learner.objective).__name__}", ""
+            return (
+                f"All hidden states are finite, so it is the loss {type(learner.objective).__name__}",
+                "",
+            )
         if not math.isfinite(loss):
             again = "Computed again, uncompiled," if cfg.compile else "Computed again,"
             return f"{again} the values are finite", "Set compile=False" if cfg.compile else ""
@@ -496,7 +558,11 @@ class Training:
 
     def memory(self) -> dict[str, int]:
         """Return the peak of memory for a line of ``metrics.jsonl``, if ``log_peak_memory_stats`` asks for it."""
-        return {"peak_memory": peak_memory(self.runtime.device)} if self.cfg.log_peak_memory_stats else {}
+        return (
+            {"peak_memory": peak_memory(self.runtime.device)}
+            if self.cfg.log_peak_memory_stats
+            else {}
+        )
 
     def write_metrics(self, to_logger: bool, **values: Any) -> None:
         """Append a line to ``metrics.jsonl``, and give its numbers to the metric logger if ``to_logger`` is set."""
@@ -508,7 +574,9 @@ class Training:
     def log_numbers(self, values: Mapping[str, object]) -> None:
         """Give the numbers among ``values`` to the metric logger, if there is one."""
         if self.metric_logger is not None:
-            numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+            numbers = {
+                name: value for name, value in values.items() if isinstance(value, int | float)
+            }
             self.metric_logger.log_dict(numbers, step=self.count)
 
     def save_checkpoint(self) -> None:

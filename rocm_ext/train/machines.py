@@ -39,8 +39,12 @@ def check_machines(cfg: DictConfig, dtype: Any, ranks: Ranks) -> None:
     settings: Any = OmegaConf.to_container(cfg)
     flat = flatten(settings) | references.digests(cfg)
     check_same(lambda: flat, ranks, "start every machine with the same config and overrides")
-    check_same(lambda: {"dtype": str(dtype)}, ranks, "set dtype to one that every machine computes in")
-    model = Path(str(cfg.checkpointer.checkpoint_dir))  # one that the hub has is compared when its weights are read
+    check_same(
+        lambda: {"dtype": str(dtype)}, ranks, "set dtype to one that every machine computes in"
+    )
+    model = Path(
+        str(cfg.checkpointer.checkpoint_dir)
+    )  # one that the hub has is compared when its weights are read
     check_same(lambda: _listing(model), ranks, f"copy {model} from one machine to the others")
     _check_shared(Path(cfg.output_dir), ranks)
 
@@ -95,7 +99,9 @@ def _listing(model: Path) -> dict[str, str]:
         if path.is_file() and not path.name.startswith("."):
             small = path.suffix not in _WEIGHTS
             key = f"the model's {path.name}"
-            contents[key] = sha256(path.read_bytes()).hexdigest() if small else f"{path.stat().st_size} bytes"
+            contents[key] = (
+                sha256(path.read_bytes()).hexdigest() if small else f"{path.stat().st_size} bytes"
+            )
     return contents
 
 
@@ -105,7 +111,9 @@ def _check_shared(folder: Path, ranks: Ranks) -> None:
     hosts: Sequence[tuple[int, str]] = sorted(set(ranks.gather((machine_index(), platform.node()))))
     files = {number: folder / f"{name}{number}" for number, _ in hosts}
     mine, first, problem = files[machine_index()], not local_rank(), ""
-    seen = [number for number, file in files.items() if file.exists()]  # none; a client may remember that
+    seen = [
+        number for number, file in files.items() if file.exists()
+    ]  # none; a client may remember that
     try:
         ranks.barrier()
         if first:

@@ -50,7 +50,10 @@ def falling_likelihood(lines: Sequence[Json]) -> str | None:
     elif len(rewards) >= 2 * _QUARTERS:
         size = len(rewards) / _QUARTERS
         values = [fmean(rewards[round(i * size) : round((i + 1) * size)]) for i in range(_QUARTERS)]
-        values, what = [0.0, *values], "reward of the chosen answers"  # before the first step it is 0
+        values, what = (
+            [0.0, *values],
+            "reward of the chosen answers",
+        )  # before the first step it is 0
     else:
         return None
     if not all(later < earlier for earlier, later in pairwise(values)):
@@ -93,14 +96,20 @@ def log_config(logger: Any, cfg: DictConfig) -> None:
     it; TensorBoard gets it as a text.
     """
     if isinstance(logger, WandBLogger):
-        logger.config_allow_val_change = True  # a resumed run differs at least in resume_from_checkpoint
+        logger.config_allow_val_change = (
+            True  # a resumed run differs at least in resume_from_checkpoint
+        )
     try:
         if hasattr(logger, "log_config"):
             with references.kept():  # some resolve it
                 logger.log_config(cfg)
-        if isinstance(logger, TensorBoardLogger) and logger._writer is not None:  # torchtune only saves a file
+        if (
+            isinstance(logger, TensorBoardLogger) and logger._writer is not None
+        ):  # torchtune only saves a file
             text = OmegaConf.to_yaml(cfg)
-            logger._writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()))
+            logger._writer.add_text(
+                "config", "\n".join(f"    {line}" for line in text.splitlines())
+            )
     except Exception as error:  # a service may raise anything, and the run does not need it
         log.warning("metric_logger: it did not take the config: %s", one_line(error))
 
@@ -121,8 +130,15 @@ class TrackioLogger(MetricLoggerInterface):
         try:
             import trackio
         except ImportError as error:
-            raise UserError("TrackioLogger needs the extra: pip install 'torchtune-rocm[trackio]'") from error
-        fixed = {"resume": "allow" if name else "never", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+            raise UserError(
+                "TrackioLogger needs the extra: pip install 'torchtune-rocm[trackio]'"
+            ) from error
+        fixed = {
+            "resume": "allow" if name else "never",
+            "embed": False,
+            "auto_log_gpu": False,
+            "auto_log_cpu": False,
+        }
         self._run = trackio.init(project, name, **fixed | more)
 
     def log_config(self, config: DictConfig) -> None:
@@ -145,4 +161,8 @@ class TrackioLogger(MetricLoggerInterface):
 def describe_lost(path: Path, steps: int, logged: Collection[int]) -> str:
     """Describe which of the finished ``steps`` the lines of ``path`` lack, which has those ``logged``; empty: none."""
     lost = set(range(1, steps + 1)).difference(logged)
-    return f"{path} lacks {len(lost)} of {steps} finished steps, such as step {min(lost)}" if lost else ""
+    return (
+        f"{path} lacks {len(lost)} of {steps} finished steps, such as step {min(lost)}"
+        if lost
+        else ""
+    )

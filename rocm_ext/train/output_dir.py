@@ -51,10 +51,14 @@ class OutputDir:
         UserError: the folder holds another run, or its checkpoints cannot be read.
     """
 
-    def __init__(self, path: Path, *, keep: int, resume: bool, overwrite: bool, ranks: Ranks) -> None:
+    def __init__(
+        self, path: Path, *, keep: int, resume: bool, overwrite: bool, ranks: Ranks
+    ) -> None:
         self.path, self.resume, self.overwrite = path, resume, overwrite
         self.checkpoints = Checkpoints(path / "checkpoints", keep)
-        earlier = [name for name in ("checkpoints", "adapter", "metrics.jsonl") if (path / name).exists()]
+        earlier = [
+            name for name in ("checkpoints", "adapter", "metrics.jsonl") if (path / name).exists()
+        ]
         if earlier and not resume and not overwrite:
             raise UserError(
                 f"output_dir {path} holds an earlier run ({', '.join(earlier)}); resume_from_checkpoint=True "
@@ -78,7 +82,9 @@ class OutputDir:
             overwrite=cfg.overwrite_output_dir,
             ranks=ranks,
         )
-        cfg.seed = pick_seed(cfg.seed, folder.resumed[1]["config"]["seed"] if folder.resumed else None, ranks)
+        cfg.seed = pick_seed(
+            cfg.seed, folder.resumed[1]["config"]["seed"] if folder.resumed else None, ranks
+        )
         set_seed(seed=cfg.seed, debug_mode=cfg.cudnn_deterministic_mode)
         if ranks.is_main:
             folder.create()
@@ -113,7 +119,10 @@ class OutputDir:
             with disk_errors(self.path / HARDWARE_LOG):
                 remove_logs(self.path)
                 for name in ("samples", "verdicts", "turns"):
-                    for file in (self.path / f"{name}.jsonl", *self.path.glob(f"{name}.rank*.jsonl")):
+                    for file in (
+                        self.path / f"{name}.jsonl",
+                        *self.path.glob(f"{name}.rank*.jsonl"),
+                    ):
                         file.unlink(missing_ok=True)
         replace_text(self.path / "config.yaml", config)
         rewrite_lines(self.path / "metrics.jsonl", lambda line: step is not None and keeps(line))
@@ -180,7 +189,9 @@ def _holder(folder: Path) -> Json:
     holder: Json = {}
     with suppress(OSError):
         holder = json_object((folder / _HOLDER).read_bytes()) or {}
-    return holder if {"pid", "host", "started", "command"} <= holder.keys() else {}  # {}: it is not written yet
+    return (
+        holder if {"pid", "host", "started", "command"} <= holder.keys() else {}
+    )  # {}: it is not written yet
 
 
 def _killed(folder: Path) -> bool:

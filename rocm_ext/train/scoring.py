@@ -40,7 +40,9 @@ _BLOCK = 512  # rows that are scored and saved together
 
 
 @torch.no_grad()
-def score(learner: Learner, rows: Rows, temperature: float = 1.0, replay: bool = False) -> list[np.ndarray]:
+def score(
+    learner: Learner, rows: Rows, temperature: float = 1.0, replay: bool = False
+) -> list[np.ndarray]:
     """Compute the labels' log-probs under the learner's present weights, without dropout.
 
     Every rank calls this with the same rows. The ranks share the work.
@@ -56,7 +58,9 @@ def score(learner: Learner, rows: Rows, temperature: float = 1.0, replay: bool =
     """
     layout = learner.layout
     sizes = row_sizes(rows, layout.share)
-    micro_batches = cut(sizes, layout.ranks, layout.tokens_per_micro_batch, layout.packed)[layout.rank]
+    micro_batches = cut(sizes, layout.ranks, layout.tokens_per_micro_batch, layout.packed)[
+        layout.rank
+    ]
     columns = {ROUTES: rows.columns[ROUTES]} if replay else {}
     plain = Rows(rows.tokens, rows.labels, rows.lengths, {}, columns)
     recorder = _Recorder(temperature, learner.objective.chunk_tokens)
@@ -66,7 +70,9 @@ def score(learner: Learner, rows: Rows, temperature: float = 1.0, replay: bool =
     learner.model.objective = recorder
     try:
         for indices in micro_batches:
-            batch = collate(plain, indices, layout.packed, layout.pad_id, layout.multiple, layout.share)
+            batch = collate(
+                plain, indices, layout.packed, layout.pad_id, layout.multiple, layout.share
+            )
             learner.model(batch.to(learner.runtime.device))
     finally:
         learner.model.objective = objective
@@ -85,7 +91,9 @@ def score(learner: Learner, rows: Rows, temperature: float = 1.0, replay: bool =
 
 
 @contextmanager
-def reference(learner: Learner, state: Mapping[str, Tensor] | None = None, source: str = "reference") -> Iterator[None]:
+def reference(
+    learner: Learner, state: Mapping[str, Tensor] | None = None, source: str = "reference"
+) -> Iterator[None]:
     """Context in which the learner computes without its adapter, or with another one.
 
     Afterwards it has the same weights as before, bit for bit.
@@ -169,7 +177,9 @@ def validation_loss(learner: Learner, rows: Rows) -> tuple[float, int, dict[str,
     objective.entropy_weight = 0.0  # a training step sets it
     labels = 0.0  # with the weights of their rows, as the sequences
     sequences = 0.0
-    summed = torch.zeros((), dtype=torch.float64, device=learner.runtime.device)  # read once, at the end
+    summed = torch.zeros(
+        (), dtype=torch.float64, device=learner.runtime.device
+    )  # read once, at the end
     with objective.measuring() as tally:
         for update in loader.range(0, steps.per_epoch):
             labels += update.labels
@@ -194,8 +204,12 @@ def set_baseline(learner: Learner, rows: Rows, numbers: Iterable[int]) -> None:
         return
     mismatched = rows.beside[MISMATCHED].part(numbers)
     divergences = []
-    for logprobs, reference_logprobs in zip(score(learner, mismatched), mismatched.columns[REFERENCE], strict=True):
-        divergences.append(logprobs.sum(dtype=np.float64) - reference_logprobs.sum(dtype=np.float64))
+    for logprobs, reference_logprobs in zip(
+        score(learner, mismatched), mismatched.columns[REFERENCE], strict=True
+    ):
+        divergences.append(
+            logprobs.sum(dtype=np.float64) - reference_logprobs.sum(dtype=np.float64)
+        )
     objective.baseline = max(0.0, fmean(divergences))
 
 
@@ -288,7 +302,9 @@ def _score(learner: Learner, rows: Rows, name: str, folder: Path, model: str) ->
     paths = [folder / f"{name}_{i:06d}.safetensors" for i in range(len(blocks))]
 
     def scored_before() -> list[np.ndarray | None]:
-        return [_read(path, known).get(name) for path, known in zip(paths, fingerprints, strict=True)]
+        return [
+            _read(path, known).get(name) for path, known in zip(paths, fingerprints, strict=True)
+        ]
 
     parts = ranks.on_main(scored_before)
     if len(blocks) > 1:
@@ -296,18 +312,28 @@ def _score(learner: Learner, rows: Rows, name: str, folder: Path, model: str) ->
     done = sum(part is not None for part in parts)
     if done:
         log.info("reference log-probs of %s: %d of %d blocks were kept", name, done, len(blocks))
-    with closing(Progress(len(blocks), done, ranks.is_main, unit=f"reference log-probs of {name}, block")) as progress:
+    with closing(
+        Progress(len(blocks), done, ranks.is_main, unit=f"reference log-probs of {name}, block")
+    ) as progress:
         for i, block in enumerate(blocks):
             if parts[i] is not None:
                 continue
             scored = score(learner, block)
-            if bad := [i * _BLOCK + row for row, values in enumerate(scored) if not np.isfinite(values).all()]:
+            if bad := [
+                i * _BLOCK + row
+                for row, values in enumerate(scored)
+                if not np.isfinite(values).all()
+            ]:
                 raise UserError(
                     f"{name}: the reference's log-probs of {len(bad)} rows are not finite, the first of row {bad[0]}; "
                     "look at the model's weights and at this row, or set dtype=fp32"
                 )
             parts[i] = logprobs = np.concatenate(scored)
             if len(blocks) > 1:
-                ranks.on_main(partial(replace_bytes, paths[i], save({name: logprobs}, metadata=fingerprints[i])))
+                ranks.on_main(
+                    partial(
+                        replace_bytes, paths[i], save({name: logprobs}, metadata=fingerprints[i])
+                    )
+                )
             progress.update(f"{len(block):,} rows")
     return np.concatenate(parts)

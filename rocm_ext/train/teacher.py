@@ -45,14 +45,20 @@ class Teacher:
     """
 
     def __init__(self, cfg: DictConfig, student: Learner) -> None:
-        self._student, self._adapter, self._source = student, None, str(cfg.teacher_adapter or cfg.teacher)
+        self._student, self._adapter, self._source = (
+            student,
+            None,
+            str(cfg.teacher_adapter or cfg.teacher),
+        )
         self.learner = student
         self.frozen = 0
         if cfg.teacher != BASE:
             made = teacher_config(cfg, student.cfg)
             use_downloaded(made, student.runtime.ranks)
             if not (folder := Path(made.checkpointer.checkpoint_dir)).exists():
-                raise UserError(f"the teacher's folder {folder} does not exist; {how_to_download(folder)}")
+                raise UserError(
+                    f"the teacher's folder {folder} does not exist; {how_to_download(folder)}"
+                )
             _check_tokens(made, student.cfg)
             try:
                 self.learner = Learner(made, student.runtime, student.tokenizer)
@@ -64,7 +70,9 @@ class Teacher:
                 raise UserError(
                     f"teacher {cfg.teacher} computes no packed rows, and the model in training does; choose another one"
                 )
-        elif set(getattr(student.decoder.output_layer, "parameters", tuple)()) & set(student.adapter.values()):
+        elif set(getattr(student.decoder.output_layer, "parameters", tuple)()) & set(
+            student.adapter.values()
+        ):
             raise UserError(
                 "teacher is base, whose output layer is that of the model, and it trains; leave lm_head out of "
                 "target_modules, and out of trainable_tokens (of tied layers: embed_tokens, too)"
@@ -75,7 +83,11 @@ class Teacher:
 
     def peak(self, student: Learner, longest: int) -> int:
         """Return the higher planned peak of training and of a forward pass on ``longest`` tokens, in bytes."""
-        learner, runtime, tokens = self.learner, self.learner.runtime, student.tokens_per_micro_batch
+        learner, runtime, tokens = (
+            self.learner,
+            self.learner.runtime,
+            student.tokens_per_micro_batch,
+        )
         if learner is student:  # training takes more than a forward pass
             return student.planned_peak
         plan = plan_memory(
@@ -110,13 +122,20 @@ class Teacher:
     def fingerprint(self) -> str:
         """A hash of its weights, after :meth:`load`."""
         state = self._adapter
-        if self.learner.cfg.checkpointer.get("adapter_checkpoint") and self.learner is not self._student:
+        if (
+            self.learner.cfg.checkpointer.get("adapter_checkpoint")
+            and self.learner is not self._student
+        ):
             state = self.learner.adapter_state()
         return f"{self.learner.base_fingerprint} {peft_files.fingerprint(state) if state else 'no adapter'}"
 
     def _instead(self) -> AbstractContextManager[None]:
         """Context in which the learner computes as the teacher."""
-        return reference(self.learner, self._adapter, self._source) if self.learner is self._student else nullcontext()
+        return (
+            reference(self.learner, self._adapter, self._source)
+            if self.learner is self._student
+            else nullcontext()
+        )
 
     @torch.no_grad()
     def hidden(self, batch: MicroBatch) -> Tensor:
@@ -199,13 +218,21 @@ class _Hidden(Objective):
 
 def _check_tokens(cfg: DictConfig, training: DictConfig) -> None:
     """Refuse a teacher whose tokenizer gives one of the student's ids to another token."""
-    teacher, student = (Path(part.checkpointer.checkpoint_dir) / TOKENIZER for part in (cfg, training))
+    teacher, student = (
+        Path(part.checkpointer.checkpoint_dir) / TOKENIZER for part in (cfg, training)
+    )
     if not (teacher.is_file() and student.is_file()):
-        log.warning("the teacher's tokens are not compared with the model's: %s or %s is missing", teacher, student)
+        log.warning(
+            "the teacher's tokens are not compared with the model's: %s or %s is missing",
+            teacher,
+            student,
+        )
         return
     theirs, ours = (Tokenizer.from_file(str(path)).get_vocab() for path in (teacher, student))
     padding = {f"[PAD{number}]": number for number in ours.values()}  # of GGUF files
-    if differ := [token for token, number in (ours.items() - padding.items()) if theirs.get(token) != number]:
+    if differ := [
+        token for token, number in (ours.items() - padding.items()) if theirs.get(token) != number
+    ]:
         token = min(differ, key=ours.__getitem__)
         instead = f"it is {theirs[token]}" if token in theirs else "there is no such token"
         raise UserError(

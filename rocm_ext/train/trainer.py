@@ -74,7 +74,10 @@ class Trainer(Training):
         super().__init__(learner, cfg, folder, metric_logger=metric_logger, interrupt=interrupt)
         self.rows, self.validation_rows, self.evaluation = rows, validation_rows, evaluation
         self.worse = 0  # number of validations, or evaluations, since the best one
-        self.validated, self.evaluated = 0, -1  # steps of the last validation and of the last evaluation
+        self.validated, self.evaluated = (
+            0,
+            -1,
+        )  # steps of the last validation and of the last evaluation
         for part in filter(None, (rows, validation_rows)):
             learner.check_rows(part)
         self.mixture = Mixture.of(cfg.dataset, rows)
@@ -85,7 +88,12 @@ class Trainer(Training):
     def open(self) -> None:
         """Continue the folder's checkpoint, or claim the folder for a new run; all other set-up is done."""
         steps = self.steps
-        log.info("%s rows, %d per step, %d steps per epoch", f"{len(self.rows):,}", steps.per_step, steps.per_epoch)
+        log.info(
+            "%s rows, %d per step, %d steps per epoch",
+            f"{len(self.rows):,}",
+            steps.per_step,
+            steps.per_epoch,
+        )
         fresh = self.folder.resumed is None
         self.begin(steps.per_epoch * self.cfg.epochs)
         if self.evaluation is not None:
@@ -101,7 +109,9 @@ class Trainer(Training):
             UserError: also if validations do not measure ``early_stopping_metric``.
         """
         _metric_direction(cfg, learner)
-        steps = Steps(rows, rows_per_step(cfg, learner.runtime.ranks.world), cfg.max_steps_per_epoch).per_epoch
+        steps = Steps(
+            rows, rows_per_step(cfg, learner.runtime.ranks.world), cfg.max_steps_per_epoch
+        ).per_epoch
         cls.try_out(cfg, learner, steps * cfg.epochs)
 
     @property
@@ -121,14 +131,20 @@ class Trainer(Training):
             "data": self.rows.fingerprint(),
             "validation data": self.validation_rows.fingerprint() if self.validation_rows else None,
             "rows per step": self.steps.per_step,
-            "rows and weights of the data sets": str(mixture.rows + mixture.weights) if mixture.weights else None,
+            "rows and weights of the data sets": str(mixture.rows + mixture.weights)
+            if mixture.weights
+            else None,
             "eval prompts": self.evaluation.fingerprint() if self.evaluation is not None else None,
         }
 
     def keeps_line(self, line: Json) -> bool:
         """Return whether a line of ``metrics.jsonl`` stays when the run resumes."""
         return line["step"] <= (
-            self.validated if "val_loss" in line else self.evaluated if "eval" in line else self.step
+            self.validated
+            if "val_loss" in line
+            else self.evaluated
+            if "eval" in line
+            else self.step
         )
 
     def extra_state(self) -> State:
@@ -142,7 +158,9 @@ class Trainer(Training):
         if self.best is None or self.best["metric"] == metric:
             self.worse = state["worse"]
             return
-        log.info("early_stopping_metric is now %s: the best validation is one of those to come", metric)
+        log.info(
+            "early_stopping_metric is now %s: the best validation is one of those to come", metric
+        )
         self.best = None
 
     def check_length(self, path: Path, state: State) -> bool:
@@ -152,7 +170,9 @@ class Trainer(Training):
             UserError: the checkpoint is past this run's end, or its steps had other rows.
         """
         before = replace(self.steps, limit=state["config"]["max_steps_per_epoch"])
-        if before.per_epoch != self.steps.per_epoch and self.step > min(before.per_epoch, self.steps.per_epoch):
+        if before.per_epoch != self.steps.per_epoch and self.step > min(
+            before.per_epoch, self.steps.per_epoch
+        ):
             raise UserError(
                 f"{path} has {self.step} steps, so max_steps_per_epoch cannot change from {before.limit} to "
                 f"{self.steps.limit}: with it these steps would have had other rows. Undo the change; epochs may be "
@@ -177,11 +197,18 @@ class Trainer(Training):
         if self.step == self.total_steps:
             log.info("all %d steps are done already; raise epochs to train further", self.step)
         with self.interrupt:
-            self._measure_if_due(trained=False)  # before the first step, or after a process that ended for it
+            self._measure_if_due(
+                trained=False
+            )  # before the first step, or after a process that ended for it
             self.train_epochs(self.loader, self.steps.per_epoch)
         if self.stopped_early:
             without = f"{self.worse} {'evaluations' if self._by_answers else 'validations'}"
-            log.info("stopped early at step %d: %s without a better %s", self.step, without, self._metric_name)
+            log.info(
+                "stopped early at step %d: %s without a better %s",
+                self.step,
+                without,
+                self._metric_name,
+            )
         self.write_outputs()
 
     def measure(self) -> None:
@@ -194,7 +221,9 @@ class Trainer(Training):
             return
         if supervised.apart() and trained:
             self.save_checkpoint()
-            self.interrupt.check(f"before the validation of step {self.step}", self.ranks, leave=True)
+            self.interrupt.check(
+                f"before the validation of step {self.step}", self.ranks, leave=True
+            )
         if self._validation_is_due:
             self.validate()
             self.validated = self.step
@@ -204,7 +233,9 @@ class Trainer(Training):
         if supervised.apart():
             self.save_checkpoint()
             if self.step < self.total_steps and not self.stopped_early:
-                self.interrupt.check(f"after the validation of step {self.step}", self.ranks, leave=True)
+                self.interrupt.check(
+                    f"after the validation of step {self.step}", self.ranks, leave=True
+                )
 
     @property
     def _validation_is_due(self) -> bool:
@@ -228,7 +259,9 @@ class Trainer(Training):
         assert self.validation_rows is not None, "_validation_is_due says so"
         loss, labels, measurements = validation_loss(self.learner, self.validation_rows)
         if not math.isfinite(loss):
-            raise UserError(f"step {self.step}: the validation loss is {loss}; lower the learning rate")
+            raise UserError(
+                f"step {self.step}: the validation loss is {loss}; lower the learning rate"
+            )
         also = {f"val_{name}": value for name, value in measurements.items()}
         so_far = "" if self._by_answers else self._compare({"val_loss": loss, **also})
         log.info("step %d: validation loss %.4f%s", self.step, loss, so_far)
@@ -246,7 +279,9 @@ class Trainer(Training):
         self.learner.model.train()
         share = scores["pass_at_1"]
         so_far = self._compare({EVAL_METRIC: share}) if self._by_answers and self.step else ""
-        log.info("step %d: held-out %s%s", self.step, Score(scores["correct"], scores["prompts"]), so_far)
+        log.info(
+            "step %d: held-out %s%s", self.step, Score(scores["correct"], scores["prompts"]), so_far
+        )
         self.write_metrics(False, eval=scores, seconds=seconds)
         self.log_numbers({EVAL_METRIC: share})
 
@@ -260,12 +295,20 @@ class Trainer(Training):
         metric, loss = self.cfg.early_stopping_metric, values.get("val_loss")
         value = values.get(metric, math.nan)
         if not math.isfinite(value):
-            raise UserError(f"step {self.step}: {metric} is {value}; set early_stopping_metric=val_loss")
+            raise UserError(
+                f"step {self.step}: {metric} is {value}; set early_stopping_metric=val_loss"
+            )
         sign = 1 if _metric_direction(self.cfg, self.learner) == "higher" else -1
         best = self.best
         if best is None or sign * value > sign * best["value"]:
             adapter = self.learner.adapter_state()
-            self.best = best = {"loss": loss, "step": self.step, "adapter": adapter, "metric": metric, "value": value}
+            self.best = best = {
+                "loss": loss,
+                "step": self.step,
+                "adapter": adapter,
+                "metric": metric,
+                "value": value,
+            }
             self.worse = 0
         else:
             self.worse += 1
@@ -288,8 +331,16 @@ class Trainer(Training):
         """Return the content of ``summary.json``."""
         best, metric = None, self.cfg.early_stopping_metric
         if self.best is not None:
-            named = {"loss": self.best["loss"], "step": self.best["step"], metric: self.best["value"]}
-            best = {name: value for name, value in named.items() if value is not None and name != "val_loss"}
+            named = {
+                "loss": self.best["loss"],
+                "step": self.best["step"],
+                metric: self.best["value"],
+            }
+            best = {
+                name: value
+                for name, value in named.items()
+                if value is not None and name != "val_loss"
+            }
         return {
             **summarize(self.folder.path / "metrics.jsonl"),
             "rows": self.rows.counts,
@@ -307,5 +358,7 @@ def _metric_direction(cfg: DictConfig, learner: Learner) -> str:
     ways |= {"val_loss": "lower", EVAL_METRIC: "higher"}
     if (metric := cfg.early_stopping_metric) not in ways:
         loss = type(objective).__name__
-        raise UserError(f"early_stopping_metric {metric} is unknown for loss {loss}{nearest(metric, ways)}")
+        raise UserError(
+            f"early_stopping_metric {metric} is unknown for loss {loss}{nearest(metric, ways)}"
+        )
     return ways[metric]

@@ -4,7 +4,12 @@ import json
 import os
 import sys
 
-WRONG = (ValueError, LookupError, ArithmeticError, AssertionError)  # a checker that parses wrong output raises these
+WRONG = (
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+)  # a checker that parses wrong output raises these
 
 
 def scores(task):

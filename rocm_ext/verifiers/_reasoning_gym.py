@@ -24,7 +24,9 @@ CALLS |= {before + name + after for name in ("sin", "cos", "tan", "cot", "sec", 
 def checked(source):
     """Return ``source`` if it is a value or a formula; else raise ValueError."""
     for node in ast.walk(ast.parse(source.strip(), mode="eval")):
-        called = isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in CALLS)
+        called = isinstance(node, ast.Call) and not (
+            isinstance(node.func, ast.Name) and node.func.id in CALLS
+        )
         if called or not isinstance(node, NODES):
             raise ValueError(f"{type(node).__name__} is no part of a value or a formula")
     return source
@@ -36,7 +38,9 @@ def guard():
 
     evaluate, stringify = builtins.eval, sympy_parser.stringify_expr
     # a call that passes namespaces comes from a library: namedtuple, or sympy's parser, which is restricted below
-    builtins.eval = lambda source, *names: evaluate(source, *names) if names else evaluate(checked(source), {})
+    builtins.eval = lambda source, *names: (
+        evaluate(source, *names) if names else evaluate(checked(source), {})
+    )
     sympy_parser.stringify_expr = lambda *args, **kwargs: checked(stringify(*args, **kwargs))
 
 
@@ -48,7 +52,9 @@ def score(datasets, row, answer):
     except BaseException as problem:
         return {"row": f"{type(problem).__name__}: {problem}"}
     if entry["question"] != row["question"]:
-        return {"row": "reasoning-gym makes another question of this row; was it made by another version?"}
+        return {
+            "row": "reasoning-gym makes another question of this row; was it made by another version?"
+        }
     try:
         return {"score": float(dataset.score_answer(answer, entry))}
     except BaseException as problem:
@@ -111,7 +117,9 @@ def run(gym, task):
         return {"entries": [[entry["question"], entry["answer"]] for entry in entries]}
     guard()
     pairs = zip(rows, task["answers"], strict=True)
-    return {"scores": [apart(task["seconds"], score, datasets, row, answer) for row, answer in pairs]}
+    return {
+        "scores": [apart(task["seconds"], score, datasets, row, answer) for row, answer in pairs]
+    }
 
 
 if __name__ == "__main__":

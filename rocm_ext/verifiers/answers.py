@@ -9,7 +9,18 @@ from typing import Any
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.types import Json, Row
 from rocm_ext.sandbox import helper
-from rocm_ext.verifiers.base import Result, Verifier, check_time, correct, error, field, short, timeout, unparsed, wrong
+from rocm_ext.verifiers.base import (
+    Result,
+    Verifier,
+    check_time,
+    correct,
+    error,
+    field,
+    short,
+    timeout,
+    unparsed,
+    wrong,
+)
 from rocm_ext.verifiers.extract import answer_text, fenced_code
 from rocm_ext.verifiers.workers.forked import Elsewhere, forked
 
@@ -27,7 +38,9 @@ class ExactMatch(Verifier):
         strip: ignore white space at both ends.
     """
 
-    def __init__(self, field: str = "answer", ignore_case: bool = False, strip: bool = True) -> None:
+    def __init__(
+        self, field: str = "answer", ignore_case: bool = False, strip: bool = True
+    ) -> None:
         self.field, self.ignore_case, self.strip = field, ignore_case, strip
         self.needs = (field,)
 
@@ -58,7 +71,11 @@ class Regex(Verifier):
     """
 
     def __init__(
-        self, pattern: str | None = None, field: str | None = None, full: bool = False, timeout: float = 1.0
+        self,
+        pattern: str | None = None,
+        field: str | None = None,
+        full: bool = False,
+        timeout: float = 1.0,
     ) -> None:
         if (pattern is None) == (field is None):
             raise UserError("Regex takes either pattern or field")
@@ -94,7 +111,9 @@ class JsonSchema(Verifier):
         timeout: seconds for parsing and validation, which run in a child process; longer gives TIMEOUT.
     """
 
-    def __init__(self, schema: Json | None = None, field: str | None = None, timeout: float = 5.0) -> None:
+    def __init__(
+        self, schema: Json | None = None, field: str | None = None, timeout: float = 5.0
+    ) -> None:
         if (schema is None) == (field is None):
             raise UserError("JsonSchema takes either schema or field")
         check_time("JsonSchema", timeout)
@@ -104,13 +123,20 @@ class JsonSchema(Verifier):
 
     def check_row(self, row: Row) -> None:
         if self.field:
-            _read(_validator, field(row, self.field, (str, Mapping)), f"field {self.field!r}", ValueError)
+            _read(
+                _validator,
+                field(row, self.field, (str, Mapping)),
+                f"field {self.field!r}",
+                ValueError,
+            )
 
     def __call__(self, completion: str, row: Row) -> Result:
         if not helper.RUNNING:
             return self._elsewhere(completion, row)
         judge = functools.partial(self._judge, completion, row)
-        return forked(judge, self.timeout, "the validation") or wrong("the validation ran out of memory")
+        return forked(judge, self.timeout, "the validation") or wrong(
+            "the validation ran out of memory"
+        )
 
     def _judge(self, completion: str, row: Row) -> Result:
         try:
@@ -119,7 +145,10 @@ class JsonSchema(Verifier):
                 return unparsed(missing)
             validator = self._fixed if self._fixed is not None else _validator(row[self.needs[0]])
             problem = next(validator.iter_errors(value), None)
-        except (RecursionError, ArithmeticError) as problem:  # nested too deeply, or a number beyond all floats
+        except (
+            RecursionError,
+            ArithmeticError,
+        ) as problem:  # nested too deeply, or a number beyond all floats
             return wrong(one_line(problem))
         except Exception as problem:  # the schema's fault: a bad pattern, an unresolved reference
             return error(f"the schema cannot be applied: {one_line(problem)}")
@@ -164,7 +193,9 @@ def _pattern(pattern: Any) -> Any:
     try:
         return regex.compile(pattern)  # regex caches compiled patterns
     except regex.error as problem:
-        raise ValueError(f"{short(pattern, 80)!r} is not a regular expression: {problem}") from problem
+        raise ValueError(
+            f"{short(pattern, 80)!r} is not a regular expression: {problem}"
+        ) from problem
 
 
 def _validator(schema: Any) -> Any:

@@ -52,13 +52,17 @@ class Result:
         object.__setattr__(self, "detail", short(self.detail))
         values = self.parts.values() if isinstance(self.parts, Mapping) else [None]
         if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
-            raise ValueError(f"the parts of a reward must be numbers by their names, found {self.parts!r}")
+            raise ValueError(
+                f"the parts of a reward must be numbers by their names, found {self.parts!r}"
+            )
         reward: Any = self.reward
         if self.verdict is Verdict.ERROR:
             if reward is not None:
                 raise ValueError(f"an ERROR has no reward, found {reward!r}")
             return
-        if not (isinstance(reward, (int, float)) and not isinstance(reward, bool) and 0 <= reward <= 1):
+        if not (
+            isinstance(reward, (int, float)) and not isinstance(reward, bool) and 0 <= reward <= 1
+        ):
             raise ValueError(f"the reward must be in [0, 1], found {reward!r}")
         object.__setattr__(self, "reward", float(reward))
 
@@ -128,7 +132,9 @@ class Verifier:
 
 def group_results(verifier: Verifier, completions: Sequence[str], row: Row) -> list[Result]:
     """A verifier's results on a group; raises ValueError unless there is one per answer."""
-    return all_checked(verifier, "judge_group", verifier.judge_group(completions, row), len(completions))
+    return all_checked(
+        verifier, "judge_group", verifier.judge_group(completions, row), len(completions)
+    )
 
 
 def all_checked(verifier: Verifier, method: str, results: Any, count: int) -> list[Result]:
@@ -165,7 +171,9 @@ def field(row: Row, name: str, kind: type | tuple[type, ...] = object) -> Any:
     """The value of a row's field; raises ValueError if the field is missing, None or not of type ``kind``."""
     value = row.get(name)
     if value is None:
-        raise ValueError(f"field {name!r} is missing; the row has {', '.join(map(repr, row)) or 'none'}")
+        raise ValueError(
+            f"field {name!r} is missing; the row has {', '.join(map(repr, row)) or 'none'}"
+        )
     if not isinstance(value, kind):
         names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
         raise ValueError(f"field {name!r} must be {names}, found {type(value).__name__}")

@@ -26,7 +26,11 @@ class Wrapped(Verifier):
         getattr(self.inner, "check_row", super().check_row)(row)
 
     def __call__(self, completion: str, row: Row) -> Result:
-        return group_results(self, [completion], row)[0] if self.groups else self.inner(completion, row)
+        return (
+            group_results(self, [completion], row)[0]
+            if self.groups
+            else self.inner(completion, row)
+        )
 
     def judge_batch(self, completions: Sequence[str], rows: Sequence[Row]) -> list[Result]:
         return self.inner.judge_batch(completions, rows)
@@ -46,7 +50,9 @@ def build(node: Component | Verifier) -> Verifier:
     if isinstance(node, Verifier):
         return node
     if not (isinstance(node, Mapping) and isinstance(node.get(COMPONENT), str)):
-        raise UserError(f"a verifier must be a mapping with {COMPONENT}: module.Class, found {short(node, 100)}")
+        raise UserError(
+            f"a verifier must be a mapping with {COMPONENT}: module.Class, found {short(node, 100)}"
+        )
     path = node[COMPONENT]
     try:
         made = import_component(path)
@@ -62,7 +68,10 @@ def build(node: Component | Verifier) -> Verifier:
         known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         unknown = (name for name in args if name not in known)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            refuse(f"{path} has no argument {name!r}{nearest(name, known) if known else ''}" for name in unknown)
+            refuse(
+                f"{path} has no argument {name!r}{nearest(name, known) if known else ''}"
+                for name in unknown
+            )
         try:
             signature.bind(**args)
         except TypeError as error:
@@ -72,11 +81,17 @@ def build(node: Component | Verifier) -> Verifier:
     if isinstance(verifier, Verifier):
         return verifier
     if not (callable(verifier) or hasattr(verifier, "judge_group")):
-        raise UserError(f"{path} builds a {type(verifier).__name__}, which is not callable as (completion, row)")
+        raise UserError(
+            f"{path} builds a {type(verifier).__name__}, which is not callable as (completion, row)"
+        )
     return Wrapped(verifier)
 
 
 def _built(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return build(value) if COMPONENT in value else {key: _built(item) for key, item in value.items()}
+        return (
+            build(value)
+            if COMPONENT in value
+            else {key: _built(item) for key, item in value.items()}
+        )
     return [_built(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -20,7 +20,9 @@ from rocm_ext.verifiers.base import Result, correct, error, field, short, timeou
 from rocm_ext.verifiers.extract import parse_python
 
 CHECKER_MB = 1024  # it reads all that the program printed
-NUMBER = re.compile(r"[+-]?((?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)  # 007 is a text
+NUMBER = re.compile(
+    r"[+-]?((?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII
+)  # 007 is a text
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 
 
@@ -65,7 +67,11 @@ class OutputRule:
     """
 
     def __init__(
-        self, tolerance: float | None, checker: str | None, sandbox: str, python: str = sys.executable
+        self,
+        tolerance: float | None,
+        checker: str | None,
+        sandbox: str,
+        python: str = sys.executable,
     ) -> None:
         self.tolerance, self.source, self.kind, self.python = tolerance, "", sandbox, python
         try:
@@ -87,19 +93,28 @@ class OutputRule:
         tolerance = row.get("tolerance")
         return self.tolerance if tolerance is None else tolerance
 
-    def checked(self, row: Row, cases: Sequence[tuple[str, str, str]], limits: Limits) -> list[float]:
+    def checked(
+        self, row: Row, cases: Sequence[tuple[str, str, str]], limits: Limits
+    ) -> list[float]:
         """The checker's scores, from 0 to 1, of (input, output, expected output); ValueError if the checker failed."""
         python = interpreter(self.python)
         source = row.get("checker") or self.source
         task = json.dumps({"checker": source, "path": python.packages, "cases": cases}).encode()
         script = Path(__file__).with_name("_checker.py").read_text()
-        box, apart = Sandbox(self.kind, python.folders), Limits(seconds=limits.seconds, memory_mb=CHECKER_MB)
-        outcome = box.run([python.path, "-s", "-S", f"{BOX}/checker.py"], {"checker.py": script}, task, apart)
+        box, apart = (
+            Sandbox(self.kind, python.folders),
+            Limits(seconds=limits.seconds, memory_mb=CHECKER_MB),
+        )
+        outcome = box.run(
+            [python.path, "-s", "-S", f"{BOX}/checker.py"], {"checker.py": script}, task, apart
+        )
         answer: Any = f"the checker did not answer: {outcome.stderr.decode('utf-8', 'replace')}"
         with contextlib.suppress(ValueError):
             answer = json.loads(outcome.stdout)
         if outcome.timed_out or outcome.killed:
-            answer = f"the checker {outcome.killed or f'is still running after {limits.seconds:g} s'}"
+            answer = (
+                f"the checker {outcome.killed or f'is still running after {limits.seconds:g} s'}"
+            )
         if isinstance(answer, str):
             raise ValueError(str(answer))
         return answer
@@ -132,7 +147,9 @@ def cases_of(row: Row) -> list[tuple[str, str]]:
 def _checked_cases(row: Row, form: str, given: Any, expected: type) -> Sequence[Any]:
     cases: Sequence[Any] = field(row, "cases", (list, tuple))
     for index, case in enumerate(cases):
-        right = isinstance(case, Mapping) and isinstance(case.get("input"), given) and "output" in case
+        right = (
+            isinstance(case, Mapping) and isinstance(case.get("input"), given) and "output" in case
+        )
         if not (right and isinstance(case["output"], expected)):
             raise ValueError(f"field 'cases'[{index}] must be {form}, found {short(case, 80)}")
     return cases
@@ -182,7 +199,9 @@ def run_cases(
         problem = outcome.killed
         if outcome.returncode != 0 and not problem:
             last = outcome.stderr.decode("utf-8", "replace").strip().rsplit("\n", 1)[-1]
-            problem = f"exit status {outcome.returncode}" + (f" ({short(last, 150)})" if last else "")
+            problem = f"exit status {outcome.returncode}" + (
+                f" ({short(last, 150)})" if last else ""
+            )
         if not problem:
             results.ran += 1
             if batch:

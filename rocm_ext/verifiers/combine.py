@@ -9,7 +9,15 @@ from typing import Any
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.types import Row
 from rocm_ext.sandbox.helper import blame
-from rocm_ext.verifiers.base import Result, Verdict, Verifier, checked, error, group_results, name_of
+from rocm_ext.verifiers.base import (
+    Result,
+    Verdict,
+    Verifier,
+    checked,
+    error,
+    group_results,
+    name_of,
+)
 from rocm_ext.verifiers.build import build
 
 
@@ -21,11 +29,17 @@ class _Several(Verifier):
 
     def __init__(self, verifiers: Sequence[Any]) -> None:
         if not (verifiers and not isinstance(verifiers, (str, Mapping))):
-            raise UserError(f"{type(self).__name__}: verifiers must be a list of verifiers, found {verifiers!r}")
+            raise UserError(
+                f"{type(self).__name__}: verifiers must be a list of verifiers, found {verifiers!r}"
+            )
         self.verifiers = [build(node) for node in verifiers]
         names = [name_of(verifier) for verifier in self.verifiers]
-        self.names = [name if names.count(name) == 1 else f"{name} {i}" for i, name in enumerate(names, 1)]
-        self.needs = tuple(dict.fromkeys(name for verifier in self.verifiers for name in verifier.needs))
+        self.names = [
+            name if names.count(name) == 1 else f"{name} {i}" for i, name in enumerate(names, 1)
+        ]
+        self.needs = tuple(
+            dict.fromkeys(name for verifier in self.verifiers for name in verifier.needs)
+        )
         self.groups = any(verifier.groups for verifier in self.verifiers)
 
     def check(self) -> None:
@@ -42,22 +56,34 @@ class _Several(Verifier):
     def judge_group(self, completions: Sequence[str], row: Row) -> list[Result]:
         earlier: list[list[Result]] = [[] for _ in completions]  # the results so far, by answer
         for verifier in self.verifiers:
-            left = [i for i, results in enumerate(earlier) if not (results and self._ends(results[-1]))]
+            left = [
+                i for i, results in enumerate(earlier) if not (results and self._ends(results[-1]))
+            ]
             if verifier.groups and left:
                 judged = dict(enumerate(group_results(verifier, completions, row)))
             else:
-                judged = dict(zip(left, _one_by_one(verifier, [completions[i] for i in left], row), strict=True))
+                judged = dict(
+                    zip(
+                        left,
+                        _one_by_one(verifier, [completions[i] for i in left], row),
+                        strict=True,
+                    )
+                )
             for i in left:
                 earlier[i].append(judged[i])
         return [
-            results[-1] if results[-1].reward is None else replace(self._combined(results), parts=self._parts(results))
+            results[-1]
+            if results[-1].reward is None
+            else replace(self._combined(results), parts=self._parts(results))
             for results in earlier
         ]
 
     def _parts(self, results: Sequence[Result]) -> dict[str, float]:
         parts: dict[str, float] = {}
         for name, result in zip(self.names, results, strict=False):
-            parts |= {name: result.reward or 0.0} | {f"{name}/{part}": value for part, value in result.parts.items()}
+            parts |= {name: result.reward or 0.0} | {
+                f"{name}/{part}": value for part, value in result.parts.items()
+            }
         return parts
 
     def _ends(self, result: Result) -> bool:
@@ -98,11 +124,17 @@ class Weighted(_Several):
         threshold: reward from which the verdict is CORRECT; below, it is the first verdict that is not CORRECT.
     """
 
-    def __init__(self, verifiers: Sequence[Any], weights: Sequence[float], threshold: float = 1.0) -> None:
+    def __init__(
+        self, verifiers: Sequence[Any], weights: Sequence[float], threshold: float = 1.0
+    ) -> None:
         super().__init__(verifiers)
         count = len(self.verifiers)
         listed = isinstance(weights, (list, tuple)) and len(weights) == count
-        if not (listed and all(type(w) in (int, float) and 0 <= w < math.inf for w in weights) and sum(weights) > 0):
+        if not (
+            listed
+            and all(type(w) in (int, float) and 0 <= w < math.inf for w in weights)
+            and sum(weights) > 0
+        ):
             raise UserError(f"Weighted needs {count} weights >= 0, not all 0; found {weights!r}")
         if not (0 < threshold <= 1):
             raise UserError(f"Weighted: threshold must be in (0, 1], found {threshold}")
@@ -110,7 +142,9 @@ class Weighted(_Several):
 
     def _combined(self, results: Sequence[Result]) -> Result:
         parts = [result.reward or 0.0 for result in results]
-        mean = sum(weight * part for weight, part in zip(self.weights, parts, strict=True)) / sum(self.weights)
+        mean = sum(weight * part for weight, part in zip(self.weights, parts, strict=True)) / sum(
+            self.weights
+        )
         failed = [result.verdict for result in results if result.verdict is not Verdict.CORRECT]
         verdict = next(iter(failed), Verdict.WRONG)  # all may say CORRECT with partial rewards
         details = [
@@ -130,7 +164,9 @@ def _one_by_one(verifier: Verifier, completions: Sequence[str], row: Row) -> lis
         if len(completions) > 1 and size > 1:
             with contextlib.suppress(Exception):  # one answer must not spoil the others
                 judged = verifier.judge_batch(batch, [row] * len(batch))
-                results += [checked(verifier, result) for result, _ in zip(judged, batch, strict=True)]
+                results += [
+                    checked(verifier, result) for result, _ in zip(judged, batch, strict=True)
+                ]
                 continue
         for completion in batch:
             try:

@@ -44,9 +44,17 @@ class Command(Verifier):
         persistent: keep the program running between verdicts.
     """
 
-    def __init__(self, command: Sequence[str], timeout: float = 30.0, persistent: bool = False) -> None:
-        if not (command and not isinstance(command, str) and all(isinstance(part, str) for part in command)):
-            raise UserError(f"Command: command must be a list of strings, [program, argument, ...], found {command!r}")
+    def __init__(
+        self, command: Sequence[str], timeout: float = 30.0, persistent: bool = False
+    ) -> None:
+        if not (
+            command
+            and not isinstance(command, str)
+            and all(isinstance(part, str) for part in command)
+        ):
+            raise UserError(
+                f"Command: command must be a list of strings, [program, argument, ...], found {command!r}"
+            )
         check_time("Command", timeout)
         self.command, self.timeout, self.persistent = list(command), timeout, persistent
         self._program: _Program | None = None
@@ -56,7 +64,9 @@ class Command(Verifier):
     def check(self) -> None:
         path = shutil.which(self.command[0])
         if not path:
-            raise UserError(f"Command: there is no program {self.command[0]!r} here or in PATH (in {os.getcwd()})")
+            raise UserError(
+                f"Command: there is no program {self.command[0]!r} here or in PATH (in {os.getcwd()})"
+            )
 
     def __call__(self, completion: str, row: Row) -> Result:
         request = {"completion": completion, "row": dict(row)}
@@ -87,7 +97,9 @@ class Command(Verifier):
             self._program = _Program(self.command)
             self._end = weakref.finalize(self, self._program.end)  # also when the interpreter ends
         try:
-            said = self._program.ask(json.dumps({"id": self._asked, **request}).encode() + b"\n", self.timeout)
+            said = self._program.ask(
+                json.dumps({"id": self._asked, **request}).encode() + b"\n", self.timeout
+            )
             return _result(said, self._asked)
         except _Fault as fault:
             self._program = None
@@ -99,7 +111,9 @@ class _Fault(Exception):
     """A program's fault."""
 
 
-def _started(command: Sequence[str], feed: bytes = b"", tie: Callable[[], None] | None = None) -> Child:
+def _started(
+    command: Sequence[str], feed: bytes = b"", tie: Callable[[], None] | None = None
+) -> Child:
     mark, pipe = uuid.uuid4().hex, subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, bufsize=0,
                                env=os.environ | {MARK: mark}, preexec_fn=tie)  # fmt: skip
@@ -116,8 +130,13 @@ def _result(said: bytes, number: int | None = None) -> Result:
         detail, parts = str(answer.get("detail", "")), answer.get("parts", {})
         return Result(Verdict(answer["verdict"]), answer["reward"], detail, parts)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as problem:
-        expected = f'"id": {number}, ' * (number is not None) + '"verdict": "CORRECT", "reward": 1.0, "detail": ""'
-        raise _Fault(f"must answer like {{{expected}}}, found {short(text, 80)!r}: {problem}") from problem
+        expected = (
+            f'"id": {number}, ' * (number is not None)
+            + '"verdict": "CORRECT", "reward": 1.0, "detail": ""'
+        )
+        raise _Fault(
+            f"must answer like {{{expected}}}, found {short(text, 80)!r}: {problem}"
+        ) from problem
 
 
 class _Program:
@@ -146,7 +165,9 @@ class _Program:
                 for key, _ in selector.select(left):
                     if key.fd == self._in:
                         try:
-                            count = os.write(self._in, rest[: select.PIPE_BUF])  # a writable pipe takes this much
+                            count = os.write(
+                                self._in, rest[: select.PIPE_BUF]
+                            )  # a writable pipe takes this much
                         except OSError:  # it has closed its stdin; reading stdout says why
                             count = len(rest)
                         rest = rest[count:]
@@ -163,7 +184,9 @@ class _Program:
                             raise _Fault(f"printed more than {MAX_LINE} bytes")
         answer, _, more = bytes(said).partition(b"\n")
         if more:
-            raise _Fault(f"printed more than one line for a request: {short(said.decode('utf-8', 'replace'), 120)!r}")
+            raise _Fault(
+                f"printed more than one line for a request: {short(said.decode('utf-8', 'replace'), 120)!r}"
+            )
         if rest:
             raise _Fault("answered before it had read the request")
         return answer

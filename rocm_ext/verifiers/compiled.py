@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from rocm_ext.base.errors import UserError, require_known
 from rocm_ext.base.types import Row
 from rocm_ext.sandbox import BOX, Limits, Sandbox
-from rocm_ext.verifiers.base import Result, Verifier, correct, error, short, timeout, unparsed, wrong
+from rocm_ext.verifiers.base import (
+    Result,
+    Verifier,
+    correct,
+    error,
+    short,
+    timeout,
+    unparsed,
+    wrong,
+)
 from rocm_ext.verifiers.cases import OutputRule, cases_of, run_cases
 from rocm_ext.verifiers.extract import extract_code
 
@@ -58,12 +67,21 @@ class Compile(Verifier):
     """
 
     def __init__(
-        self, language: str, timeout: float = 30.0, memory_mb: int = 2048, sandbox: str = "bubblewrap"
+        self,
+        language: str,
+        timeout: float = 30.0,
+        memory_mb: int = 2048,
+        sandbox: str = "bubblewrap",
     ) -> None:
         require_known("language", language, LANGUAGES)
         self.language, self.kind = language, sandbox
         self.compile_limits = Limits(
-            seconds=timeout, memory_mb=memory_mb, processes=64, file_mb=64, tmp_mb=256, output_bytes=MAX_PROGRAM
+            seconds=timeout,
+            memory_mb=memory_mb,
+            processes=64,
+            file_mb=64,
+            tmp_mb=256,
+            output_bytes=MAX_PROGRAM,
         )
 
     @functools.cached_property
@@ -95,7 +113,9 @@ class Compile(Verifier):
             return wrong(f"the compiler {outcome.killed}")
         if outcome.returncode != 0 or not outcome.stdout:
             lines = outcome.stderr.decode("utf-8", "replace").split("\n")
-            return wrong(f"does not compile: {next((line for line in lines if 'error' in line), lines[0])}")
+            return wrong(
+                f"does not compile: {next((line for line in lines if 'error' in line), lines[0])}"
+            )
         return outcome.stdout
 
     def __call__(self, completion: str, row: Row) -> Result:
@@ -136,7 +156,9 @@ class Run(Compile):
         super().__init__(language, compile_timeout, sandbox=sandbox)
         self.comparison = OutputRule(tolerance, checker, sandbox)
         if not (compiles >= 0 and runs >= 0 and compiles + runs < 1):
-            raise UserError(f"Run needs compiles, runs >= 0 and a sum below 1, found {compiles} and {runs}")
+            raise UserError(
+                f"Run needs compiles, runs >= 0 and a sum below 1, found {compiles} and {runs}"
+            )
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
         self.compiles, self.runs = compiles, runs
 
@@ -153,7 +175,9 @@ class Run(Compile):
         if isinstance(results, Result):
             return results
         rest = 1 - self.compiles - self.runs
-        return results.result(self.compiles + (self.runs * results.ran + rest * results.right) / results.total)
+        return results.result(
+            self.compiles + (self.runs * results.ran + rest * results.right) / results.total
+        )
 
 
 @functools.cache
@@ -163,13 +187,19 @@ def compiler(language: str) -> tuple[str, tuple[str, ...]]:
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
         install = LANGUAGES[language].install
-        raise UserError(f"language {language}: no compiler ({' or '.join(names)}) is in PATH: `apt install {install}`")
+        raise UserError(
+            f"language {language}: no compiler ({' or '.join(names)}) is in PATH: `apt install {install}`"
+        )
     ask = {"rust": [path, "--print", "sysroot"], "go": [path, "env", "GOROOT"]}.get(language)
     if ask is None:
         real = os.path.realpath(path)
         return path, () if real.startswith("/usr/") else (os.path.dirname(os.path.dirname(real)),)
     root = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
-    inside = os.path.join(root, "bin", names[0])  # rustup's wrapper reads the home, which the sandbox hides
+    inside = os.path.join(
+        root, "bin", names[0]
+    )  # rustup's wrapper reads the home, which the sandbox hides
     if not (root and os.path.exists(inside)):
-        raise UserError(f"language {language}: {path} does not run; `{' '.join(ask)}` must print its folder")
+        raise UserError(
+            f"language {language}: {path} does not run; `{' '.join(ask)}` must print its folder"
+        )
     return inside, () if root.startswith("/usr/") or root == "/usr" else (root,)

@@ -21,15 +21,19 @@ SIGNS = {  # the beginning of a line of unfenced code; bounded repetitions keep 
         re.M,
     ),
     "cpp": re.compile(
-        r"^[ \t]*(#include\b|using namespace\b|(int|void|auto)\s{1,9}\w{1,99}\s{0,9}\(|template\s{0,9}<)", re.M
+        r"^[ \t]*(#include\b|using namespace\b|(int|void|auto)\s{1,9}\w{1,99}\s{0,9}\(|template\s{0,9}<)",
+        re.M,
     ),
     "rust": re.compile(r"^[ \t]*(pub\s{1,9})?(fn|use|struct|impl|mod)\s{1,9}\w", re.M),
     "go": re.compile(r"^[ \t]*(package\s{1,9}\w|func\s{1,9}\w{1,99}\()", re.M),
     "json": re.compile(r"\A\s*[\[{\"\d\-tfn]"),
 }
-FENCE = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?(?=(`{3,}|~{3,})[ \t]*(\S*))")  # also behind a list's marker
+FENCE = re.compile(
+    r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?(?=(`{3,}|~{3,})[ \t]*(\S*))"
+)  # also behind a list's marker
 REASONING = re.compile(
-    r"(?:\A|\n)[ \t]*(?:<think>|\[THINK\]).*?(?:</think>|\[/THINK\]|\Z)|\A.*?(?:</think>|\[/THINK\])(?![\"'\\])", re.S
+    r"(?:\A|\n)[ \t]*(?:<think>|\[THINK\]).*?(?:</think>|\[/THINK\]|\Z)|\A.*?(?:</think>|\[/THINK\])(?![\"'\\])",
+    re.S,
 )
 MAX_PARSED = 200_000  # characters
 
@@ -69,7 +73,9 @@ def extract_code(text: str, language: str, fits: Callable[[str], Any] = bool) ->
         return text if SIGNS[language].search(text) else None
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         for node in parse_python(text).body if len(text) <= MAX_PARSED else ():
-            if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call):  # prose can parse as an expression
+            if not isinstance(node, ast.Expr) or isinstance(
+                node.value, ast.Call
+            ):  # prose can parse as an expression
                 return text
     return None
 
@@ -92,7 +98,11 @@ def fenced_code(text: str, language: str) -> tuple[list[list[str]], bool]:
             if marker and "`" not in line[marker.end(1) :]:
                 indent = " " * marker.end() if marker[0].strip() else marker[0]
                 fence, tag, lines, fenced = marker[1], marker[2].lower().strip("{}.:,"), [], True
-        elif bare.startswith(fence) and not bare.strip(fence[0]) and line.index(bare) < len(indent) + 4:
+        elif (
+            bare.startswith(fence)
+            and not bare.strip(fence[0])
+            and line.index(bare) < len(indent) + 4
+        ):
             groups[True, bool(tag)] += _block(lines, indent, tag in ("", *TAGS[language]))
             fence = ""
         else:
@@ -106,7 +116,9 @@ def _block(lines: list[str], indent: str, ours: bool) -> list[str]:
     """The block between two fences, without the opening fence's indent; empty if it is not ``ours``."""
     first = next(filter(str.strip, lines), "")
     if indent and first.startswith(indent):
-        lines = [line[len(indent) :] if line.startswith(indent) else line.lstrip() for line in lines]
+        lines = [
+            line[len(indent) :] if line.startswith(indent) else line.lstrip() for line in lines
+        ]
     return ["\n".join(lines) + "\n"] if ours and first else []
 
 

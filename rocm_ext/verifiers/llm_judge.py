@@ -14,7 +14,9 @@ from rocm_ext.base.types import Json, Row
 from rocm_ext.verifiers.base import Result, Verifier, check_time, error, field, short
 from rocm_ext.verifiers.reward_function import checked_scale, scaled
 
-SCORE = re.compile(r"[*_]{0,2}score[*_]{0,2}\s*:\s*[*_]{0,2}(-?\d{1,15}(?:\.\d{1,15})?)[*_]{0,2}\.?", re.I)
+SCORE = re.compile(
+    r"[*_]{0,2}score[*_]{0,2}\s*:\s*[*_]{0,2}(-?\d{1,15}(?:\.\d{1,15})?)[*_]{0,2}\.?", re.I
+)
 FENCED = re.compile(r"```(?:json)?\n([^`]*)```")
 
 
@@ -65,11 +67,20 @@ class LLMJudge(Verifier):
         }
         for name, (value, least, most) in numbers.items():
             if not (type(value) is int and least <= value <= most):
-                raise UserError(f"LLMJudge: {name} must be a whole number from {least} to {most}, found {value!r}")
+                raise UserError(
+                    f"LLMJudge: {name} must be a whole number from {least} to {most}, found {value!r}"
+                )
         check_time("LLMJudge", timeout)
         self.parts = parsed_template(template)
-        self.needs = tuple(dict.fromkeys(name for _, name in self.parts if name not in (None, "completion")))
-        self.api_key_env, self.timeout, self.retries, self.batch_size = api_key_env, timeout, retries, concurrency
+        self.needs = tuple(
+            dict.fromkeys(name for _, name in self.parts if name not in (None, "completion"))
+        )
+        self.api_key_env, self.timeout, self.retries, self.batch_size = (
+            api_key_env,
+            timeout,
+            retries,
+            concurrency,
+        )
         fields = {"model": model, "temperature": 0, "max_tokens": max_tokens, **(options or {})}
         self.fields = {name: value for name, value in fields.items() if value is not None}
 
@@ -80,7 +91,10 @@ class LLMJudge(Verifier):
         async def judge_all() -> list[Result]:
             headers = http.authorization(self.api_key_env)
             async with http.httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
-                judging = (self._judge(client, text, row) for text, row in zip(completions, rows, strict=True))
+                judging = (
+                    self._judge(client, text, row)
+                    for text, row in zip(completions, rows, strict=True)
+                )
                 return await asyncio.gather(*judging)
 
         return asyncio.run(judge_all())
@@ -105,7 +119,9 @@ class LLMJudge(Verifier):
         failures = 0
         while True:
             try:
-                return http.json_object(self.url, await http.exchange(client, "POST", self.url, self.timeout, body))
+                return http.json_object(
+                    self.url, await http.exchange(client, "POST", self.url, self.timeout, body)
+                )
             except (http.RequestError, http.Transient) as problem:
                 pause = http.pause_after(problem, failures)
                 failures += 1
@@ -122,7 +138,9 @@ def parsed_template(template: str) -> list[tuple[str, str | None]]:
         raise UserError(f"LLMJudge: template is no template: {problem}") from problem
     for _, name, spec, conversion in parts:
         if not (name is None or (re.fullmatch(r"\w+", name) and not spec and not conversion)):
-            raise UserError(f"LLMJudge: template has {{{name}}}; expected the name of a field alone, like {{answer}}")
+            raise UserError(
+                f"LLMJudge: template has {{{name}}}; expected the name of a field alone, like {{answer}}"
+            )
     if "completion" not in (name for _, name, _, _ in parts):
         raise UserError("LLMJudge: template lacks {completion}")
     return [(text, name) for text, name, _, _ in parts]
@@ -139,7 +157,11 @@ def filled(parts: Sequence[tuple[str, str | None]], completion: str, row: Row) -
             texts.append(f"\n{fence}\n{completion}\n{fence}\n")
         elif name is not None:
             value = field(row, name)
-            texts.append(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+            texts.append(
+                value
+                if isinstance(value, str)
+                else json.dumps(value, ensure_ascii=False, default=str)
+            )
     return "".join(texts).encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent
 
 
@@ -168,5 +190,7 @@ def score_in(reply: str) -> float:
         value = None
     score = value.get("score") if isinstance(value, dict) else None
     if not isinstance(score, (int, float)) or isinstance(score, bool):
-        raise ValueError(f"its reply has no score as JSON or in its last line: {short(text, 150)!r}")
+        raise ValueError(
+            f"its reply has no score as JSON or in its last line: {short(text, 150)!r}"
+        )
     return float(score)

@@ -12,9 +12,29 @@ from typing import Any
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.types import Row
 from rocm_ext.sandbox import helper
-from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, unparsed, wrong
+from rocm_ext.verifiers.base import (
+    Result,
+    Verdict,
+    Verifier,
+    correct,
+    error,
+    field,
+    short,
+    unparsed,
+    wrong,
+)
 from rocm_ext.verifiers.extract import answer_text
-from rocm_ext.verifiers.mathtext import LETTER, TAIL, WORD, choice, clean, final_answer, number, plain, readable
+from rocm_ext.verifiers.mathtext import (
+    LETTER,
+    TAIL,
+    WORD,
+    choice,
+    clean,
+    final_answer,
+    number,
+    plain,
+    readable,
+)
 from rocm_ext.verifiers.workers.forked import Elsewhere, forked
 
 GROUP_SECONDS = 30.0  # time limit for all forks of a group: half of verify_timeout's default
@@ -23,7 +43,9 @@ TUPLE = re.compile(r"\s*(?:\\left\s*)?\([^()]*\)\s*")
 BASE = re.compile(r"\d_\{?(\d+)\}?$")
 ARGUMENT = re.compile(LETTER + r"[A-Za-z]\(([A-Za-z])\)\s*=")  # x of f(x) =
 # Left sides of equations that are not solved: those of 2x = 10, x^2 = 25 and x + 1 = 5, but not that of f(2) = 5.
-UNSOLVED = re.compile(r"[\d)}]\s*[A-Za-z(]|\^|[-+*]\s*\d|/\s*\d|\\(?:[dt]?frac|sqrt|cdot)|[A-Za-z]\s*[-+*/]\s*[A-Za-z]")
+UNSOLVED = re.compile(
+    r"[\d)}]\s*[A-Za-z(]|\^|[-+*]\s*\d|/\s*\d|\\(?:[dt]?frac|sqrt|cdot)|[A-Za-z]\s*[-+*/]\s*[A-Za-z]"
+)
 
 
 class MathAnswer(Verifier):
@@ -50,10 +72,14 @@ class MathAnswer(Verifier):
 
     def __init__(self, field: str = "answer", tolerance: float = 0.0, timeout: float = 5.0) -> None:
         if not (0 <= tolerance < 1 and timeout > 0):
-            raise UserError(f"{type(self).__name__} needs 0 <= tolerance < 1, timeout > 0: {tolerance}, {timeout}")
+            raise UserError(
+                f"{type(self).__name__} needs 0 <= tolerance < 1, timeout > 0: {tolerance}, {timeout}"
+            )
         self.field, self.tolerance, self.timeout = field, tolerance, timeout
         self.needs: tuple[str, ...] = (field,)
-        self._elsewhere = Elsewhere("MathAnswer", timeout, tolerance=tolerance)  # this process may be unable to fork
+        self._elsewhere = Elsewhere(
+            "MathAnswer", timeout, tolerance=tolerance
+        )  # this process may be unable to fork
 
     def check(self) -> None:
         try:
@@ -68,13 +94,17 @@ class MathAnswer(Verifier):
         gold = final_answer(field(row, self.field, str), gold=True)
         worded = WORD.search(gold) and not re.search(r"\d", gold)
         if not (number(gold) is not None or worded or _parse(gold)):
-            raise ValueError(f"field {self.field!r} holds no answer that math-verify can parse: {short(value, 80)!r}")
+            raise ValueError(
+                f"field {self.field!r} holds no answer that math-verify can parse: {short(value, 80)!r}"
+            )
 
     def at_once(self, completion: str, row: Row) -> Result | None:
         mine, gold = plain(answer_text(completion)), plain(str(row[self.field]), gold=True)
         if mine is None or gold is None:
             return None
-        equal = abs(Fraction(mine) - Fraction(gold)) <= abs(Fraction(gold)) * Fraction(self.tolerance)
+        equal = abs(Fraction(mine) - Fraction(gold)) <= abs(Fraction(gold)) * Fraction(
+            self.tolerance
+        )
         return (correct if equal else wrong)(f"found {mine}")
 
     def __call__(self, completion: str, row: Row) -> Result:
@@ -103,13 +133,19 @@ class MajorityAnswer(MathAnswer):
     """
 
     def __init__(
-        self, min_share: float = 0.0, field: str | None = "answer", tolerance: float = 0.0, timeout: float = 5.0
+        self,
+        min_share: float = 0.0,
+        field: str | None = "answer",
+        tolerance: float = 0.0,
+        timeout: float = 5.0,
     ) -> None:
         if not (0 <= min_share <= 1):
             raise UserError(f"MajorityAnswer needs min_share in [0, 1], found {min_share}")
         super().__init__(field or "", tolerance, timeout)
         self.needs, self.min_share = (), min_share
-        self._elsewhere = Elsewhere("MajorityAnswer", timeout, min_share=min_share, tolerance=tolerance)
+        self._elsewhere = Elsewhere(
+            "MajorityAnswer", timeout, min_share=min_share, tolerance=tolerance
+        )
 
     def check_row(self, row: Row) -> None:
         if row.get(self.field) is not None:
@@ -120,7 +156,9 @@ class MajorityAnswer(MathAnswer):
 
     def judge_group(self, completions: Sequence[str], row: Row) -> list[Result]:
         if row.get(self.field) is not None:
-            return [super(MajorityAnswer, self).__call__(completion, row) for completion in completions]
+            return [
+                super(MajorityAnswer, self).__call__(completion, row) for completion in completions
+            ]
         if len(completions) < 2:
             needed = self.field and f"; to judge it alone, the row needs the field {self.field!r}"
             return [error(f"one answer alone has no majority{needed}")]
@@ -131,7 +169,9 @@ class MajorityAnswer(MathAnswer):
         votes: dict[str, list[int]] = {}  # final answer -> indices of its completions
         end = time.monotonic() + GROUP_SECONDS
         for index, completion in enumerate(completions):
-            seconds = min(self.timeout, max(0.01, (end - time.monotonic()) / (len(completions) - index)))
+            seconds = min(
+                self.timeout, max(0.01, (end - time.monotonic()) / (len(completions) - index))
+            )
             value = plain(completion)
             if value is not None and all(map(number, votes)):
                 vote = _vote(value, list(votes), self.tolerance)
@@ -158,13 +198,17 @@ def _vote(completion: str, known: Sequence[str], tolerance: float) -> Result:
         return wrong("the answer is too long to vote")
     if number(answer) is None and (parsed := _parse(answer)):
         with contextlib.suppress(TypeError, ValueError, AttributeError):
-            parsed[0].evalf(15)  # an answer that takes too long to compute reaches the time limit here
+            parsed[0].evalf(
+                15
+            )  # an answer that takes too long to compute reaches the time limit here
     return correct(next((other for other in known if _equal(other, answer, tolerance)), answer))
 
 
 def _child(seconds: float, judge: Callable[..., Result], *args: Any) -> Result:
     _library()  # before the fork, so that children need not import it
-    return forked(functools.partial(judge, *args), seconds, "the comparison") or wrong("the answer cannot be compared")
+    return forked(functools.partial(judge, *args), seconds, "the comparison") or wrong(
+        "the answer cannot be compared"
+    )
 
 
 def _judge(completion: str, answer: str, tolerance: float) -> Result:
@@ -185,7 +229,9 @@ def _equal(gold: str, answer: str, tolerance: float) -> bool:
         return True
     golden, mine = choice(gold), choice(answer)
     if golden and mine:
-        return golden[0] == mine[0] and not (golden[1] and mine[1] and not _equal(golden[1], mine[1], tolerance))
+        return golden[0] == mine[0] and not (
+            golden[1] and mine[1] and not _equal(golden[1], mine[1], tolerance)
+        )
     if (lettered := golden or mine) and lettered[1]:  # only one has a letter
         return _equal(golden[1] if golden else gold, mine[1] if mine else answer, tolerance)
     if "." in gold + answer:  # \approx 5 is not 5, but \approx 3.33 is 3.33
@@ -197,7 +243,9 @@ def _equal(gold: str, answer: str, tolerance: float) -> bool:
 def _same_text(a: str, b: str) -> bool:
     """Whether two answers are the same text, apart from white space and the case of words."""
     a, b = (" ".join(side.split()).removesuffix(".") for side in (a, b))
-    return a == b or (len(a) > 1 and a.casefold() == b.casefold() and all(part.isalpha() for part in a.split()))
+    return a == b or (
+        len(a) > 1 and a.casefold() == b.casefold() and all(part.isalpha() for part in a.split())
+    )
 
 
 def _by_number(gold: str, answer: str, tolerance: float) -> bool | None:
@@ -205,10 +253,17 @@ def _by_number(gold: str, answer: str, tolerance: float) -> bool | None:
     golden = number(gold)
     mine = number(answer if golden is None else re.sub(r"\A[A-Za-z](?:_\w)?\s*=", "", answer))
     if (mine is None) != (golden is None):
-        mine, golden = mine or number(answer.replace(",", ".")), golden or number(gold.replace(",", "."))
+        mine, golden = (
+            mine or number(answer.replace(",", ".")),
+            golden or number(gold.replace(",", ".")),
+        )
     if mine is None or golden is None:
         return None
-    values = {mine[0]} if mine[1] == golden[1] else {mine[0], mine[0] / 100 if mine[1] else mine[0] * 100}
+    values = (
+        {mine[0]}
+        if mine[1] == golden[1]
+        else {mine[0], mine[0] / 100 if mine[1] else mine[0] * 100}
+    )
     return any(abs(value - golden[0]) <= abs(golden[0]) * Fraction(tolerance) for value in values)
 
 
@@ -218,7 +273,9 @@ def _compare(gold: str, answer: str, tolerance: float) -> bool:
 
     golden, mine = (set(ARGUMENT.findall(side)) for side in (gold, answer))
     if len(golden) == len(mine) == 1 and not golden & set(re.sub(r"\\[A-Za-z]+", "", answer)):
-        answer = re.sub(LETTER + mine.pop(), golden.pop(), answer)  # W(x) = 1 says what W(n) = 1 does
+        answer = re.sub(
+            LETTER + mine.pop(), golden.pop(), answer
+        )  # W(x) = 1 says what W(n) = 1 does
     if any(r"\lor" in side for side in (gold, answer)):
         if (union := _union(gold)) is not None and union == _union(answer):
             return True
@@ -232,7 +289,12 @@ def _compare(gold: str, answer: str, tolerance: float) -> bool:
     if other and other[1] != (base[1] if base else "10"):
         return False
     left, equation, _ = answer.partition("=")
-    if equation and isinstance(parsed[0], Eq) and not isinstance(target[0], Eq) and UNSOLVED.search(left):
+    if (
+        equation
+        and isinstance(parsed[0], Eq)
+        and not isinstance(target[0], Eq)
+        and UNSOLVED.search(left)
+    ):
         return False
     return _strict(tolerance).verify(target, parsed, timeout_seconds=None)
 
@@ -244,7 +306,9 @@ def _union(answer: str) -> Any:
     sets, names = [], set()
     for part in answer.split(r"\lor"):
         value = (_parse(part) or [None])[0]
-        value = getattr(value, "rhs", value) if isinstance(getattr(value, "rhs", None), Set) else value  # x in (1, 2)
+        value = (
+            getattr(value, "rhs", value) if isinstance(getattr(value, "rhs", None), Set) else value
+        )  # x in (1, 2)
         with contextlib.suppress(TypeError, ValueError, NotImplementedError, AttributeError):
             names |= value.free_symbols
             sets.append(value if isinstance(value, Set) else value.as_set())
@@ -266,9 +330,13 @@ def _strict(tolerance: float) -> Any:
 
     def numeric_equal(a: Any, b: Any, *digits: int) -> bool:
         with contextlib.suppress(TypeError, ValueError, AttributeError):
-            if not (a.is_Matrix or a.has(UnevaluatedExpr) or b.has(UnevaluatedExpr)):  # the latter is a percentage
+            if not (
+                a.is_Matrix or a.has(UnevaluatedExpr) or b.has(UnevaluatedExpr)
+            ):  # the latter is a percentage
                 symbols = sorted(a.free_symbols | b.free_symbols, key=str)
-                point = {symbol: Rational(1009 + 26 * i, 997 - 6 * i) for i, symbol in enumerate(symbols)}
+                point = {
+                    symbol: Rational(1009 + 26 * i, 997 - 6 * i) for i, symbol in enumerate(symbols)
+                }
                 x, y = a.subs(point).evalf(30), b.subs(point).evalf(30)
                 near = tolerance or (1e-5 if a.has(Float) or b.has(Float) else 1e-12)
                 if abs(x - y) > near * abs(x):
@@ -278,7 +346,9 @@ def _strict(tolerance: float) -> Any:
         return numeric(a, b, *digits)
 
     grader.sympy_numeric_eq = numeric_equal
-    grader.sympy_solve_and_compare = lambda a, b, *digits: bool(solve(a, a.free_symbols)) and solved(a, b, *digits)
+    grader.sympy_solve_and_compare = lambda a, b, *digits: (
+        bool(solve(a, a.free_symbols)) and solved(a, b, *digits)
+    )
     return math_verify
 
 
@@ -290,10 +360,17 @@ def _parse(answer: str) -> list:
         return []
     math_verify = _library()
     # units: math-verify would take the t off 2t
-    normal = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
-    config = [math_verify.LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)]
+    normal = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
+    )
+    config = [
+        math_verify.LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)
+    ]
     return math_verify.parse(
-        rf"\boxed{{{text}}}", extraction_config=config, parsing_timeout=None, extraction_mode="first_match"
+        rf"\boxed{{{text}}}",
+        extraction_config=config,
+        parsing_timeout=None,
+        extraction_mode="first_match",
     )
 
 
@@ -302,8 +379,13 @@ def _library() -> Any:
     import math_verify
     import math_verify.grader
 
-    for name in ("math_verify", "latex2sympy2_extended"):  # they warn that no timeout is set; forked has one
+    for name in (
+        "math_verify",
+        "latex2sympy2_extended",
+    ):  # they warn that no timeout is set; forked has one
         logging.getLogger(name).setLevel(logging.CRITICAL)
     x, y = (math_verify.parse(text, parsing_timeout=None) for text in (r"$\frac{x}{2}$", "$x+1$"))
-    math_verify.verify(x, y, timeout_seconds=None)  # loads the parser's tables once, not in every child
+    math_verify.verify(
+        x, y, timeout_seconds=None
+    )  # loads the parser's tables once, not in every child
     return math_verify

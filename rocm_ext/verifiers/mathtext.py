@@ -14,7 +14,8 @@ LONGEST, DEEPEST = 500, 30  # limits of a readable answer: characters, and depth
 
 # Characters that models write for LaTeX's commands and ASCII. latex2sympy silently skips some of them.
 COMMANDS = (
-    r"×\times ·\cdot ⋅\cdot π\pi ∞\infty ≤\le ≥\ge ≠\ne ≈\approx ±\pm °^\circ ∪\cup ∩\cap ∈\in ∅\emptyset θ\theta"
+    r"×\times ·\cdot ⋅\cdot π\pi ∞\infty ≤\le ≥\ge ≠\ne ≈\approx ±\pm °^\circ ∪\cup ∩\cap ∈\in "
+    r"∅\emptyset θ\theta"
 )
 SIGNS = str.maketrans(
     {command[0]: command[1:] + " " for command in COMMANDS.split()}
@@ -23,7 +24,9 @@ SIGNS = str.maketrans(
     | dict.fromkeys("“”„«»「」", '"')
     | dict.fromkeys("€£¥₹", "$")
     | dict(zip("÷∕⁄％，、（）＝＋∶：٫٬’", "///%,,()=+::.,'", strict=True))
-    | dict(zip("½¼¾⅓⅔。？！", [" 1/2", " 1/4", " 3/4", " 1/3", " 2/3", ". ", "? ", ". "], strict=True))
+    | dict(
+        zip("½¼¾⅓⅔。？！", [" 1/2", " 1/4", " 3/4", " 1/3", " 2/3", ". ", "? ", ". "], strict=True)
+    )
 )
 POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉", "0123456789-0123456789")
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
@@ -42,7 +45,10 @@ REWRITES = [  # to one notation, in this order; no value changes
     (r"-\\?\$(?=[\d.])", "-"),
     (r"\\not\s*\{?=\}?|=/=", r"\\ne "),
     (r"\\?\$|(?<!\\)\\[()\[\]]|\\displaystyle\b", " "),
-    (r"(?<=[\d}]) *[ckm]m *\^(?:\{[23]\}|[23])|(?<=\d)(?=(?:[ckm]m|[km]g|ft|in|lb|oz|m[lL]|hrs?|min|mi|mph)\b)", " "),
+    (
+        r"(?<=[\d}]) *[ckm]m *\^(?:\{[23]\}|[23])|(?<=\d)(?=(?:[ckm]m|[km]g|ft|in|lb|oz|m[lL]|hrs?|min|mi|mph)\b)",
+        " ",
+    ),
     (r"\\([dtc]?frac)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}"),  # \frac 1 2
     (r"_(\w)\s+(?=\d)", r"_{\1}"),  # \log_2 3
     (r"(?<![\\A-Za-z])(sin|cos|tan|log|ln|exp|sqrt)(?= ?[\d(])", r"\\\1 "),
@@ -53,14 +59,18 @@ REWRITES = [  # to one notation, in this order; no value changes
 ]
 MARKUP = [(re.compile(pattern), by) for pattern, by in REWRITES]
 # 1,234 and 1 234, but not the point (1,234)
-GROUPED = re.compile(r"(?<![\d.,(\[])(?<!\\\{)[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d|,\d| ?\d)")
+GROUPED = re.compile(
+    r"(?<![\d.,(\[])(?<!\\\{)[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d|,\d| ?\d)"
+)
 
 NESTED = r"(?:\\.|[^{}\\])*"
 for _ in range(30):
     NESTED = rf"(?:\\.|[^{{}}\\]|\{{{NESTED}\}})*"
 BOX = re.compile(rf"\\(?:boxed|fbox)\s*\{{({NESTED})\}}|\\boxed[ \t]+([^\s{{}}$\\]+)", re.S)
 HASHES = re.compile(r"####[ \t]*([^\n]+)")
-TAG = re.compile("<answer>(.*?)</answer>", re.S)  # as many prompts for reinforcement learning want it
+TAG = re.compile(
+    "<answer>(.*?)</answer>", re.S
+)  # as many prompts for reinforcement learning want it
 PHRASE = re.compile(r"\banswer\b[*_ \t]*(?:is|are|equals|=|:)[*_: \t]*", re.I)
 FINAL = re.compile(rf"\bfinal {PHRASE.pattern}", re.I)
 END = re.compile(r"\n|[.?](?=[\s*_\"')]|$)|(?<!\d)!(?=\s|$)")  # of a sentence; 5! is a factorial
@@ -106,13 +116,22 @@ LEFT = re.compile(
     rf"|\b(?:{CHANGED})|n't){NEXT}",
     re.I,
 )
-RIGHT = re.compile(r"[\s)]*(?:[*/+^_]|-\s?\d|\.?\d|\\(?:cdot|times|div|pm)\b|and\b[\s(]*\d|,\s*\d[\d. ]*(?:\n|\Z))")
+RIGHT = re.compile(
+    r"[\s)]*(?:[*/+^_]|-\s?\d|\.?\d|\\(?:cdot|times|div|pm)\b|and\b[\s(]*\d|,\s*\d[\d. ]*(?:\n|\Z))"
+)
 SETS = re.compile(r"[<>]|\\(?:[lg]eq?|lt|gt|in|infty)\b")  # an inequality or an interval
 JOIN = re.compile(r"(?:(?:and|or)\b|\w+\s*,)\W*\w?\Z")  # values of a list
-CLAUSE = re.compile(r"(?:[,;] |(?<!or )\b(?=(?:which|it's|so)\b))(?!(?:and|or|nor)\b)(?=[A-Za-z]{2})", re.I)
+CLAUSE = re.compile(
+    r"(?:[,;] |(?<!or )\b(?=(?:which|it's|so)\b))(?!(?:and|or|nor)\b)(?=[A-Za-z]{2})", re.I
+)
 # What makes a marked value one of several
-CONDITION = re.compile(r"\d ?\.\.|\b(?:if|when|unless|but|except|without|else|lambda|provided)\b", re.I)
-ABOUT = re.compile(r"(?:\s*(?:(?:[A-Za-z]\s*)?\\approx(?![a-z])|(?:about|approx(?:imately)?|roughly|around)\b))+", re.I)
+CONDITION = re.compile(
+    r"\d ?\.\.|\b(?:if|when|unless|but|except|without|else|lambda|provided)\b", re.I
+)
+ABOUT = re.compile(
+    r"(?:\s*(?:(?:[A-Za-z]\s*)?\\approx(?![a-z])|(?:about|approx(?:imately)?|roughly|around)\b))+",
+    re.I,
+)
 FREE = re.compile(  # f(x) = x + c for any real c
     r"\b(?:for|where)\s+(?:(?:any|all|each|every|some|arbitrary)\s+)(?:(?!but|not|no|except)[a-z]{2,12}\s+){0,3}"
     r"[A-Za-z](?:\s*\\in\s*\\mathbb\s*\{?[A-Z]\}?)?[\s.]*\Z"
@@ -122,7 +141,9 @@ LABEL = re.compile(
     r"(?s)\s*(?:\(([A-J])\)|([A-J])[.):])(?=\s+(?:[\w$.]|-\d|\\(?:[dt]?frac|sqrt|pi)))"
     r"(?!.*(?:\([A-J]\)|\b[A-J][.):]\s|\bor\b|\bis (?:not|wrong|incorrect|false)\b))"
 )
-CHOICES = re.compile(r"(?:[Oo]ption|[Cc]hoice)?\s*(\(?[A-J]\)?(?:(?:\s*[,;&]\s*|\s+and\s+|\s*)\(?[A-J]\)?){0,9})[.):]?")
+CHOICES = re.compile(
+    r"(?:[Oo]ption|[Cc]hoice)?\s*(\(?[A-J]\)?(?:(?:\s*[,;&]\s*|\s+and\s+|\s*)\(?[A-J]\)?){0,9})[.):]?"
+)
 # What latex2sympy would leave out without a word, or add up: "5 6" is 11 to it, "1, \ldots, 9" is 1, 9.
 UNREADABLE = re.compile(
     r"\d\s+\d|\d\s*\}\s+\d|\\[a-z]*dots|\.\.|\d\s*[\"']|\\pmod|\\equiv|\\approx|\\prime|(?<!\\)~|[?#@]"
@@ -166,7 +187,11 @@ def clean(text: str) -> str:
         text = re.sub(r"(?<=\d) ?[ckm]?m[²³]", " ", text)
         text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(POWERS)}}}", text)
         text = re.sub("[₀-₉]+", lambda m: f"_{{{m[0].translate(POWERS)}}}", text).translate(SIGNS)
-        text = re.sub(r"√\s?(?:\(([^()]{1,100})\)|(\d+(?:\.\d+)?|\w))", lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text)
+        text = re.sub(
+            r"√\s?(?:\(([^()]{1,100})\)|(\d+(?:\.\d+)?|\w))",
+            lambda m: rf"\sqrt{{{m[1] or m[2]}}}",
+            text,
+        )
         text = re.sub(r"\d", lambda m: str(int(m[0])), text)
     for pattern, by in MARKUP:
         text = pattern.sub(by, text)
@@ -213,7 +238,10 @@ def _boxes(text: str) -> list[tuple[int, str]]:
     while (box := boxes.pop()) and near.fullmatch(text, box.end(), start):
         start, parts = box.start(), [box[1] or box[2] or ""] * (box[1] != parts[0]) + parts
     inner = _read(", ".join(parts), True)
-    before, after = text[max(0, start - 60) : start].rpartition("\n")[2], text[last.end() : last.end() + 60]
+    before, after = (
+        text[max(0, start - 60) : start].rpartition("\n")[2],
+        text[last.end() : last.end() + 60],
+    )
     part = LEFT.search(before) or DENIED.search(before)
     part = part or RIGHT.match(after) or AFTER.match(after) or OPEN.match(after)
     return [(last.end(), f"part of {inner}" if part else inner)]
@@ -241,7 +269,9 @@ def _stated(text: str, start: int, sentence: str) -> str:
     value = _read(sentence)
     end = text.index(sentence, start) + len(sentence)
     before = END.split(text[max(0, start - 60) : start])[-1]
-    return f"perhaps {value}" if value and (DENIED.search(before) or OPEN.match(text, end)) else value
+    return (
+        f"perhaps {value}" if value and (DENIED.search(before) or OPEN.match(text, end)) else value
+    )
 
 
 def _read(text: str, marked: bool = False) -> str:
@@ -267,10 +297,14 @@ def _read(text: str, marked: bool = False) -> str:
     if not runs:
         return text.rstrip(".")
     gaps = ["".join(pieces[2 * a + 1 : 2 * b]) + pieces[2 * b][:2] for a, b in pairwise(runs)]
-    calculated = not marked and len(values) > 1 and re.match(r"[^A-Za-z]*=", values[runs[-1]])  # 30 hours / 3 = 10
+    calculated = (
+        not marked and len(values) > 1 and re.match(r"[^A-Za-z]*=", values[runs[-1]])
+    )  # 30 hours / 3 = 10
     before = "".join(pieces[: 2 * runs[0]])[-60:]
     called = before[-1:].isalpha() and pieces[2 * runs[0]].startswith("(")  # sum(5)
-    changed = BEFORE.search(before) or DENIED.search(before) or called or not all(map(JOIN.match, gaps))
+    changed = (
+        BEFORE.search(before) or DENIED.search(before) or called or not all(map(JOIN.match, gaps))
+    )
     if (changed and not calculated) or AFTER.match("".join(pieces[2 * runs[-1] + 1 :])[:60]):
         return text
     sets = all(SETS.search(values[i]) for i in runs) and all(gap.startswith("or") for gap in gaps)
@@ -281,7 +315,9 @@ def _read(text: str, marked: bool = False) -> str:
 def _bare(run: str) -> str:
     """The text between two words, without punctuation and the sentence's brackets."""
     run = re.sub(r"\A(?:[\s,;:*_?/]|\.(?!\d))+", "", run).rstrip(" \t\n\r\f\v,;:.*_?")
-    balanced = run.count("(") == run.count(")") or re.search(r"[\[\]]", run)  # (1, 2] is an interval
+    balanced = run.count("(") == run.count(")") or re.search(
+        r"[\[\]]", run
+    )  # (1, 2] is an interval
     return run if balanced else run.strip("() ,.;:")
 
 
@@ -312,16 +348,27 @@ def choice(answer: str) -> tuple[str, str] | None:
 
 def readable(answer: str) -> str | None:
     """An answer that math-verify can read completely; None if it has words, or math-verify would skip a part."""
-    text = re.sub(r"\\(?:boxed|fbox)\s*\{", "{", answer).strip(" \n,").removesuffix(".").removeprefix("=")
+    text = (
+        re.sub(r"\\(?:boxed|fbox)\s*\{", "{", answer)
+        .strip(" \n,")
+        .removesuffix(".")
+        .removeprefix("=")
+    )
     if not text or len(text) > LONGEST or WORD.search(text) or UNREADABLE.search(text):
         return None
     depths = accumulate((char in "([{") - (char in ")]}") for char in text)
-    return text if max(depths) <= DEEPEST else None  # the parser's time grows with the square of the depth
+    return (
+        text if max(depths) <= DEEPEST else None
+    )  # the parser's time grows with the square of the depth
 
 
 def number(answer: str) -> tuple[Fraction, bool] | None:
     """The exact value of a decimal number, perhaps with a power of ten, and whether it is a percentage; or None."""
-    bare = " ".join(answer.split()).replace("- ", "-").removesuffix(".") if len(answer) <= LONGEST else ""
+    bare = (
+        " ".join(answer.split()).replace("- ", "-").removesuffix(".")
+        if len(answer) <= LONGEST
+        else ""
+    )
     match = NUMBER.fullmatch(bare[1:-1] if re.fullmatch(r"\([^()]*\)", bare) else bare)
     if match is None:
         return None

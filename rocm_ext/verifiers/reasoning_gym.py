@@ -12,7 +12,17 @@ from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.base.types import Json, Row
 from rocm_ext.sandbox import BOX, Limits, Sandbox, check_limits, interpreter
 from rocm_ext.sandbox.limits import ENVIRONMENT
-from rocm_ext.verifiers.base import Result, Verifier, correct, error, field, short, timeout, unparsed, wrong
+from rocm_ext.verifiers.base import (
+    Result,
+    Verifier,
+    correct,
+    error,
+    field,
+    short,
+    timeout,
+    unparsed,
+    wrong,
+)
 
 INSTALL = "`pip install 'torchtune-rocm[reasoning-gym]'`"
 START = 60.0  # seconds that the package may take to import and to make a dataset
@@ -47,7 +57,9 @@ class ReasoningGym(Verifier):
     needs = ("prompt", COLUMN)
     batch_size = 16  # the package takes a second to import
 
-    def __init__(self, timeout: float = 10.0, memory_mb: int = 2048, sandbox: str = "bubblewrap") -> None:
+    def __init__(
+        self, timeout: float = 10.0, memory_mb: int = 2048, sandbox: str = "bubblewrap"
+    ) -> None:
         check_limits("ReasoningGym", timeout, memory_mb, 256)
         self.timeout, self.memory_mb, self.kind = timeout, memory_mb, sandbox
 
@@ -86,7 +98,9 @@ class ReasoningGym(Verifier):
         if said.get("late"):
             return timeout(f"the judge is still running after {self.timeout:g} s")
         if "score" not in said:
-            return wrong(f"the judge cannot read the answer: {said.get('answer', 'its process died')}")
+            return wrong(
+                f"the judge cannot read the answer: {said.get('answer', 'its process died')}"
+            )
         value = said["score"]
         if not 0 <= value <= 1:
             return error(f"the judge gave {value:g}; expected a score from 0 to 1")
@@ -94,9 +108,15 @@ class ReasoningGym(Verifier):
 
     def _run(self, rows: Sequence[Row], answers: Sequence[str | None]) -> Json:
         limits = Limits(seconds=START + self.timeout * len(rows), memory_mb=self.memory_mb)
-        argv, stdin = _command({"rows": rows, "answers": answers, "seconds": self.timeout}, f"{BOX}/judge.py")
+        argv, stdin = _command(
+            {"rows": rows, "answers": answers, "seconds": self.timeout}, f"{BOX}/judge.py"
+        )
         outcome = self._sandbox.run(argv, {"judge.py": SCRIPT.read_text()}, stdin, limits)
-        why = outcome.killed or outcome.stderr.decode("utf-8", "replace") or f"took over {limits.seconds:g} s"
+        why = (
+            outcome.killed
+            or outcome.stderr.decode("utf-8", "replace")
+            or f"took over {limits.seconds:g} s"
+        )
         if not (outcome.started and not outcome.timed_out and not outcome.killed):
             raise ValueError(f"the sandbox of reasoning-gym: {short(why, 200)}")
         return _read(outcome.stdout, outcome.stderr)
@@ -108,7 +128,9 @@ def entries(task: str, options: Json, seed: int, size: int) -> list[tuple[str, s
     argv, stdin = _command({"rows": [row]}, str(SCRIPT))
     # its environment has a fixed seed of hashes, on which a few tasks depend
     process = subprocess.run(argv, input=stdin, capture_output=True, check=False, env=ENVIRONMENT)
-    return [(question, answer) for question, answer in _read(process.stdout, process.stderr)["entries"]]
+    return [
+        (question, answer) for question, answer in _read(process.stdout, process.stderr)["entries"]
+    ]
 
 
 def _command(task: Json, script: str) -> tuple[list[str], bytes]:
@@ -121,13 +143,19 @@ def _read(stdout: bytes, stderr: bytes) -> Json:
     try:
         said = json.loads(stdout)
     except ValueError:
-        raise UserError(f"reasoning-gym: {short(stderr.decode('utf-8', 'replace')[-500:], 200) or 'it died'}") from None
+        raise UserError(
+            f"reasoning-gym: {short(stderr.decode('utf-8', 'replace')[-500:], 200) or 'it died'}"
+        ) from None
     if "unknown" in said:
-        raise UserError(f"reasoning-gym has no task {said['unknown']!r}{nearest(said['unknown'], said['tasks'])}")
+        raise UserError(
+            f"reasoning-gym has no task {said['unknown']!r}{nearest(said['unknown'], said['tasks'])}"
+        )
     if "missing" in said:
         raise UserError(f"reasoning-gym cannot be imported: {said.get('missing')}; {INSTALL}")
     if "problem" in said:
-        raise UserError(f"reasoning-gym: {said.get('problem')}; set `options` to arguments of the task")
+        raise UserError(
+            f"reasoning-gym: {said.get('problem')}; set `options` to arguments of the task"
+        )
     return said
 
 

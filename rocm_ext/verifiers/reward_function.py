@@ -54,21 +54,32 @@ class RewardFunction(Verifier):
     ) -> None:
         self.scale, self.threshold = checked_scale("RewardFunction", scale, threshold)
         if not (type(batch_size) is int and batch_size >= 1):
-            raise UserError(f"RewardFunction: batch_size must be a whole number of at least 1, found {batch_size!r}")
+            raise UserError(
+                f"RewardFunction: batch_size must be a whole number of at least 1, found {batch_size!r}"
+            )
         self.function = import_component(function) if isinstance(function, str) else function
         if inspect.isclass(self.function):
-            raise UserError(f"RewardFunction: {function} is a class; expected a function, or an object with __call__")
-        self.__name__ = getattr(self.function, "__name__", type(self.function).__name__)  # for messages and parts
+            raise UserError(
+                f"RewardFunction: {function} is a class; expected a function, or an object with __call__"
+            )
+        self.__name__ = getattr(
+            self.function, "__name__", type(self.function).__name__
+        )  # for messages and parts
         self.conversational, self.batch_size, self.groups = conversational, batch_size, groups
         parameters = inspect.signature(self.function).parameters.values()
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         required = [p.name for p in named if p.default is p.empty]
         absent = (name for name in required if name in TRAINERS)
-        refuse(f"RewardFunction: the function needs {name}, which only a trainer has" for name in absent)
+        refuse(
+            f"RewardFunction: the function needs {name}, which only a trainer has"
+            for name in absent
+        )
         # parameter -> whether it is required
         self._named = {p.name: p.name in required for p in named if p.name not in TRAINERS}
-        self.needs = tuple(name for name in required if name not in ("prompts", "completions", *LOGGERS))
+        self.needs = tuple(
+            name for name in required if name not in ("prompts", "completions", *LOGGERS)
+        )
 
     def check_row(self, row: Row) -> None:
         super().check_row(row)
@@ -82,13 +93,22 @@ class RewardFunction(Verifier):
 
     def judge_batch(self, completions: Sequence[Any], rows: Sequence[Row]) -> list[Result]:
         answers = [  # a conversation's completion is a list of messages
-            [{"role": "assistant", "content": text}] if isinstance(text, str) and self._talks(row) else text
+            [{"role": "assistant", "content": text}]
+            if isinstance(text, str) and self._talks(row)
+            else text
             for text, row in zip(completions, rows, strict=True)
         ]
-        given: dict[str, Any] = {"prompts": [self.prompt(row) for row in rows], "completions": answers}
-        columns = dict.fromkeys(name for row in rows for name in row if name not in (*NO_COLUMNS, *given))
+        given: dict[str, Any] = {
+            "prompts": [self.prompt(row) for row in rows],
+            "completions": answers,
+        }
+        columns = dict.fromkeys(
+            name for row in rows for name in row if name not in (*NO_COLUMNS, *given)
+        )
         given |= {name: [row.get(name) for row in rows] for name in columns}
-        given = {name: value for name, value in given.items() if self._takes_all or name in self._named}
+        given = {
+            name: value for name, value in given.items() if self._takes_all or name in self._named
+        }
         given |= {name: lambda *_, **__: None for name in LOGGERS if self._named.get(name)}
         parts: dict[str, float] = {}
         if "log_metric" in self._named:
@@ -99,7 +119,9 @@ class RewardFunction(Verifier):
 
             rewards = asyncio.run(_result_of(rewards))
         if not isinstance(rewards, Iterable) or isinstance(rewards, (str, Mapping)):
-            raise TypeError(f"it returned {short(repr(rewards), 40)}; expected a list with a reward for each answer")
+            raise TypeError(
+                f"it returned {short(repr(rewards), 40)}; expected a list with a reward for each answer"
+            )
         rewards = list(rewards)
         if len(rewards) != len(rows):
             raise ValueError(f"it returned {len(rewards)} rewards for {len(rows)} completions")
@@ -129,14 +151,21 @@ class RewardFunction(Verifier):
     def _result(self, reward: Any, parts: Mapping[str, float]) -> Result:
         if isinstance(reward, Mapping):
             if "reward" not in reward:
-                raise ValueError(f"it returned {short(repr(reward), 80)}; expected 'reward' beside its parts")
-            parts = {**parts, **_finite({name: value for name, value in reward.items() if name != "reward"})}
+                raise ValueError(
+                    f"it returned {short(repr(reward), 80)}; expected 'reward' beside its parts"
+                )
+            parts = {
+                **parts,
+                **_finite({name: value for name, value in reward.items() if name != "reward"}),
+            }
             reward = reward["reward"]
         if reward is None:
             return error("the reward function does not apply to this row: it returned None")
         if isinstance(reward, str):
             raise TypeError(f"it returned the text {short(reward, 40)!r} as a reward")
-        return replace(scaled(float(reward), self.scale, self.threshold, "the reward function"), parts=parts)
+        return replace(
+            scaled(float(reward), self.scale, self.threshold, "the reward function"), parts=parts
+        )
 
 
 async def _result_of(awaitable: Awaitable[Any]) -> Any:
@@ -149,11 +178,17 @@ def _finite(parts: Mapping[Any, Any]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
-def checked_scale(who: str, scale: Sequence[float], threshold: float) -> tuple[tuple[float, float], float]:
+def checked_scale(
+    who: str, scale: Sequence[float], threshold: float
+) -> tuple[tuple[float, float], float]:
     """A verifier's arguments ``scale`` and ``threshold`` as floats; raises UserError if one is out of range."""
-    numbers = isinstance(scale, (list, tuple)) and all(type(number) in (int, float) for number in scale)
+    numbers = isinstance(scale, (list, tuple)) and all(
+        type(number) in (int, float) for number in scale
+    )
     if not (numbers and len(scale) == 2 and -math.inf < scale[0] < scale[1] < math.inf):
-        raise UserError(f"{who}: scale must be [low, high], two numbers with low < high, found {scale!r}")
+        raise UserError(
+            f"{who}: scale must be [low, high], two numbers with low < high, found {scale!r}"
+        )
     if not (type(threshold) in (int, float) and 0 < threshold <= 1):
         raise UserError(f"{who}: threshold must be in (0, 1], found {threshold!r}")
     return (float(scale[0]), float(scale[1])), float(threshold)
@@ -166,7 +201,11 @@ def scaled(value: float, scale: tuple[float, float], threshold: float, who: str)
         hint = "; set scale to its least and greatest value" if math.isfinite(value) else ""
         return error(f"{who} gave {value:g}, which is not between {low:g} and {high:g}{hint}")
     reward = (value - low) / (high - low)
-    return Result(Verdict.CORRECT if reward >= threshold - 1e-9 else Verdict.WRONG, reward, f"{who} gave {value:g}")
+    return Result(
+        Verdict.CORRECT if reward >= threshold - 1e-9 else Verdict.WRONG,
+        reward,
+        f"{who} gave {value:g}",
+    )
 
 
 class _VerifierReward:
@@ -178,14 +217,22 @@ class _VerifierReward:
         self._verifier = build(node)
         self._verifier.check()
         self._pool = Pool(node, workers, timeout).__enter__()
-        self.close = weakref.finalize(self, self._pool.close)  # ends the workers; also when the interpreter ends
+        self.close = weakref.finalize(
+            self, self._pool.close
+        )  # ends the workers; also when the interpreter ends
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
+    ) -> list[float | None]:
         kept = {name: values for name, values in columns.items() if name not in NO_COLUMNS}
         rows = []
         for index, prompt in enumerate(prompts):
-            row = {name: values[index] for name, values in kept.items() if values[index] is not None}
-            row |= {"prompt": _text(prompt)} | ({} if isinstance(prompt, str) else {"messages": prompt})
+            row = {
+                name: values[index] for name, values in kept.items() if values[index] is not None
+            }
+            row |= {"prompt": _text(prompt)} | (
+                {} if isinstance(prompt, str) else {"messages": prompt}
+            )
             self._verifier.check_row(row)
             rows.append(row)
         answers = zip(rows, map(_text, completions), strict=True)

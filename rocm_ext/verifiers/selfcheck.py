@@ -65,7 +65,9 @@ def self_check(
                 verifier.check_row(row)
                 gold = _gold(row, names)
                 if gold is None:
-                    raise UserError(f"no gold answer in {' or '.join(names)}; the row has {', '.join(row)}")
+                    raise UserError(
+                        f"no gold answer in {' or '.join(names)}; the row has {', '.join(row)}"
+                    )
             except (UserError, ValueError) as error:
                 raise UserError(f"{origin}: {error}") from error
             futures.append((origin, pool.submit(gold, row)))
@@ -74,7 +76,9 @@ def self_check(
         raise UserError("there are no rows to check the verifier with")
     verdicts = Counter(result.verdict for _, result in results)
     rewards = [result.reward for _, result in results if result.reward is not None]
-    failures = [(origin, result) for origin, result in results if result.verdict is not Verdict.CORRECT]
+    failures = [
+        (origin, result) for origin, result in results if result.verdict is not Verdict.CORRECT
+    ]
     return Summary(len(results), verdicts, fmean(rewards) if rewards else None, failures[:SHOWN])
 
 
@@ -91,7 +95,9 @@ def try_out(node: Component, rows: Sequence[Row], timeout: float) -> None:
             if pool.groups:
                 result = pool.submit_group([gold, MADE_UP], row).result()[0]
             else:
-                result = pool.submit(gold, row, to_worker=True).result()  # also proves that rows can be sent
+                result = pool.submit(
+                    gold, row, to_worker=True
+                ).result()  # also proves that rows can be sent
             if result.reward is not None:
                 return
             reasons.append(result.detail)

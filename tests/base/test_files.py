@@ -25,7 +25,9 @@ def replace(folder: Path, text: str = "new") -> None:
         (aside / "weights").write_text(text)
 
 
-@pytest.mark.parametrize("error", [SystemExit(143), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [SystemExit(143), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")], ids=repr
+)
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_folder_whose_renames_fail_keeps_its_content(adapter, monkeypatch, at, error):
     """SIGTERM's handler raises SystemExit anywhere, also between the two renames."""
@@ -111,7 +113,9 @@ def test_a_torn_last_line_is_skipped_and_one_that_only_lacks_its_break_counts(tm
 @pytest.mark.parametrize("damaged", [b'{"a"', b"[1]", b"\xff", b"0", b"[" * 100_000, b'{"b": 1}'])
 def test_a_damaged_line_is_named_or_skipped(tmp_path, damaged):
     path = written(tmp_path, b'{"a": 1}\n' + damaged + b'\n{"a": 2}\n')
-    with pytest.raises(UserError, match=r"lines\.jsonl:2 is damaged; expected a JSON object with a\b"):
+    with pytest.raises(
+        UserError, match=r"lines\.jsonl:2 is damaged; expected a JSON object with a\b"
+    ):
         list(read_lines(path, keys=["a"]))
     problems: list[str] = []
     assert list(read_lines(path, keys=["a"], problems=problems)) == [{"a": 1}, {"a": 2}]
@@ -124,7 +128,9 @@ def test_files_that_cannot_be_read(tmp_path):
     assert list(read_lines(tmp_path, problems=problems)) == []
     assert problems == [f"{tmp_path} cannot be read: Is a directory"]
     for read in (lambda path: list(read_lines(path)), read_json):
-        with pytest.raises(UserError, match=r"cannot read .*: Is a directory\. Nothing was changed; check the disk"):
+        with pytest.raises(
+            UserError, match=r"cannot read .*: Is a directory\. Nothing was changed; check the disk"
+        ):
             read(tmp_path)
     assert read_json(tmp_path / "none.json") is None
     with pytest.raises(UserError, match=r"lines\.jsonl is damaged; expected a JSON object"):

@@ -28,7 +28,12 @@ NAME = "Qwen/Qwen3-Tiny"
 def model(tmp_path_factory) -> Path:
     """A folder as it is on the hub: with weights in other formats, and files that nobody needs."""
     folder = write_family(tmp_path_factory.mktemp("hub") / "tiny", "qwen3")
-    for name in ("original/consolidated.safetensors", "onnx/model.safetensors", "consolidated.safetensors", "a.png"):
+    for name in (
+        "original/consolidated.safetensors",
+        "onnx/model.safetensors",
+        "consolidated.safetensors",
+        "a.png",
+    ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"large")
     (folder / "LICENSE").write_text("do as you like")
@@ -71,7 +76,10 @@ def test_what_is_needed_is_downloaded_once(served, model, tmp_path):
     recipe.train()
     recipe.cleanup()
     folder = in_cache(NAME)
-    needed = {p.name for p in model.iterdir() if p.is_file()} - {"consolidated.safetensors", "a.png"}
+    needed = {p.name for p in model.iterdir() if p.is_file()} - {
+        "consolidated.safetensors",
+        "a.png",
+    }
     assert {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()} == needed
     assert {"model.safetensors", "LICENSE", "chat_template.jinja", "merges.txt"} <= needed
     served.clear()
@@ -106,8 +114,14 @@ def test_a_plan_downloads_nothing(served, tmp_path, capsys):
 
 def test_weights_come_last(served, tmp_path):
     """A mistake that needs no weights ends the run before they are downloaded; what came is used later."""
-    huggingface_hub.hf_hub_download(NAME, "config.json")  # what another program has cached is completed
-    path = run_yaml(tmp_path, NAME, dataset={"_component_": "rocm_ext.data.sft_dataset", "source": "missing.jsonl"})
+    huggingface_hub.hf_hub_download(
+        NAME, "config.json"
+    )  # what another program has cached is completed
+    path = run_yaml(
+        tmp_path,
+        NAME,
+        dataset={"_component_": "rocm_ext.data.sft_dataset", "source": "missing.jsonl"},
+    )
     with pytest.raises(UserError, match=r"missing\.jsonl"):
         LoRAFinetune(config.load("lora_finetune_rocm", str(path))).setup()
     assert "tokenizer.json" in served
@@ -139,7 +153,9 @@ def test_names_that_cannot_be_had(served, name, message):
 
 def test_offline(served, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=f"cannot download {NAME}: .*tune download {NAME} --output-dir DIR"):
+    with pytest.raises(
+        UserError, match=f"cannot download {NAME}: .*tune download {NAME} --output-dir DIR"
+    ):
         download(NAME)
     assert served == []
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -165,12 +181,17 @@ def test_a_full_disk(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(rocm_ext.model.download, "snapshot_download", full)
-    with pytest.raises(UserError, match=rf"cannot download {NAME}: No space left on device: .*; HF_HOME sets another"):
+    with pytest.raises(
+        UserError,
+        match=rf"cannot download {NAME}: No space left on device: .*; HF_HOME sets another",
+    ):
         fetch_weights(tmp_path / "models--Qwen--Qwen3-Tiny" / "snapshots" / "abc")
 
 
 def test_a_snapshot_tells_its_name(tmp_path):
     snapshot = Path("/x/hub/models--Qwen--Qwen3-8B/snapshots/abc")
-    assert how_to_download(snapshot) == "download the model: hf download Qwen/Qwen3-8B --revision abc"
+    assert (
+        how_to_download(snapshot) == "download the model: hf download Qwen/Qwen3-8B --revision abc"
+    )
     assert hub_name(snapshot) == base_model_name(snapshot) == "Qwen/Qwen3-8B"
     assert hub_name(tmp_path) is None

@@ -54,7 +54,9 @@ def test_errors_of_ranks_are_said_once(fail):
 
 def test_ranks_that_said_nothing(fail):
     lines = "error: rank 0 was killed by SIGKILL; the system may have run out of memory\n"
-    lines += "error: rank 1 ended with code 1; see its messages above\nrank 2 was stopped by SIGTERM\n"
+    lines += (
+        "error: rank 1 ended with code 1; see its messages above\nrank 2 was stopped by SIGTERM\n"
+    )
     assert fail(-signal.SIGKILL, 1, 128 + signal.SIGTERM) == ([-9, 1, 143], lines)
 
 
@@ -65,8 +67,12 @@ def test_a_stopped_launcher_is_silent_and_other_errors_are_not(fail, capsys):
 
     assert said(SignalException("Process 7 got signal: 2", signal.SIGINT)) == ""
     assert said(ValueError("else")) == "ValueError: else\n"
-    apart = said(DistStoreError("Timed out after 601 seconds waiting for clients. 1/2 clients joined."))
-    assert apart.startswith("error: the machines of this run did not meet: Timed out after 601 seconds")
+    apart = said(
+        DistStoreError("Timed out after 601 seconds waiting for clients. 1/2 clients joined.")
+    )
+    assert apart.startswith(
+        "error: the machines of this run did not meet: Timed out after 601 seconds"
+    )
     assert "1/2 clients joined. Start the same command on every machine" in apart
     assert apart.count("\n") == 1
 

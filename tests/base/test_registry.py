@@ -23,10 +23,14 @@ CONFIGS = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 @pytest.fixture
 def as_tune(monkeypatch):
     """Make this process look like ``tune run lora_finetune_rocm``, with a copy of the registry."""
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/tune", "run", "lora_finetune_rocm", "--config", "x"])
+    monkeypatch.setattr(
+        sys, "argv", ["/usr/bin/tune", "run", "lora_finetune_rocm", "--config", "x"]
+    )
     recipes = list(torchtune_registry._ALL_RECIPES)
     monkeypatch.setattr(torchtune_registry, "_ALL_RECIPES", recipes)
-    monkeypatch.setattr("rocm_ext.config.startup.begin", lambda tune: None)  # this process stays as it is
+    monkeypatch.setattr(
+        "rocm_ext.config.startup.begin", lambda tune: None
+    )  # this process stays as it is
     registry.recipes.cache_clear()
     yield recipes
     registry.recipes.cache_clear()
@@ -54,9 +58,15 @@ def test_tune_ls(as_tune, monkeypatch, capsys, tmp_path):
         hook.register()
     assert not left.value.code
     theirs, _, ours = capsys.readouterr().out.partition("RECIPE ")
-    lines = {line.split()[1]: " ".join(line.split()) for line in ours.splitlines() if line.startswith(TITLES)}
+    lines = {
+        line.split()[1]: " ".join(line.split())
+        for line in ours.splitlines()
+        if line.startswith(TITLES)
+    }
     assert sorted(lines) == CONFIGS
-    assert not [line for line in lines.values() if " - " in line or line.endswith(" -")], "each says all of it"
+    assert not [line for line in lines.values() if " - " in line or line.endswith(" -")], (
+        "each says all of it"
+    )
     assert lines["strix_halo_qwen7b"].endswith(" strix_halo Qwen2.5-7B-Instruct 17 to 40 GiB")
     assert lines["mi300x_qwen72b"].endswith(" 8 x mi300x Qwen2.5-72B-Instruct 147 GiB")
     assert lines["cpu_pocket_raft"].endswith(" cpu pocket under 1 GiB")
@@ -73,7 +83,13 @@ def test_tune_ls(as_tune, monkeypatch, capsys, tmp_path):
     (tmp_path / "mine.py").write_text('recipe_main("mine", defaults="mine.yaml")\n')
     (tmp_path / "mine.yaml").write_text("recipe: mine\n")
     (tmp_path / "run.yaml").write_text("recipe: mine\nmodel: some.builder\n")
-    assert registry.listing([registry.read_recipe(tmp_path / "mine.py")])[1].split() == ["mine", "run", "-", "-", "-"]
+    assert registry.listing([registry.read_recipe(tmp_path / "mine.py")])[1].split() == [
+        "mine",
+        "run",
+        "-",
+        "-",
+        "-",
+    ]
 
 
 @pytest.fixture
@@ -114,7 +130,10 @@ def test_tune_cp_and_ls_name_what_does_not_exist(tune_here):
     assert tune_here("cp", "cpu_pockt", "x.yaml") == (
         "error: there is no recipe or config cpu_pockt; did you mean cpu_pocket?"
     )
-    assert tune_here("ls", "no", "such") == "error: no recipe or config has no and such; `tune ls` lists all"
+    assert (
+        tune_here("ls", "no", "such")
+        == "error: no recipe or config has no and such; `tune ls` lists all"
+    )
 
 
 def test_tune_leaves_what_is_torchtune_s_to_it(tune_here, tmp_path, capsys):
@@ -146,7 +165,9 @@ def test_tune_validate_knows_our_keys(tune_here, monkeypatch, name, overrides, c
 
 def test_other_programs_load_next_to_nothing():
     program = "import sys, torch; print(*(m for m in sys.modules if m.split('.')[0] in ('rocm_ext', 'torchtune')))"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     base = {f"rocm_ext.base{name}" for name in ("", ".deferred", ".errors", ".pins", ".registry")}
     ours = {"rocm_ext", "rocm_ext.hook", *base}
     assert set(run.stdout.split()) == ours
@@ -157,11 +178,18 @@ def test_register_adds_recipes_and_configs(as_tune):
     added = as_tune[-len(registry.TITLES) :]
     assert [recipe.name for recipe in added] == list(registry.TITLES)
     _, raft, grpo, *_ = added
-    for recipe, ends in ((raft, ("_raft", "_raft_8gpu")), (grpo, ("_grpo", "_grpo_8gpu", "_tools"))):
-        assert sorted(c.name for c in recipe.configs) == [name for name in CONFIGS if name.endswith(ends)]
+    for recipe, ends in (
+        (raft, ("_raft", "_raft_8gpu")),
+        (grpo, ("_grpo", "_grpo_8gpu", "_tools")),
+    ):
+        assert sorted(c.name for c in recipe.configs) == [
+            name for name in CONFIGS if name.endswith(ends)
+        ]
     assert sorted(c.name for recipe in added for c in recipe.configs) == CONFIGS
     assert all(recipe.supports_distributed for recipe in added)
-    assert all(Path(each.file_path).is_file() for recipe in added for each in (recipe, *recipe.configs))
+    assert all(
+        Path(each.file_path).is_file() for recipe in added for each in (recipe, *recipe.configs)
+    )
 
 
 def test_register_leaves_other_programs_alone(as_tune, monkeypatch):
@@ -170,11 +198,15 @@ def test_register_leaves_other_programs_alone(as_tune, monkeypatch):
     hook.register()
     assert len(as_tune) == before
     monkeypatch.setenv(registry.DECIDED, "")  # a program below a run
-    monkeypatch.setattr("rocm_ext.config.startup.begin", lambda tune: pytest.fail("it imports what it must not"))
+    monkeypatch.setattr(
+        "rocm_ext.config.startup.begin", lambda tune: pytest.fail("it imports what it must not")
+    )
     hook.register()
 
 
-@pytest.mark.parametrize("broken", ["no torchtune", "another registry", "no configs", "no argv", "no device"])
+@pytest.mark.parametrize(
+    "broken", ["no torchtune", "another registry", "no configs", "no argv", "no device"]
+)
 def test_register_never_raises(as_tune, monkeypatch, capsys, broken):
     before, says = len(as_tune), "torchtune-rocm: its recipes are not registered: "
     if broken == "no torchtune":
@@ -219,21 +251,35 @@ def test_wrong_pins_end_our_programs_alone(as_tune, installed, monkeypatch, vers
         assert "needs torchtune==0.6.1 and torchao>=0.13,<0.19" in message
         assert f"{name} {version or 'none'}" in message
         assert "pip install" in message
-    monkeypatch.setattr(sys, "argv", ["tune", "run", "full_finetune_single_device", "--config", "llama3_2/1B_full"])
+    monkeypatch.setattr(
+        sys, "argv", ["tune", "run", "full_finetune_single_device", "--config", "llama3_2/1B_full"]
+    )
     hook.register()
 
 
 def test_right_pins_are_those_of_the_package(installed):
-    requires = {tuple(sorted(line.split(","))) for line in importlib.metadata.requires("torchtune-rocm") or []}
+    requires = {
+        tuple(sorted(line.split(",")))
+        for line in importlib.metadata.requires("torchtune-rocm") or []
+    }
     low, below = pins.TORCHAO_PIN
     assert (f"torchtune=={pins.TORCHTUNE_PIN}",) in requires
     assert {(f"<{below}", f"torchao>={low}"), (f">={low}", f"torchao<{below}")} & requires
     older = {"torch": "2.9.1+rocm6.3", "torchao": "0.17.0"}
-    for versions in ({}, {"torchtune": "0.6.1+cpu"}, {"torchao": "0.13.0"}, {"torchao": "0.18.9"}, older):
+    for versions in (
+        {},
+        {"torchtune": "0.6.1+cpu"},
+        {"torchao": "0.13.0"},
+        {"torchao": "0.18.9"},
+        older,
+    ):
         installed(**versions)
         assert pins.wrong_pins() is None
     installed(**older | {"torchao": "0.18.0"})  # older torch needs older torchao
-    assert "needs torchtune==0.6.1 and torchao>=0.13,<0.18 with torch 2.9.1+rocm6.3; found" in pins.wrong_pins()
+    assert (
+        "needs torchtune==0.6.1 and torchao>=0.13,<0.18 with torch 2.9.1+rocm6.3; found"
+        in pins.wrong_pins()
+    )
 
 
 TORCHTUNE = """
@@ -271,11 +317,15 @@ def test_torchtune_imports_what_torchao_has_moved(tmp_path, version, added, how)
         (tmp_path / name).write_text(text)
     program = f"from rocm_ext.base import deferred; deferred.{how}(); import torchtune; torchtune.training"
     command = [sys.executable, "-c", program]
-    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    run = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
     said = run.stdout.splitlines()
     assert said[0].split() == ["NF4", *names[3 - added :]]
     if added:
-        assert run.stderr.splitlines()[-1].endswith(f'{names[1]}, which is gone: pip install "torchao<0.16"')
+        assert run.stderr.splitlines()[-1].endswith(
+            f'{names[1]}, which is gone: pip install "torchao<0.16"'
+        )
     else:
         assert said[1] == "called"
 

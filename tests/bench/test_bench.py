@@ -48,11 +48,25 @@ def test_a_crash_or_a_hang_is_a_row_and_the_rest_goes_on(monkeypatch):
     monkeypatch.setattr(runner, "subprocess", FORKS)
     monkeypatch.setitem(probes.PROBES, "bad", bad_probes.measure)
     rows = runner.run(job(), lambda done: [] if done else items, 2, told.append, {})
-    ends = ["ok", "ok", "crashed", "skipped", "timeout", "ok", "failed", "out of memory", "crashed", "ok"]
+    ends = [
+        "ok",
+        "ok",
+        "crashed",
+        "skipped",
+        "timeout",
+        "ok",
+        "failed",
+        "out of memory",
+        "crashed",
+        "ok",
+    ]
     assert [row.status for row in rows] == ends
     assert rows[2].detail.startswith("signal 11")
     assert rows[4].detail == "no result within 2 s"
-    assert rows[6].detail == "RuntimeError: HIP error: invalid device function Compile with TORCH_USE_HIP_DSA"
+    assert (
+        rows[6].detail
+        == "RuntimeError: HIP error: invalid device function Compile with TORCH_USE_HIP_DSA"
+    )
     assert rows[8].detail == "exit code 3: the driver is gone"
     assert sorted(map(str, told)) == sorted(map(str, rows))
     assert [row.result["value"] for row in rows[:2]] == [7.0, 5.0], "of their environment"
@@ -101,10 +115,18 @@ def train(monkeypatch):
 def test_a_training_step_with_other_settings(train):
     found = train(enable_activation_checkpointing=True, attention="eager", dtype="bf16")
     assert found["status"] == "ok", found
-    assert (found["result"]["checkpointed"], found["result"]["dtype"]) == (SHAPE["num_layers"], "bf16")
+    assert (found["result"]["checkpointed"], found["result"]["dtype"]) == (
+        SHAPE["num_layers"],
+        "bf16",
+    )
     found = train(attention="efficient")
-    assert (found["status"], "torch has no efficient kernel" in found["detail"]) == ("skipped", True)
-    whole, small = (train("model.target_modules=[q_proj]", **{FOUR_BITS: value}) for value in (False, True))
+    assert (found["status"], "torch has no efficient kernel" in found["detail"]) == (
+        "skipped",
+        True,
+    )
+    whole, small = (
+        train("model.target_modules=[q_proj]", **{FOUR_BITS: value}) for value in (False, True)
+    )
     assert small["result"]["planned_memory"] < whole["result"]["planned_memory"]
 
 
@@ -112,7 +134,9 @@ def test_a_training_step_with_other_settings(train):
 def test_other_programs_are_noticed(monkeypatch):
     first = runner.clocks()
     code = "import time\nwhile time.process_time() < 1: pass\nprint('done', flush=True); input()"
-    program = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    program = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     program.stdout.readline()
     running = runner.clocks()
     program.communicate(b"\n")
@@ -130,11 +154,16 @@ def test_other_programs_are_noticed(monkeypatch):
 
 # ------------------------------------------------------------------------------------------- what is measured
 def test_machines_get_their_own_measurements():
-    halo = Machine("rocm", "Linux", "2.11.0+rocm7.2", "rocm", 120 * GIB, True, arch="gfx1151", unified=True)
+    halo = Machine(
+        "rocm", "Linux", "2.11.0+rocm7.2", "rocm", 120 * GIB, True, arch="gfx1151", unified=True
+    )
     locked = load_profile("strix_halo").locked
     items = sweep(halo, locked=locked, probes=PROBES).following([])
     gemm = [item for item in items if item.probe == "gemm"]
-    switches = ("ROCBLAS_USE_HIPBLASLT", "TORCH_BLAS_PREFER_HIPBLASLT")  # torch may choose without rocBLAS
+    switches = (
+        "ROCBLAS_USE_HIPBLASLT",
+        "TORCH_BLAS_PREFER_HIPBLASLT",
+    )  # torch may choose without rocBLAS
     assert {(item.values["library"], *map(item.environ.get, switches)) for item in gemm} == {
         ("rocBLAS", "0", "0"),
         ("hipBLASLt", "1", "1"),
@@ -142,7 +171,9 @@ def test_machines_get_their_own_measurements():
     }
     assert {item.values["dtype"] for item in gemm} == {"bf16", "fp16", "fp32"}
     assert {item.probe for item in items} == {*PROBES} - {"training"}, "training comes last"
-    assert [item.values["num_workers"] for item in items if item.probe == "loader"] == [0], "workers are locked"
+    assert [item.values["num_workers"] for item in items if item.probe == "loader"] == [0], (
+        "workers are locked"
+    )
     card = Machine("cuda", "Linux", "2.11.0", "cuda", 80 * GIB, True, arch="sm_90", gpu_count=1)
     copies = [
         [item.values["what"] for item in sweep(machine, probes=("bandwidth",)).following([])]
@@ -165,12 +196,22 @@ def test_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
     assert {row["item"]["probe"] for row in rows} == {*PROBES}
     swept = {key: row["item"]["values"][key] for row in rows if row["item"]["probe"] == "training"
              for key in row["item"]["values"]}  # fmt: skip
-    assert swept.keys() == {"rows", "compile", "dtype", "attention", "enable_activation_checkpointing"}
+    assert swept.keys() == {
+        "rows",
+        "compile",
+        "dtype",
+        "attention",
+        "enable_activation_checkpointing",
+    }
     assert [row["detail"] for row in rows if row["status"] != "ok"] == []
-    assert all(0 < row["result"]["low"] <= row["result"]["value"] <= row["result"]["high"] for row in rows)
+    assert all(
+        0 < row["result"]["low"] <= row["result"]["value"] <= row["result"]["high"] for row in rows
+    )
     for row in rows:
         if row["item"]["probe"] == "training":
-            assert row["result"]["planned_memory"] == pytest.approx(row["result"]["peak_memory"], rel=0.1)
+            assert row["result"]["planned_memory"] == pytest.approx(
+                row["result"]["peak_memory"], rel=0.1
+            )
     assert f"wrote {out}" in done.stderr
     assert "# the fastest settings" in done.stdout
     monkeypatch.setenv("ROCM_EXT_BENCH", str(out))
@@ -193,7 +234,9 @@ def written(tmp_path, monkeypatch):
     path = tmp_path / "bench.json"
     monkeypatch.setenv("ROCM_EXT_BENCH", str(path))
     for module in ("rocm_ext.machine.profile", "rocm_ext.config.layers"):
-        monkeypatch.setattr(f"{module}.choose_profile", lambda machine: ("cpu", "chosen by the test"))
+        monkeypatch.setattr(
+            f"{module}.choose_profile", lambda machine: ("cpu", "chosen by the test")
+        )
     content = {"date": "2026-11-20", "machine": bench_file.machine_key(detect()),
                "figures": {"flops": {"fp32": 1.0}, "bandwidth": 1.0}, "settings": {"compile": True}}  # fmt: skip
     return path, content
@@ -237,29 +280,57 @@ def test_a_damaged_file_is_told_and_not_used(damaged, written, messages, capsys)
 @as_configured
 def test_plan_takes_a_file_of_such_a_machine(tmp_path, capsys):
     path = tmp_path / "halo.json"
-    machine = {"backend": "rocm", "arch": "gfx1151", "name": "Radeon 8060S", "torch": "2.11.0+rocm7.2", "cores": None}
+    machine = {
+        "backend": "rocm",
+        "arch": "gfx1151",
+        "name": "Radeon 8060S",
+        "torch": "2.11.0+rocm7.2",
+        "cores": None,
+    }
     figures = {"flops": {"bf16": 30e12, "fp32": 3e12}, "bandwidth": 200e9, "efficiency": 0.8}
-    path.write_text(json.dumps({"date": "2026-11-20", "machine": machine, "figures": figures, "settings": {}}))
+    path.write_text(
+        json.dumps({"date": "2026-11-20", "machine": machine, "figures": figures, "settings": {}})
+    )
     found = plan(capsys, "--config", "strix_halo_qwen0_5b", "--bench", path)
     assert found["figures"]["measured"]
     assert found["figures"]["efficiency"] == 0.8
     assert found["published"] is None
     assert found["budget"] == 109 * GIB
-    sheet = figures_for(load_profile("mi300x"), detect())  # values that bench does not measure come from the data sheet
-    server = {"date": "", "machine": {"backend": "rocm", "arch": "gfx942"}, "figures": figures, "settings": {}}
+    sheet = figures_for(
+        load_profile("mi300x"), detect()
+    )  # values that bench does not measure come from the data sheet
+    server = {
+        "date": "",
+        "machine": {"backend": "rocm", "arch": "gfx942"},
+        "figures": figures,
+        "settings": {},
+    }
     (tmp_path / "server.json").write_text(json.dumps(server))
-    assert figures_for(load_profile("mi300x"), detect(), tmp_path / "server.json").link == sheet.link > 1e11
+    assert (
+        figures_for(load_profile("mi300x"), detect(), tmp_path / "server.json").link
+        == sheet.link
+        > 1e11
+    )
     assert main(["plan", "--config", "mi300x_qwen7b", "--bench", str(path)]) == 1
     assert "hardware=mi300x is AMD Instinct" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------- what won
-def row(probe: str, value: float, spread: float = 0.01, environ: dict | None = None, **values) -> Measurement:
-    result = {"value": value, "low": value * (1 - spread), "high": value * (1 + spread), "unit": "tokens/s"}
+def row(
+    probe: str, value: float, spread: float = 0.01, environ: dict | None = None, **values
+) -> Measurement:
+    result = {
+        "value": value,
+        "low": value * (1 - spread),
+        "high": value * (1 + spread),
+        "unit": "tokens/s",
+    }
     return Measurement(Item(probe, values, environ or {}), "ok", result)
 
 
-def training(rows: int, value: float, spread: float = 0.01, environ: dict | None = None, **values) -> Measurement:
+def training(
+    rows: int, value: float, spread: float = 0.01, environ: dict | None = None, **values
+) -> Measurement:
     return row("training", value, spread, environ, **{"rows": rows, "compile": False, **values})
 
 
@@ -274,7 +345,9 @@ def won(*rows: Measurement, **changes) -> dict:
 
 
 def test_the_smallest_of_equally_fast_sizes_wins():
-    assert won(training(1, 50), training(2, 99), training(4, 100), training(8, 101)) == {"batch_size": 2}
+    assert won(training(1, 50), training(2, 99), training(4, 100), training(8, 101)) == {
+        "batch_size": 2
+    }
     assert won(training(1, 50), training(8, 101)) == {"batch_size": 8}
     assert won(training(1, 50)) == {}
     assert won(row("decoding", 10, slots=16), row("decoding", 30, slots=64)) == {"engine.slots": 64}
@@ -282,7 +355,11 @@ def test_the_smallest_of_equally_fast_sizes_wins():
 
 def test_compile_wins_only_beyond_noise():
     assert won(training(4, 100), training(4, 150, compile=True)) == {"compile": True}
-    three = training(4, 100), training(4, 150, compile=True), training(4, 170, compile="max-autotune")
+    three = (
+        training(4, 100),
+        training(4, 150, compile=True),
+        training(4, 170, compile="max-autotune"),
+    )
     assert won(*three) == {"compile": "max-autotune"}
     assert won(training(4, 150), training(4, 100, compile=True)) == {}
     assert won(training(4, 150), training(4, 100, compile=True), compile=True) == {"compile": False}
@@ -296,7 +373,16 @@ def test_the_faster_library_wins():
     for library, on, speeds in (("rocBLAS", "0", (20, 20)), ("hipBLASLt", "1", (30, 18))):
         environ = {"ROCBLAS_USE_HIPBLASLT": on, "TORCH_BLAS_PREFER_HIPBLASLT": on}
         for direction, speed in zip(("forward", "dgrad"), speeds, strict=True):
-            rows.append(row("gemm", speed, environ=environ, direction=direction, dtype="bf16", library=library))
+            rows.append(
+                row(
+                    "gemm",
+                    speed,
+                    environ=environ,
+                    direction=direction,
+                    dtype="bf16",
+                    library=library,
+                )
+            )
     assert won(*rows) == {"ROCBLAS_USE_HIPBLASLT": "1", "TORCH_BLAS_PREFER_HIPBLASLT": "1"}
     assert won(*rows[:2]) == {}
 
@@ -310,7 +396,9 @@ def speed_of(values: dict, four_bits: float) -> float:
     speed *= {True: 0.6}.get(values.get("enable_activation_checkpointing", "auto"), 1.0)
     speed *= four_bits if values.get(FOUR_BITS) else 1.0
     together = values.get("attention") == "eager" and values.get("dtype") == "fp16"
-    return speed * ({True: 1.2, "max-autotune": 1.3} if together else {}).get(values["compile"], 1.0)
+    return speed * ({True: 1.2, "max-autotune": 1.3} if together else {}).get(
+        values["compile"], 1.0
+    )
 
 
 def simulate(swept: Sweep, fails: tuple = (), four_bits: float = 0.5) -> list[Measurement]:
@@ -345,7 +433,10 @@ def test_a_sweep_goes_on_past_what_is_locked_or_crashes():
     mi50 = Machine("rocm", "Linux", "2.9.1", "rocm", 30 * GIB, False, arch="gfx906")
     swept = sweep(mi50, locked=load_profile("mi50").locked)
     done = simulate(swept, fails=("flash", "efficient", 16))
-    assert {each.item.values["compile"] for each in done if each.status == "skipped"} == {True, "max-autotune"}
+    assert {each.item.values["compile"] for each in done if each.status == "skipped"} == {
+        True,
+        "max-autotune",
+    }
     fastest = {"batch_size": 4, "dtype": "fp16", "attention": "eager"}
     assert {winner.key: winner.value for winner in swept.winners(done)} == fastest
     assert simulate(swept, fails=(1, 2, 4, 8, 16))[-1].item.values == {"rows": 16, "compile": False}
@@ -356,7 +447,11 @@ def test_four_bits_are_measured_where_they_are_locked(four_bits, won):
     halo = Machine("rocm", "Linux", "2.11.0", "rocm", 120 * GIB, True, arch="gfx1151")
     swept = sweep(halo, locked=load_profile("strix_halo").locked)
     done = simulate(swept, four_bits=four_bits)
-    (measured,) = [each for each in done if FOUR_BITS in each.item.values and each.item.values["compile"] is False]
+    (measured,) = [
+        each
+        for each in done
+        if FOUR_BITS in each.item.values and each.item.values["compile"] is False
+    ]
     assert (measured.status, measured.item.values["rows"]) == ("ok", 4)
     winners = {winner.key: winner for winner in swept.winners(done)}
     assert (FOUR_BITS in winners) == won
@@ -370,15 +465,28 @@ def test_four_bits_are_measured_where_they_are_locked(four_bits, won):
 @as_configured
 def test_a_plan_takes_as_long_as_the_measured_step(tmp_path, capsys):
     """What plans assume beside the measured speeds is fitted to the measured step, and kept in the file."""
-    changes = ["hardware=strix_halo", "dtype=bf16", "compile=False", "enable_activation_checkpointing=False"]
+    changes = [
+        "hardware=strix_halo",
+        "dtype=bf16",
+        "compile=False",
+        "enable_activation_checkpointing=False",
+    ]
     cfg = config.load("lora_finetune_rocm", "cpu_pocket", changes)
     use_shape(cfg)
     products = {"dtype": "bf16", "library": "default"}
-    rows = [row("gemm", 3e13, **products, direction=direction) for direction in ("forward", "dgrad")]
+    rows = [
+        row("gemm", 3e13, **products, direction=direction) for direction in ("forward", "dgrad")
+    ]
     rows += [row("gemm", 9e13, dtype="bf16", direction="forward", library="TunableOp")]
-    rows += [row("bandwidth", 1e9, what="to the GPU"), row("bandwidth", 2e11, what="device copy"), training(8, 50)]
+    rows += [
+        row("bandwidth", 1e9, what="to the GPU"),
+        row("bandwidth", 2e11, what="device copy"),
+        training(8, 50),
+    ]
     rows[-1].result.update(seconds=0.25, checkpointed=0)
-    assert summary.figures(rows[3:], cfg, torch.bfloat16, torch.device("cuda")) == {}, "without products"
+    assert summary.figures(rows[3:], cfg, torch.bfloat16, torch.device("cuda")) == {}, (
+        "without products"
+    )
     found = summary.figures(rows, cfg, torch.bfloat16, torch.device("cuda"))
     assert found["launch"] == pytest.approx(20e-6)
     machine = {"backend": "rocm", "arch": "gfx1151"}
@@ -399,13 +507,18 @@ def test_a_plan_takes_as_long_as_the_measured_step(tmp_path, capsys):
         (["--output", "{tmp}/old.json"], "old.json exists; name another file, or add --force"),
         (["nonsense=1", "--only", "gemm"], "unknown key nonsense"),
         (["--only", "gemm", "bandwidth"], "for more probes: --only A --only B"),
-        (["model.lora_rank=0", "--only", "gemm", "--output", "{tmp}/b.json"], "model.lora_rank is 0; expected"),
+        (
+            ["model.lora_rank=0", "--only", "gemm", "--output", "{tmp}/b.json"],
+            "model.lora_rank is 0; expected",
+        ),
     ],
 )
 def test_bad_input_is_one_line(arguments, found, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("ROCM_EXT_BENCH", str(tmp_path / "bench.json"))
     (tmp_path / "old.json").write_text("precious")
-    assert main(["bench", "--quick", *[argument.format(tmp=tmp_path) for argument in arguments]]) != 0
+    assert (
+        main(["bench", "--quick", *[argument.format(tmp=tmp_path) for argument in arguments]]) != 0
+    )
     captured = capsys.readouterr()
     assert found in captured.err
     assert "Traceback" not in captured.err
@@ -443,6 +556,18 @@ def test_a_bench_without_figures_replaces_no_file(tmp_path, copies_alone, monkey
 def test_nothing_is_left_in_the_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner, "subprocess", FORKS)
-    main(["bench", "--quick", "--only", "bandwidth", "--only", "gemm", "--output", "b.json", "--json"])
+    main(
+        [
+            "bench",
+            "--quick",
+            "--only",
+            "bandwidth",
+            "--only",
+            "gemm",
+            "--output",
+            "b.json",
+            "--json",
+        ]
+    )
     assert json.loads(capsys.readouterr().out) == json.loads(Path("b.json").read_text())
     assert os.listdir() == ["b.json"]

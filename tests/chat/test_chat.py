@@ -36,7 +36,9 @@ def adapter(pocket_dir, tmp_path_factory, any_torchao) -> Path:
     """An adapter of PEFT's with random values, which change the answers."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(pocket_dir, dtype=torch.float32)
-    settings = peft.LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=64, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+    )
     folder = tmp_path_factory.mktemp("adapter")
     peft.get_peft_model(model, settings).save_pretrained(folder)
     return folder
@@ -47,12 +49,16 @@ def theirs(model: Path, messages: list[dict], adapter: Path | None = None, limit
     tokenizer = AutoTokenizer.from_pretrained(model)
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     net = peft.PeftModel.from_pretrained(net, adapter) if adapter else net
-    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    tokens = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     out = net.generate(**tokens, max_new_tokens=limit, do_sample=False)
     return tokenizer.decode(out[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def chat(monkeypatch, capfd, *arguments: str, lines: list[str] | None = None) -> tuple[str, str, int]:
+def chat(
+    monkeypatch, capfd, *arguments: str, lines: list[str] | None = None
+) -> tuple[str, str, int]:
     """Run `rocm-ext chat` in this process; ``lines`` are typed at a terminal. Returns stdout, stderr and the code."""
     if lines is not None:
         typed = iter(lines)
@@ -73,14 +79,23 @@ def chat(monkeypatch, capfd, *arguments: str, lines: list[str] | None = None) ->
 
 @pytest.mark.wide
 def test_the_answer_is_that_of_the_recipes_sampler(pocket_dir, tmp_path, monkeypatch, capfd):
-    out, err, code = chat(monkeypatch, capfd, pocket_dir, "-p", QUESTIONS[0], "--max-new-tokens", "32")
+    out, err, code = chat(
+        monkeypatch, capfd, pocket_dir, "-p", QUESTIONS[0], "--max-new-tokens", "32"
+    )
     assert code == 0
     assert "tokens/s" in err
     assert "tokens/s" not in out
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": QUESTIONS[0], "answer": "85"}) + "\n")
     overrides = [f"pocket={pocket_dir}", "max_new_tokens=32"]
-    arguments = ["--config", "cpu_pocket_raft", "--data", str(rows), "--output", str(tmp_path / "eval")]
+    arguments = [
+        "--config",
+        "cpu_pocket_raft",
+        "--data",
+        str(rows),
+        "--output",
+        str(tmp_path / "eval"),
+    ]
     assert cli.main(["eval", *arguments, *overrides]) == 0
     sample = json.loads((tmp_path / "eval" / "samples.jsonl").read_text())
     assert out == sample["text"] + "\n"
@@ -92,7 +107,15 @@ def test_the_answer_is_that_of_the_recipes_sampler(pocket_dir, tmp_path, monkeyp
 
 
 def test_history_adapter_and_base_are_those_of_peft(pocket_dir, adapter, monkeypatch, capfd):
-    lines = [QUESTIONS[0], "/base", QUESTIONS[1], "/reset", QUESTIONS[1], "/system Be brief.", f"/base {QUESTIONS[0]}"]
+    lines = [
+        QUESTIONS[0],
+        "/base",
+        QUESTIONS[1],
+        "/reset",
+        QUESTIONS[1],
+        "/system Be brief.",
+        f"/base {QUESTIONS[0]}",
+    ]
     arguments = [pocket_dir, "--adapter", adapter, "--max-new-tokens", "32"]
     out, _, code = chat(monkeypatch, capfd, *arguments, lines=lines)
     asked = [{"role": "user", "content": question} for question in QUESTIONS]
@@ -111,7 +134,9 @@ def test_history_adapter_and_base_are_those_of_peft(pocket_dir, adapter, monkeyp
     assert (out, code) == ("".join(text + "\n" for text in expected[:2]), 0)
 
 
-def test_a_runs_folder_stands_for_its_adapter_from_anywhere(pocket_dir, adapter, tmp_path, monkeypatch, capfd):
+def test_a_runs_folder_stands_for_its_adapter_from_anywhere(
+    pocket_dir, adapter, tmp_path, monkeypatch, capfd
+):
     """The config's relative paths start where the run did."""
     (tmp_path / "models").mkdir()
     (tmp_path / "models/pocket").symlink_to(pocket_dir)
@@ -126,7 +151,9 @@ def test_a_runs_folder_stands_for_its_adapter_from_anywhere(pocket_dir, adapter,
     run = tmp_path / "outputs/run"
     shutil.copytree(adapter, run / "adapter")
     cfg = config.load("lora_finetune_rocm", str(write_yaml(tmp_path / "run.yaml", content)))
-    cfg.dataset = cfg.metric_logger = {"_component_": "of_the_users_own.Thing"}  # a conversation needs neither
+    cfg.dataset = cfg.metric_logger = {
+        "_component_": "of_the_users_own.Thing"
+    }  # a conversation needs neither
     (run / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True))
     monkeypatch.chdir(run)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -177,10 +204,15 @@ def test_a_model_calls_tools(tmp_path, monkeypatch, capfd):
     assert "[add(a=40, b=2): 42]" in err
     assert "is not of type 'integer'" in err
     assert '"description": "Add."' in asked[0]
-    assert asked[1].startswith(asked[0] + f"I add.{call % 40}<|im_end|>\n<|im_start|>tool\n42<|im_end|>")
+    assert asked[1].startswith(
+        asked[0] + f"I add.{call % 40}<|im_end|>\n<|im_start|>tool\n42<|im_end|>"
+    )
     assert asked[3].startswith(asked[2] + "It is 42.<|im_end|>\n<|im_start|>user\nSure?")
     bare = write_theirs(tmp_path / "bare", "smollm 3")  # its chat template knows no tools
-    for folder, tool, says in ((bare, "add", "has no place for tools"), (model, "sub", "my_tools has no 'sub'")):
+    for folder, tool, says in (
+        (bare, "add", "has no place for tools"),
+        (model, "sub", "my_tools has no 'sub'"),
+    ):
         _, err, code = chat(monkeypatch, capfd, folder, "--tool", f"my_tools.{tool}", "-p", "1+1?")
         assert code == 1
         assert says in err.splitlines()[-1]
@@ -191,7 +223,11 @@ def test_long_results_and_many_calls(tmp_path, monkeypatch, capfd):
     look = 'def look(n: int) -> str:\n    """Look."""\n    return "\\033[2J" + "0 1 " * n\n'
     call = '<tool_call>{"name": "look", "arguments": {"n": %d}}</tool_call>'
     model, asked = with_tools(
-        monkeypatch, tmp_path, look, lambda number: call % (4000 if number == 1 else 1), max_position_embeddings=2048
+        monkeypatch,
+        tmp_path,
+        look,
+        lambda number: call % (4000 if number == 1 else 1),
+        max_position_embeddings=2048,
     )
     arguments = [model, "--tool", "my_tools.look", "--max-new-tokens", "8", "-p", "Look."]
     _, err, code = chat(monkeypatch, capfd, *arguments)
@@ -206,8 +242,14 @@ def test_long_results_and_many_calls(tmp_path, monkeypatch, capfd):
 
 
 def test_a_seed_repeats_the_answers(pocket_dir, monkeypatch, capfd):
-    arguments, asked = [pocket_dir, "--temperature", "1", "--max-new-tokens", "16"], [QUESTIONS[0]] * 2
-    found = [chat(monkeypatch, capfd, *arguments, "--seed", seed, lines=asked)[0] for seed in ("5", "5", "6")]
+    arguments, asked = (
+        [pocket_dir, "--temperature", "1", "--max-new-tokens", "16"],
+        [QUESTIONS[0]] * 2,
+    )
+    found = [
+        chat(monkeypatch, capfd, *arguments, "--seed", seed, lines=asked)[0]
+        for seed in ("5", "5", "6")
+    ]
     assert found[0] == found[1] != found[2]
     cfg = config.load("raft_rocm", "cpu_pocket_raft", [f"pocket={pocket_dir}"])
     trained_with = cfg.seed
@@ -225,7 +267,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(pocket_dir, monkeypatch, ca
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(Writer, "write", interrupting)
-    _, err, code = chat(monkeypatch, capfd, pocket_dir, lines=[QUESTIONS[0], "/reset", QUESTIONS[0]])
+    _, err, code = chat(
+        monkeypatch, capfd, pocket_dir, lines=[QUESTIONS[0], "/reset", QUESTIONS[0]]
+    )
     assert code == 0
     assert "; stopped]" in err
     stopped, whole = "".join(seen[:3]), "".join(seen[3:])
@@ -264,7 +308,11 @@ CANNOT = {  # case -> arguments, fragment of the error
 @pytest.mark.parametrize("case", CANNOT)
 def test_what_cannot_be_opened_says_why(case, adapter, pocket_dir, tmp_path, monkeypatch, capfd):
     def filled(text: str) -> str:
-        return text.replace("HERE", str(tmp_path)).replace("ADAPTER", str(adapter)).replace("MODEL", str(pocket_dir))
+        return (
+            text.replace("HERE", str(tmp_path))
+            .replace("ADAPTER", str(adapter))
+            .replace("MODEL", str(pocket_dir))
+        )
 
     if case == "unfinished":
         (tmp_path / "config.yaml").write_text("recipe: lora_finetune_rocm\n")
@@ -281,7 +329,9 @@ def test_what_cannot_be_opened_says_why(case, adapter, pocket_dir, tmp_path, mon
 
 
 def test_a_machine_that_is_not_here_is_one_line(pocket_dir, monkeypatch, capfd):
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # the profile's variables end with the test
+    monkeypatch.setattr(
+        os, "environ", os.environ.copy()
+    )  # the profile's variables end with the test
     assert cli.main(["chat", str(pocket_dir), "-p", "1+1?", "hardware=mi300x"]) == 1
     err = capfd.readouterr().err
     assert "hardware=mi300x is for AMD Instinct" in err
@@ -323,8 +373,15 @@ def test_a_downloaded_run_runs_no_code(changes, named, adapter, tmp_path, monkey
 def with_byte_fallback(folder: Path) -> HFTokenizer:
     """A tokenizer as those of Llama 2 and Gemma: characters outside of the vocabulary are single bytes."""
     words = ["<s>", "▁", "a", "b", "▁ab", "é", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer = Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+    )
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -354,7 +411,11 @@ def test_streamed_pieces_are_the_text_of_all_tokens(tokenizer, data):
         encoded = text.map(lambda t: [6 + byte for byte in t.encode()])
     else:
         encoded = text.map(lambda t: tokenizer.encode(t, add_bos=False, add_eos=False))
-    tokens = [token for part in data.draw(st.lists(st.one_of(some, encoded), max_size=6)) for token in part]
+    tokens = [
+        token
+        for part in data.draw(st.lists(st.one_of(some, encoded), max_size=6))
+        for token in part
+    ]
     stream = TextStream(tokenizer)
     pieces = [stream.add(token) for token in tokens]
     whole = to_text(tokenizer, tokens)
@@ -363,7 +424,10 @@ def test_streamed_pieces_are_the_text_of_all_tokens(tokenizer, data):
     assert "".join(pieces) + stream.end() == whole
 
 
-@given(parts=st.lists(st.sampled_from(["<", "think>", "</think>", "<think>", "a", "\n"]), max_size=12), data=st.data())
+@given(
+    parts=st.lists(st.sampled_from(["<", "think>", "</think>", "<think>", "a", "\n"]), max_size=12),
+    data=st.data(),
+)
 @settings(max_examples=200, deadline=None)
 def test_reasoning_is_split_off_wherever_pieces_end(parts, data):
     text = "".join(parts)
@@ -397,4 +461,7 @@ def test_a_pipe_gets_no_reasoning_and_a_terminal_no_control_characters(monkeypat
             writer.write(text, hidden)
         writer.end()
     assert pipe.getvalue() == "Yes\033[2J\n"
-    assert terminal.getvalue() == "\033[2m<think>hm</think>\033[0m\n\nYes\N{REPLACEMENT CHARACTER}[2J\n"
+    assert (
+        terminal.getvalue()
+        == "\033[2m<think>hm</think>\033[0m\n\nYes\N{REPLACEMENT CHARACTER}[2J\n"
+    )

@@ -21,9 +21,14 @@ def test_version_imports_no_torch():
         "import sys\nfrom rocm_ext import cli\n"
         "try:\n    cli.main(['--version'])\nfinally:\n    print('torch' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     names = ("torchtune-rocm", "torchtune", "torch")
-    assert run.stdout.splitlines() == [*(f"{name} {importlib.metadata.version(name)}" for name in names), "False"]
+    assert run.stdout.splitlines() == [
+        *(f"{name} {importlib.metadata.version(name)}" for name in names),
+        "False",
+    ]
 
 
 def test_version_names_what_is_not_installed(capsys, monkeypatch):
@@ -41,9 +46,25 @@ def test_help_has_every_command_under_when_one_needs_it(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     said = capsys.readouterr().out
-    assert sorted(line.split()[0] for line in said.splitlines() if line.startswith("  ") and line[2].islower()) == NAMES
-    before, during, after = (said.index(f"\n{when} a run:\n") for when in ("before", "during", "after"))
-    assert before < said.index("  doctor ") < during < said.index("  monitor ") < after < said.index("  report ")
+    assert (
+        sorted(
+            line.split()[0]
+            for line in said.splitlines()
+            if line.startswith("  ") and line[2].islower()
+        )
+        == NAMES
+    )
+    before, during, after = (
+        said.index(f"\n{when} a run:\n") for when in ("before", "during", "after")
+    )
+    assert (
+        before
+        < said.index("  doctor ")
+        < during
+        < said.index("  monitor ")
+        < after
+        < said.index("  report ")
+    )
 
 
 def test_help_of_a_command_imports_no_torch():
@@ -53,7 +74,9 @@ for name in {NAMES}:
     help = cli.parser_of(name).format_help()
     assert f"usage: rocm-ext {{name}} " in help and len(help.split("\\n\\n")[1]) > 60, name
 sys.exit("torch" in sys.modules)"""
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
 
 
@@ -62,11 +85,26 @@ sys.exit("torch" in sys.modules)"""
     [
         ([], "`rocm-ext COMMAND --help` has a command's options."),
         (["docter"], "there is no command docter; did you mean doctor?"),
-        (["plan", "--ranks", "two", "--config", "x"], "--ranks: 'two' is not a whole number from 1 to "),
-        (["plan", "--ranks", "0", "--config", "x"], "--ranks: '0' is not a whole number from 1 to "),
-        (["chat", "x", "--seed", "1" * 23], f"--seed: '{'1' * 23}' is not a whole number from 0 to 4,294,967,295"),
-        (["chat", "x", "--temperature", "nan"], "--temperature: 'nan' is not a number from 0 to 100"),
-        (["eval", "--config", "x", "--show", "-1"], "--show: '-1' is not a whole number from 0 to "),
+        (
+            ["plan", "--ranks", "two", "--config", "x"],
+            "--ranks: 'two' is not a whole number from 1 to ",
+        ),
+        (
+            ["plan", "--ranks", "0", "--config", "x"],
+            "--ranks: '0' is not a whole number from 1 to ",
+        ),
+        (
+            ["chat", "x", "--seed", "1" * 23],
+            f"--seed: '{'1' * 23}' is not a whole number from 0 to 4,294,967,295",
+        ),
+        (
+            ["chat", "x", "--temperature", "nan"],
+            "--temperature: 'nan' is not a number from 0 to 100",
+        ),
+        (
+            ["eval", "--config", "x", "--show", "-1"],
+            "--show: '-1' is not a whole number from 0 to ",
+        ),
         (["eval", "--nonsense", "--config", "x"], "unrecognized arguments: --nonsense"),
         (["compare", "a", "b", "--tolerance", "nan"], "--tolerance: "),
         (["compare", "a", "b", "--tolerance", "100"], "--tolerance: "),
@@ -81,7 +119,9 @@ def test_wrong_arguments_end_with_2_and_say_what_was_expected(arguments, said, c
 
 def test_a_file_that_exists_is_replaced_with_force_only(tmp_path):
     (there := tmp_path / "rows.jsonl").write_text("precious")
-    with pytest.raises(UserError, match=r"rows.jsonl exists; name another file, or add --force") as refused:
+    with pytest.raises(
+        UserError, match=r"rows.jsonl exists; name another file, or add --force"
+    ) as refused:
         _common.check_new_file(there)
     assert refused.value.code == 2
     assert _common.check_new_file(there, force=True) == there

@@ -30,7 +30,15 @@ elif sys.argv[0] == "tune":
     main()
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-NEVER = ["datasets", "pandas", "pyarrow", "transformers", "torchtune.data", "torchtune.datasets", "torchtune.models"]
+NEVER = [
+    "datasets",
+    "pandas",
+    "pyarrow",
+    "transformers",
+    "torchtune.data",
+    "torchtune.datasets",
+    "torchtune.models",
+]
 # torchtune's merge of a config and its command line, and the components that the config names
 OF_CONFIGS = {
     "torchtune.config._errors", "torchtune.config._utils", "torchtune.training.lr_schedulers",
@@ -46,7 +54,11 @@ def config(tmp_path_factory) -> Path:
     (model / "chat_template.jinja").write_text(CHATML)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
     content = base_config(write_rows(top / "rows.jsonl", 12), top / "out")
-    content["model"] = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(model), "lora_rank": 4}
+    content["model"] = {
+        "_component_": "rocm_ext.model.from_checkpoint",
+        "checkpoint_dir": str(model),
+        "lora_rank": 4,
+    }
     schedule = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
     content["lr_scheduler"] = {"_component_": schedule, "num_warmup_steps": 1}
     logger = "torchtune.training.metric_logging.DiskLogger"
@@ -86,7 +98,13 @@ def test_plans_and_starts_import_torchtune_s_modules_alone(config, command):
         script = registry.find(registry.SFT).file
         modules = imported(script, "--config", config, "validate_only=True")
     assert "torchtune.modules" in modules
-    assert not modules & {*NEVER, "torchao", "torchao.quantization", "torchtune", "torchtune.training"}
+    assert not modules & {
+        *NEVER,
+        "torchao",
+        "torchao.quantization",
+        "torchtune",
+        "torchtune.training",
+    }
 
 
 EACH_FIRST = """
@@ -115,5 +133,7 @@ def test_each_module_of_torchtune_can_be_the_first_while_packages_wait():
     top = Path(importlib.util.find_spec("torchtune").origin).parent
     files = [file.relative_to(top.parent).with_suffix("") for file in sorted(top.rglob("*.py"))]
     names = [".".join(file.parts).removesuffix(".__init__") for file in files]
-    run = subprocess.run([sys.executable, "-c", EACH_FIRST, *names], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", EACH_FIRST, *names], capture_output=True, text=True, check=True
+    )
     assert run.stdout == ""

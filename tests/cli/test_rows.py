@@ -53,7 +53,9 @@ def rows(folder, tmp_path, capsys):
 
     def rows(*options: str, **changes) -> tuple[int, str, str]:
         path = tmp_path / "run.yaml"
-        write_yaml(path, run_config(folder / "base", folder / "prompts.jsonl", tmp_path / "out", **changes))
+        write_yaml(
+            path, run_config(folder / "base", folder / "prompts.jsonl", tmp_path / "out", **changes)
+        )
         code = cli.main(["rows", "--config", str(path), *options])
         said = capsys.readouterr()
         return code, said.out, said.err
@@ -69,7 +71,9 @@ def as_json(said: tuple[int, str, str]) -> dict:
 
 def of_recipe(kind: type[LoRAFinetune], path: Path, *overrides: str) -> LoRAFinetune:
     """The recipe after its own checks, with the rows that it would train on."""
-    recipe = kind(config.load(registry.find(kind.__module__.rpartition(".")[2]), str(path), list(overrides)))
+    recipe = kind(
+        config.load(registry.find(kind.__module__.rpartition(".")[2]), str(path), list(overrides))
+    )
     recipe.check()
     recipe.cleanup()
     return recipe
@@ -105,15 +109,28 @@ def test_numbers_and_spans_are_those_of_the_recipe(rows, folder, tmp_path):
     found = as_json(rows("--json", "--show", "9", **changes))
     recipe = of_recipe(LoRAFinetune, tmp_path / "run.yaml")
     trained, of, decode = recipe.rows, found["dataset"], recipe.learner.tokenizer.renderer.text
-    assert of["counts"] == trained.counts == {**trained.counts, "rows": 8, "dropped_too_long": 1, "bad_rows": 2}
-    assert of["first"] == {"dropped_too_long": f"{data['source']}:2", "bad_rows": f"{data['source']}:3"}
+    assert (
+        of["counts"]
+        == trained.counts
+        == {**trained.counts, "rows": 8, "dropped_too_long": 1, "bad_rows": 2}
+    )
+    assert of["first"] == {
+        "dropped_too_long": f"{data['source']}:2",
+        "bad_rows": f"{data['source']}:3",
+    }
     assert of["kept"] == len(trained) == len(found["shown"]) == 5
     lengths = [len(tokens) for tokens in trained.tokens]
     spread = of["tokens"]["row"]
-    assert (spread["min"], spread["max"], spread["total"]) == (min(lengths), max(lengths), sum(lengths))
+    assert (spread["min"], spread["max"], spread["total"]) == (
+        min(lengths),
+        max(lengths),
+        sum(lengths),
+    )
     assert spread["median"] == median_low(lengths)
     assert sum(count for *_, count in spread["histogram"]) == 5
-    labels = sum(int(labelled(*row).sum()) for row in zip(trained.labels, trained.lengths, strict=True))
+    labels = sum(
+        int(labelled(*row).sum()) for row in zip(trained.labels, trained.lengths, strict=True)
+    )
     assert of["tokens"]["trained"]["total"] == labels
     assert of["trained_share"] == labels / sum(lengths)
     for number, row in enumerate(found["shown"]):
@@ -121,10 +138,20 @@ def test_numbers_and_spans_are_those_of_the_recipe(rows, folder, tmp_path):
         assert sequence["text"] == decode(trained.tokens[number])
         assert marked(sequence) == trained_texts(trained, number, decode)
     assert [row["origin"].rpartition(":")[2] for row in found["shown"]] == ["1", "4", "5", "6", "7"]
-    assert marked(found["shown"][0]["sequences"][0]) == ["b<|im_end|>", "It is 12. naïve 🎉<|im_end|>"]
-    assert (of["repeated"], of["first_repeated"]) == (1, [[f"{data['source']}:5", f"{data['source']}:4"]])
+    assert marked(found["shown"][0]["sequences"][0]) == [
+        "b<|im_end|>",
+        "It is 12. naïve 🎉<|im_end|>",
+    ]
+    assert (of["repeated"], of["first_repeated"]) == (
+        1,
+        [[f"{data['source']}:5", f"{data['source']}:4"]],
+    )
     validation = found["validation"]
-    assert (validation["kept"], validation["trained_on"], validation["prompt_trained_on"]) == (3, 1, 2)
+    assert (validation["kept"], validation["trained_on"], validation["prompt_trained_on"]) == (
+        3,
+        1,
+        2,
+    )
     assert validation["first_trained_on"] == [[f"{held_out['source']}:1", f"{data['source']}:4"]]
     assert (found["steps_per_epoch"], found["rows_per_step"]) == (1, 8)
 
@@ -136,9 +163,15 @@ def test_data_sets_and_their_weights(rows, tmp_path):
     changes = {"dataset": [{**one, "weight": 1}, {**two, "weight": 3}]}
     code, out, err = rows(**changes)
     assert code == 0, err
-    assert f"{one['source']}: 7 rows, 25.0% of an epoch (2 rows, weight 1)\n{two['source']}: 1 rows, 75.0%" in out
+    assert (
+        f"{one['source']}: 7 rows, 25.0% of an epoch (2 rows, weight 1)\n{two['source']}: 1 rows, 75.0%"
+        in out
+    )
     parts = as_json(rows("--json", **changes))["data_sets"]
-    assert [(part["rows"], part["weight"], part["rows_of_epoch"]) for part in parts] == [(7, 1, 2), (1, 3, 6)]
+    assert [(part["rows"], part["weight"], part["rows_of_epoch"]) for part in parts] == [
+        (7, 1, 2),
+        (1, 3, 6),
+    ]
     parts = as_json(rows("--json", dataset=[one, two]))["data_sets"]
     assert [(part["weight"], part["rows_of_epoch"]) for part in parts] == [(None, 7), (None, 1)]
     assert as_json(rows("--json", dataset=one))["data_sets"] == []
@@ -155,7 +188,11 @@ def test_data_sets_and_their_weights(rows, tmp_path):
 
 @pytest.mark.parametrize("template", ["auto", "torchtune"])
 def test_a_set_aside_part_and_rows_that_are_cut(rows, tmp_path, template):
-    overrides = ("tokenizer.max_seq_len=40", "validation_fraction=0.25", f"chat_template={template}")
+    overrides = (
+        "tokenizer.max_seq_len=40",
+        "validation_fraction=0.25",
+        f"chat_template={template}",
+    )
     found = as_json(rows("--json", "--show", "99", *overrides))
     recipe = of_recipe(LoRAFinetune, tmp_path / "run.yaml", *overrides)
     of, tokenizer = found["dataset"], recipe.learner.tokenizer
@@ -189,12 +226,20 @@ def test_the_sides_of_pairs(rows, tmp_path):
     recipe = of_recipe(DPO, tmp_path / "run.yaml")
     of, decode = found["dataset"], recipe.learner.tokenizer.renderer.text
     assert of["counts"] == recipe.rows.counts
-    assert of["first"] == {"dropped_equal": f"{data['source']}:2", "dropped_empty": f"{data['source']}:3"}
+    assert of["first"] == {
+        "dropped_equal": f"{data['source']}:2",
+        "dropped_empty": f"{data['source']}:3",
+    }
     assert (of["kept"], of["repeated"]) == (3, 1)
     (row,) = found["shown"]
     assert (row["row"], row["origin"]) == (2, f"{data['source']}:5")
-    assert [marked(side) for side in row["sequences"]] == [["ok<|im_end|>"], ["wrong, wrong<|im_end|>"]]
-    assert [text for side in row["sequences"] for text in marked(side)] == trained_texts(recipe.rows, 2, decode)
+    assert [marked(side) for side in row["sequences"]] == [
+        ["ok<|im_end|>"],
+        ["wrong, wrong<|im_end|>"],
+    ]
+    assert [text for side in row["sequences"] for text in marked(side)] == trained_texts(
+        recipe.rows, 2, decode
+    )
     start = int(np.argmax(recipe.rows.labels[2] >= 0))
     assert of["tokens"]["shared prompt"]["min"] == of["tokens"]["shared prompt"]["max"] == start
     assert of["tokens"]["longer side"]["max"] == max(max(sides) for sides in recipe.rows.lengths)
@@ -202,16 +247,21 @@ def test_the_sides_of_pairs(rows, tmp_path):
     assert text.count("a b<|im_end|>") == 1, "the prompt is shown once"
     assert one_line_has(text, "dropped equal: 1", "pairs.jsonl:2")
     code, out, err = rows(dataset=changes["dataset"])
-    assert (code, one_line_has(out, "dropped equal: 1")) == (1, True), "a run would end, and the rows show why"
+    assert (code, one_line_has(out, "dropped equal: 1")) == (1, True), (
+        "a run would end, and the rows show why"
+    )
     assert one_line_has(err, "error: ", "the rows are pairs", "start dpo_rocm")
 
 
 def test_a_run_writes_them_and_its_report_shows_them(rows, folder, tmp_path, capsys, messages):
     data = write(
-        tmp_path / "rows.jsonl", [chat("<b>a", "b & c") | {"weight": 2.5}, chat("a", "b " * 40), {"prompt": "q"}]
+        tmp_path / "rows.jsonl",
+        [chat("<b>a", "b & c") | {"weight": 2.5}, chat("a", "b " * 40), {"prompt": "q"}],
     )
     found = as_json(rows("--json", dataset=data, bad_rows="drop"))
-    recipe = LoRAFinetune(config.load(registry.find("lora_finetune_rocm"), str(tmp_path / "run.yaml"), []))
+    recipe = LoRAFinetune(
+        config.load(registry.find("lora_finetune_rocm"), str(tmp_path / "run.yaml"), [])
+    )
     recipe.setup()
     recipe.cleanup()
     written = json.loads((tmp_path / "out/rows.json").read_text())
@@ -219,14 +269,29 @@ def test_a_run_writes_them_and_its_report_shows_them(rows, folder, tmp_path, cap
     assert [row.pop("origin").rpartition(":")[2] for row in found["shown"]] == ["1", "2"]
     assert {"recipe": "lora_finetune_rocm", **written} == found
     assert written["dataset"]["weights"] == [1, 2.5]
-    assert [said for said in messages if said.startswith("dataset: its column weight") and said.endswith("1 to 2.5")]
+    assert [
+        said
+        for said in messages
+        if said.startswith("dataset: its column weight") and said.endswith("1 to 2.5")
+    ]
     grpo = grpo_runs.write_run(folder, tmp_path / "grpo")
     found = as_json((cli.main(["rows", "--json", "--config", str(grpo)]), *capsys.readouterr()))
     recipe = GRPO(config.load(registry.find("grpo_rocm"), str(grpo), []))
     recipe.setup()
     recipe.cleanup()
     assert {"recipe": "grpo_rocm", **json.loads((tmp_path / "grpo/rows.json").read_text())} == found
-    assert cli.main(["report", str(tmp_path / "out"), str(tmp_path / "grpo"), "-o", str(tmp_path / "page.html")]) == 0
+    assert (
+        cli.main(
+            [
+                "report",
+                str(tmp_path / "out"),
+                str(tmp_path / "grpo"),
+                "-o",
+                str(tmp_path / "page.html"),
+            ]
+        )
+        == 0
+    )
     page = (tmp_path / "page.html").read_text()
     assert "&lt;b&gt;a" in page
     assert "<mark>b &amp; c&lt;|im_end|&gt;</mark>" in page
@@ -249,9 +314,14 @@ def test_prompts(folder, tmp_path, capsys, write_run):
     prompts.render(open_tokenizer(cfg))
     of = found["dataset"]
     assert of["counts"] == {"rows": 14, "dropped_repeated": 1, "too_long_for_the_model": 1}
-    assert of["first"] == {"dropped_repeated": f"{source}:13", "too_long_for_the_model": f"{source}:14"}
+    assert of["first"] == {
+        "dropped_repeated": f"{source}:13",
+        "too_long_for_the_model": f"{source}:14",
+    }
     assert of["kept"] == 13
-    assert of["tokens"]["prompt"]["total"] == sum(len(prompts.tokens[prompt.id]) for prompt in prompts.training)
+    assert of["tokens"]["prompt"]["total"] == sum(
+        len(prompts.tokens[prompt.id]) for prompt in prompts.training
+    )
     assert found["validation"]["kept"] == len(prompts.held_out)
     assert found["shown"][-1]["row"] == 12
     (first,) = found["shown"][0]["sequences"]
@@ -279,13 +349,21 @@ def test_what_rows_hold_does_not_reach_the_terminal_raw(rows, tmp_path, monkeypa
 
 
 def test_packs_and_many_turns(rows, tmp_path):
-    packed = {"_component_": "torchtune.datasets.chat_dataset", "source": "json", "conversation_column": "messages"}
+    packed = {
+        "_component_": "torchtune.datasets.chat_dataset",
+        "source": "json",
+        "conversation_column": "messages",
+    }
     packed |= {"conversation_style": "openai", "packed": True, "split": "train"}
     write(tmp_path / "rows.jsonl", [chat("a", "b"), chat("c", "d"), chat("a", "b")])
     packed["data_files"] = str(tmp_path / "rows.jsonl")
     found = as_json(rows("--json", dataset=packed))
     (row,) = found["shown"]
-    assert [marked(sequence) for sequence in row["sequences"]] == [["b<|im_end|>"], ["d<|im_end|>"], ["b<|im_end|>"]]
+    assert [marked(sequence) for sequence in row["sequences"]] == [
+        ["b<|im_end|>"],
+        ["d<|im_end|>"],
+        ["b<|im_end|>"],
+    ]
     many = write(tmp_path / "many.jsonl", [chat(*map(str, range(40)))])
     assert " parts …" in rows("tokenizer.max_seq_len=null", dataset=many)[1]
 

@@ -112,7 +112,9 @@ def launch(main, path: Path, overrides: tuple[str, ...]) -> int:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     meeting |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
     places = [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    ranks = {forks.start(main, path, overrides, partial(os.environ.update, place))[0] for place in places}
+    ranks = {
+        forks.start(main, path, overrides, partial(os.environ.update, place))[0] for place in places
+    }
     signal.signal(signal.SIGTERM, lambda *_: [os.kill(rank, signal.SIGTERM) for rank in ranks])
     codes = []
     while ranks:
@@ -136,7 +138,9 @@ def start(*arguments: object) -> tuple[int, int]:
     try:
         sys.stdout = sys.stderr = os.fdopen(send, "w", buffering=1)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+            )
         signal_at_parents_end(signal.SIGTERM)
         supervise.subprocess = SimpleNamespace(**vars(as_forks(tune)), run=subprocess.run)
         code = cli.main(["supervise", *map(str, arguments)])
@@ -154,7 +158,9 @@ def run(*arguments: object) -> tuple[int, str]:
     return forks.wait(*start(*arguments))
 
 
-def command(path: Path, recipe: str = "lora_finetune_rocm", ranks: tuple[str, ...] = ()) -> list[str]:
+def command(
+    path: Path, recipe: str = "lora_finetune_rocm", ranks: tuple[str, ...] = ()
+) -> list[str]:
     return ["--", "tune", "run", *ranks, recipe, "--config", str(path)]
 
 
@@ -174,7 +180,9 @@ def test_kills_and_hangs_change_nothing(make, reference, tmp_path):  # noqa: F81
     out = tmp_path / "out"
     events = tmp_path / "events"
     path = make(out, metric_logger=trouble(tmp_path, s3="kill", s5="stop", s8="block"))
-    code, said = run(*EAGER, "--notify", f'echo "$SUPERVISE_EVENT $SUPERVISE_STEP" >> {events}', *command(path))
+    code, said = run(
+        *EAGER, "--notify", f'echo "$SUPERVISE_EVENT $SUPERVISE_STEP" >> {events}', *command(path)
+    )
     assert code == 0, said
     assert_equal(out, reference)
     assert len(list(tmp_path.glob("trouble_*"))) == 3
@@ -208,7 +216,9 @@ def test_the_same_step_dies_three_times(make, tmp_path):  # noqa: F811
     code, said = run("--pause", 0.6, "--notify", tell, *command(path))
     assert code == 1
     last = said.splitlines()[-1]
-    assert last.startswith("error: the run died 3 times without progress, at step 4: killed by SIGKILL; its last line")
+    assert last.startswith(
+        "error: the run died 3 times without progress, at step 4: killed by SIGKILL; its last line"
+    )
     assert last.endswith(f"{out / 'supervise.log'} has its output")
     restarts = [line for line in said.splitlines() if line.startswith("supervise: restarting")]
     assert [line.rpartition(" in ")[2] for line in restarts] == ["1s", "2s"]
@@ -218,7 +228,12 @@ def test_the_same_step_dies_three_times(make, tmp_path):  # noqa: F811
 
 
 @pytest.mark.wide
-def test_set_up_that_waits_has_hung_and_one_that_computes_has_not(make, reference, tmp_path, monkeypatch):  # noqa: F811
+def test_set_up_that_waits_has_hung_and_one_that_computes_has_not(
+    make,  # noqa: F811
+    reference,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
     forward, waited, done = CausalLM.forward, tmp_path / "waited", tmp_path / "done"
 
     def forward_(self, batch):
@@ -236,7 +251,9 @@ def test_set_up_that_waits_has_hung_and_one_that_computes_has_not(make, referenc
     monkeypatch.setattr(CausalLM, "forward", forward_)
     code, said = run(*PATIENT, "--hung-after", 1, *command(make(tmp_path / "out")))
     assert code == 0, said
-    restarts = [line.partition(" it died ")[2] for line in said.splitlines() if "restarting" in line]
+    restarts = [
+        line.partition(" it died ")[2] for line in said.splitlines() if "restarting" in line
+    ]
     assert "at step 0: it hung for " in restarts[0]
     assert "at step 0: out of memory at " in restarts[1]  # which is tried again
     assert_equal(tmp_path / "out", reference)
@@ -256,9 +273,13 @@ def test_a_user_s_error_ends_it(make, tmp_path, monkeypatch, honest):  # noqa: F
     assert "restarting" not in said
     if not honest:
         crash = {"_component_": "tests.cli.test_supervise.Crash"}
-        code, said = run("--pause", 0, "--deaths", 1, *command(make(tmp_path / "crashed", metric_logger=crash)))
+        code, said = run(
+            "--pause", 0, "--deaths", 1, *command(make(tmp_path / "crashed", metric_logger=crash))
+        )
         assert code == 1
-        assert "ended with code 0, but it is not complete; its last line: RuntimeError: crash" in said
+        assert (
+            "ended with code 0, but it is not complete; its last line: RuntimeError: crash" in said
+        )
         return
     for arguments, expected in (
         (["--", "tune", "run", "nothing"], "name the run after --"),
@@ -305,7 +326,11 @@ def test_the_same_command_goes_on_after_its_own_death(make, reference, tmp_path,
 def test_ctrl_c_saves_and_a_second_one_kills(make, reference, tmp_path):  # noqa: F811
     """Another supervisor is refused meanwhile."""
     out = tmp_path / "out"
-    arguments = ("--pause", 0, *command(make(out, metric_logger=trouble(tmp_path, s3="pause", s7="block"))))
+    arguments = (
+        "--pause",
+        0,
+        *command(make(out, metric_logger=trouble(tmp_path, s3="pause", s7="block"))),
+    )
     pid, receive = start(*arguments)
     wait_for(tmp_path / "trouble_3")
     os.kill(pid, signal.SIGINT)
@@ -347,7 +372,11 @@ def test_validation_apart(make, reference, tmp_path):  # noqa: F811
     code, said = run("--evaluate-apart", "--pause", 60, *command(make(out)))
     assert code == 0, said
     assert_equal(out, reference)
-    stops = [line.partition(" stopped ")[2].partition(";")[0] for line in said.splitlines() if "goes on" in line]
+    stops = [
+        line.partition(" stopped ")[2].partition(";")[0]
+        for line in said.splitlines()
+        if "goes on" in line
+    ]
     assert stops == [f"{when} the validation of step {step}" for when, step in
                      (("before", 5), ("after", 5), ("before", 10))]  # fmt: skip
 
@@ -362,7 +391,9 @@ def world(tmp_path_factory) -> Path:
 def test_evaluation_apart(world, tmp_path, recipe, runs):
     whole, out = tmp_path / "whole", tmp_path / "out"
     forks.succeed(MAINS[recipe], runs.write_run(world, whole))
-    code, said = run("--evaluate-apart", "--pause", 60, *command(runs.write_run(world, out), recipe))
+    code, said = run(
+        "--evaluate-apart", "--pause", 60, *command(runs.write_run(world, out), recipe)
+    )
     assert code == 0, said
     runs.assert_equal(out, whole)
     unit, last = ("step", 4) if recipe == "grpo_rocm" else ("cycle", 2)
@@ -376,7 +407,10 @@ def test_a_slow_run_has_more_time(tmp_path):
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     assert slowest_step(tmp_path) == 0
-    write(tmp_path / "metrics.jsonl", [{"step": n, "loss": 1.0, "seconds": 60.0 + n} for n in range(30)])
+    write(
+        tmp_path / "metrics.jsonl",
+        [{"step": n, "loss": 1.0, "seconds": 60.0 + n} for n in range(30)],
+    )
     assert slowest_step(tmp_path) == 89
     raft = tmp_path / "raft"
     raft.mkdir()
@@ -390,7 +424,9 @@ def test_thirty_random_kills_and_ten_hangs(make, tmp_path):  # noqa: F811
     whole, out = tmp_path / "whole", tmp_path / "out"
     many = {"epochs": 150, "lr_scheduler": None}
     assert forks.forked(sft.main, make(whole, **many))[0] == 0
-    pid, receive = start("--pause", 0, "--deaths", 999, "--hung-after", 4, *command(make(out, **many)))
+    pid, receive = start(
+        "--pause", 0, "--deaths", 999, "--hung-after", 4, *command(make(out, **many))
+    )
     drawn, seen, done = random.Random(0), None, []
     while len(done) < 40:
         while (now := process_of(out)) in (None, seen):
@@ -426,7 +462,13 @@ def test_with_tune_itself(make, tmp_path, ranks):  # noqa: F811
 
 @pytest.mark.wide
 def test_an_option_that_tune_does_not_know_ends_it(make, tmp_path):  # noqa: F811
-    words = [sys.executable, "-m", "rocm_ext.cli", "supervise", *command(make(tmp_path / "out"), ranks=("--gpus=2",))]
+    words = [
+        sys.executable,
+        "-m",
+        "rocm_ext.cli",
+        "supervise",
+        *command(make(tmp_path / "out"), ranks=("--gpus=2",)),
+    ]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     ended = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120)
     assert "Starting it again does not help" in ended.stderr.splitlines()[-1], ended.stderr

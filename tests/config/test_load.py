@@ -35,17 +35,29 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_component_replaces_the_lower_one_whole(run):
-    cfg = run("loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}", "optimizer.lr=5e-4")
+    cfg = run(
+        "loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}", "optimizer.lr=5e-4"
+    )
     assert cfg.loss == {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
-    assert cfg.optimizer == {"_component_": "torch.optim.AdamW", "lr": 5e-4}, "single arguments by dots"
-    assert run("", "optimizer=torch.optim.SGD").optimizer == {"_component_": "torch.optim.SGD", "lr": 1e-3}
+    assert cfg.optimizer == {"_component_": "torch.optim.AdamW", "lr": 5e-4}, (
+        "single arguments by dots"
+    )
+    assert run("", "optimizer=torch.optim.SGD").optimizer == {
+        "_component_": "torch.optim.SGD",
+        "lr": 1e-3,
+    }
     one = {"_component_": "rocm_ext.data.sft_dataset", "source": "a.jsonl"}
-    assert run("", "dataset=[{_component_: rocm_ext.data.sft_dataset, source: a.jsonl}]").dataset == [one]
+    assert run(
+        "", "dataset=[{_component_: rocm_ext.data.sft_dataset, source: a.jsonl}]"
+    ).dataset == [one]
 
 
 def test_a_component_keeps_arguments_of_a_lower_layer(run, tmp_path):
     """``optimizer`` names fewer arguments than the recipe's default of the same component does (review A6)."""
-    lines = {"output_dir": str(tmp_path), "verifier": {"_component_": "rocm_ext.verifiers.ExactMatch"}}
+    lines = {
+        "output_dir": str(tmp_path),
+        "verifier": {"_component_": "rocm_ext.verifiers.ExactMatch"},
+    }
 
     def load(*overrides, **keys):
         return config.load(GRPO, "own", overrides, {**lines, **keys})
@@ -59,12 +71,17 @@ def test_a_component_keeps_arguments_of_a_lower_layer(run, tmp_path):
         "_component_": "torch.optim.SGD",
         "lr": 1,
     }
-    assert load(lr_scheduler={"total_iters": 5}).lr_scheduler == {**default.lr_scheduler, "total_iters": 5}
+    assert load(lr_scheduler={"total_iters": 5}).lr_scheduler == {
+        **default.lr_scheduler,
+        "total_iters": 5,
+    }
     assert load(lr_scheduler=None).lr_scheduler is None
     again = load(**OmegaConf.to_container(load(optimizer=adamw)))
     assert again == load(optimizer=adamw), "a recorded config is the same config"
     base = COMPONENTS.replace("_component_: torch.optim.AdamW, ", "") + "output_dir: out\n"
-    assert run("", base=base) == run(), "SFT's default has a component, too, and leaves its lr to the run"
+    assert run("", base=base) == run(), (
+        "SFT's default has a component, too, and leaves its lr to the run"
+    )
 
 
 def test_a_pattern_replaces_the_runs(run):
@@ -72,15 +89,26 @@ def test_a_pattern_replaces_the_runs(run):
     base = "model: {_component_: rocm_ext.model.from_checkpoint, checkpoint_dir: m, rank_pattern: {down_proj: 8}}\n"
     base += "dataset: {_component_: rocm_ext.data.sft_dataset, source: a}\noptimizer: {lr: 1e-3}\n"
     base += "output_dir: out\nhardware: cpu\n"
-    assert run("", 'model.rank_pattern={"q_proj": 4}', base=base).model.rank_pattern == {"q_proj": 4}
-    assert run("", "model.rank_pattern.q_proj=4", base=base).model.rank_pattern == {"down_proj": 8, "q_proj": 4}
+    assert run("", 'model.rank_pattern={"q_proj": 4}', base=base).model.rank_pattern == {
+        "q_proj": 4
+    }
+    assert run("", "model.rank_pattern.q_proj=4", base=base).model.rank_pattern == {
+        "down_proj": 8,
+        "q_proj": 4,
+    }
     assert run("", "model.rank_pattern=null", base=base).model.rank_pattern is None
 
 
 def test_layers(run, monkeypatch):
     lines = "hardware: strix_halo\ndtype: fp16\ncompile: True\nepochs: 3"
     cfg = run(lines, "hardware=cpu")
-    assert (cfg.hardware, cfg.device, cfg.dtype, cfg.compile, cfg.epochs) == ("cpu", "cpu", "fp32", False, 3)
+    assert (cfg.hardware, cfg.device, cfg.dtype, cfg.compile, cfg.epochs) == (
+        "cpu",
+        "cpu",
+        "fp32",
+        False,
+        3,
+    )
     assert run(lines, "hardware=cpu", "dtype=bf16").dtype == "bf16"
     assert run(lines).dtype == "fp16"
     assert run(lines, "hardware=auto").dtype == "bf16"
@@ -90,7 +118,9 @@ def test_layers(run, monkeypatch):
     assert cfg.epochs == 1
     assert cfg.loss._component_.endswith("CrossEntropy")
     assert run("dtype: fp16\nepochs: 3").dtype == "fp16", "the run over the profile"
-    assert run("dtype: fp16\nepochs: 3", "epochs=5", "dtype=fp32").epochs == 5, "the command line over all"
+    assert run("dtype: fp16\nepochs: 3", "epochs=5", "dtype=fp32").epochs == 5, (
+        "the command line over all"
+    )
     assert run("hardware: mi300x").compile is True
     assert run("hardware: mi300x\ncompile: False").compile is False
     monkeypatch.setattr(layers, "detect", lambda: CPU)
@@ -131,10 +161,17 @@ def test_unknown_keys(run, lines, overrides, message):
 def test_components_that_cannot_be_imported(run, tmp_path, component, message):
     (tmp_path / "broken.py").write_text("import no_such_dependency\n")
     with pytest.raises(UserError, match=rf"(?s)^model\._component_ .*{message}"):
-        run("", f"model={component}" if component not in ("''", "7") else f"model._component_={component}")
+        run(
+            "",
+            f"model={component}"
+            if component not in ("''", "7")
+            else f"model._component_={component}",
+        )
 
 
-@pytest.mark.parametrize("value", ["torchtune.models.qwen2_5.lora_qwen2_5_0_5b", "{lora_rank: 8}", "7", "[a]"])
+@pytest.mark.parametrize(
+    "value", ["torchtune.models.qwen2_5.lora_qwen2_5_0_5b", "{lora_rank: 8}", "7", "[a]"]
+)
 def test_a_component_key_without_component(run, value):
     base = (COMPONENTS + "output_dir: out\n").replace("model: {", "profiler: {")
     with pytest.raises(UserError, match=r"model .*_component_ and its arguments"):
@@ -143,13 +180,29 @@ def test_a_component_key_without_component(run, value):
 
 def test_missing_keys(run):
     for base, overrides, message in (
-        ("", (), "config run.yaml: checkpointer, dataset, model, optimizer.lr, output_dir, tokenizer must be set"),
-        (COMPONENTS, (), "^config run.yaml: output_dir must be set"),  # the checkpointer's key refers to it
+        (
+            "",
+            (),
+            "config run.yaml: checkpointer, dataset, model, optimizer.lr, output_dir, tokenizer must be set",
+        ),
+        (
+            COMPONENTS,
+            (),
+            "^config run.yaml: output_dir must be set",
+        ),  # the checkpointer's key refers to it
         (COMPONENTS + "output_dir: out\n", ("output_dir=null",), "output_dir must be set"),
         (COMPONENTS + "output_dir: out\n", ("model=null",), "model must be set"),
         (COMPONENTS + "output_dir: out\n", ("optimizer=null",), "optimizer must be set"),
-        (COMPONENTS.replace(", lr: 1e-3", "") + "output_dir: out\n", (), r"optimizer\.lr must be set"),
-        (COMPONENTS.replace("lr: 1e-3", "lr: '???'") + "output_dir: out\n", (), r"optimizer\.lr must be set"),
+        (
+            COMPONENTS.replace(", lr: 1e-3", "") + "output_dir: out\n",
+            (),
+            r"optimizer\.lr must be set",
+        ),
+        (
+            COMPONENTS.replace("lr: 1e-3", "lr: '???'") + "output_dir: out\n",
+            (),
+            r"optimizer\.lr must be set",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             run("", *overrides, base=base)
@@ -175,10 +228,15 @@ def test_names_that_are_no_config(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"`tune ls` lists these$"):
         config.load(SFT, "foo/bar", [])
     (tmp_path / "strix_halo_qwen7b").write_text("epochs: 2")
-    with pytest.raises(UserError, match="must be set"):  # a file in the current folder takes precedence
+    with pytest.raises(
+        UserError, match="must be set"
+    ):  # a file in the current folder takes precedence
         config.load(SFT, "strix_halo_qwen7b", [])
     (tmp_path / "run.yaml").write_bytes(b"epochs: \xff\xfe")
-    for path, message in ((tmp_path / "run.yaml", r"cannot read config .*run\.yaml"), (tmp_path, "neither a file nor")):
+    for path, message in (
+        (tmp_path / "run.yaml", r"cannot read config .*run\.yaml"),
+        (tmp_path, "neither a file nor"),
+    ):
         with pytest.raises(UserError, match=message):
             config.load(SFT, str(path), [])
 
@@ -190,11 +248,17 @@ def test_one_of_two_keys_counts_the_rows_of_a_step(run):
 
     assert rows("") == (None, None)
     assert rows("sequences_per_step: 32") == (None, 32)
-    assert rows("sequences_per_step: 32", "gradient_accumulation_steps=4") == (4, None), "the higher layer's"
+    assert rows("sequences_per_step: 32", "gradient_accumulation_steps=4") == (4, None), (
+        "the higher layer's"
+    )
     assert rows("gradient_accumulation_steps: 4", "sequences_per_step=32") == (None, 32)
     assert rows("sequences_per_step: 32", "gradient_accumulation_steps=null") == (None, 32)
-    assert rows("sequences_per_step: 32", "sequences_per_step=null", "gradient_accumulation_steps=4") == (4, None)
-    assert rows("sequences_per_step: 32\ngradient_accumulation_steps: 4") == (4, 32), "the recipe refuses both"
+    assert rows(
+        "sequences_per_step: 32", "sequences_per_step=null", "gradient_accumulation_steps=4"
+    ) == (4, None)
+    assert rows("sequences_per_step: 32\ngradient_accumulation_steps: 4") == (4, 32), (
+        "the recipe refuses both"
+    )
 
 
 def test_variables_are_keys_that_others_refer_to(run):
@@ -203,7 +267,9 @@ def test_variables_are_keys_that_others_refer_to(run):
     assert run(lines, base=base).dataset.source == "rows/x.jsonl"
     cfg = run(lines, "data=/else", base=base)
     assert cfg.dataset.source == "/else/x.jsonl"
-    recorded = OmegaConf.to_yaml(cfg, resolve=True)  # as a run does, whose config.yaml can be started again
+    recorded = OmegaConf.to_yaml(
+        cfg, resolve=True
+    )  # as a run does, whose config.yaml can be started again
     assert run("", base=recorded) == cfg
     with pytest.raises(UserError, match="unknown key output_di; did you mean output_dir"):
         run("output_di: out", base=COMPONENTS)  # a prefix of the key in ${output_dir}
@@ -213,14 +279,26 @@ def test_variables_are_keys_that_others_refer_to(run):
 
 def test_a_tilde_is_the_home_folder(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    lines = "model: {_component_: rocm_ext.model.from_checkpoint, checkpoint_dir: ~/models/Qwen3-8B}\n"
-    lines += (
-        "metric_logger: {_component_: torchtune.training.metric_logging.DiskLogger, log_dir: '${output_dir}/logs'}\n"
+    lines = (
+        "model: {_component_: rocm_ext.model.from_checkpoint, checkpoint_dir: ~/models/Qwen3-8B}\n"
     )
-    base = "\n".join(x for x in COMPONENTS.splitlines() if not x.startswith(("model", "checkpointer", "tokenizer")))
+    lines += (
+        "metric_logger: {_component_: torchtune.training.metric_logging.DiskLogger, "
+        "log_dir: '${output_dir}/logs'}\n"
+    )
+    base = "\n".join(
+        x
+        for x in COMPONENTS.splitlines()
+        if not x.startswith(("model", "checkpointer", "tokenizer"))
+    )
     cfg = run(lines, "checkpointer.adapter_checkpoint=~/a", base=f"{base}\noutput_dir: ~/out\n")
-    assert (cfg.output_dir, cfg.metric_logger.log_dir) == (f"{tmp_path}/out", f"{tmp_path}/out/logs")
-    assert cfg.model.checkpoint_dir == cfg.checkpointer.checkpoint_dir == f"{tmp_path}/models/Qwen3-8B"
+    assert (cfg.output_dir, cfg.metric_logger.log_dir) == (
+        f"{tmp_path}/out",
+        f"{tmp_path}/out/logs",
+    )
+    assert (
+        cfg.model.checkpoint_dir == cfg.checkpointer.checkpoint_dir == f"{tmp_path}/models/Qwen3-8B"
+    )
     assert cfg.tokenizer.path == f"{tmp_path}/models/Qwen3-8B/tokenizer.json"
     assert cfg.checkpointer.adapter_checkpoint == f"{tmp_path}/a"
 
@@ -249,7 +327,10 @@ def test_the_command_line(capsys):
         (["b=1"], "--config is missing"),
         (["--config"], "--config"),
         (["--config", "a", "--batch_size", "4"], "unknown option --batch_size"),
-        (["--config", "cpu_pocket", "batch_size"], "cannot read override 'batch_size'; expected key=value"),
+        (
+            ["--config", "cpu_pocket", "batch_size"],
+            "cannot read override 'batch_size'; expected key=value",
+        ),
     ]:
         with pytest.raises(UserError, match=re.escape(message)) as caught:
             config.load(SFT, *config.command_line(argv))
@@ -271,7 +352,11 @@ def test_exit_codes(monkeypatch, capsys):
     assert [config.guarded(action) for action in (list, fail, stop)] == [0, 2, 130]
     monkeypatch.setenv("RANK", "3")
     assert config.guarded(fail) == 2
-    assert capsys.readouterr().err.splitlines() == ["error: so it is", "interrupted", "[rank 3] error: so it is"]
+    assert capsys.readouterr().err.splitlines() == [
+        "error: so it is",
+        "interrupted",
+        "[rank 3] error: so it is",
+    ]
 
 
 def test_instantiate_names_the_key():

@@ -24,7 +24,9 @@ class Resolves:
         self.log_dir = Path(log_dir)
 
     def log_config(self, cfg) -> None:
-        (self.log_dir / "logged.json").write_text(json.dumps(OmegaConf.to_container(cfg, resolve=True)))
+        (self.log_dir / "logged.json").write_text(
+            json.dumps(OmegaConf.to_container(cfg, resolve=True))
+        )
 
     def log_dict(self, payload, step: int) -> None: ...
 
@@ -49,7 +51,11 @@ def call(main, monkeypatch, *arguments: object) -> int:
 
 
 def written(out: Path) -> dict[str, bytes]:
-    return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(out).as_posix(): path.read_bytes()
+        for path in out.rglob("*")
+        if path.is_file()
+    }
 
 
 def without_secret(out: Path) -> dict[str, bytes]:
@@ -60,14 +66,22 @@ def without_secret(out: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize("logger", ["torchtune.training.metric_logging.TensorBoardLogger", f"{__name__}.Resolves"])
+@pytest.mark.parametrize(
+    "logger", ["torchtune.training.metric_logging.TensorBoardLogger", f"{__name__}.Resolves"]
+)
 def test_a_run_writes_references(world, tmp_path, monkeypatch, capsys, logger):
     out = tmp_path / "out"
     cfg = run_config(world / "base", world / "prompts.jsonl", out, epochs=1, save_every_n_steps=1)
-    cfg |= {"own": "note ${oc.env:SECRET}", "chat_template_args": {"note": "${own}", "number": "${oc.decode:'7'}"}}
+    cfg |= {
+        "own": "note ${oc.env:SECRET}",
+        "chat_template_args": {"note": "${own}", "number": "${oc.decode:'7'}"},
+    }
     cfg |= {"metric_logger": {"_component_": logger, "log_dir": str(out)}}
     cfg["clip_grad_norm"] = "${oc.decode:${oc.env:CLIP,1.5}}"
-    cfg["dataset"]["source"], cfg["checkpointer"]["checkpoint_dir"] = "${oc.env:ROWS}", "${oc.env:MODEL}"
+    cfg["dataset"]["source"], cfg["checkpointer"]["checkpoint_dir"] = (
+        "${oc.env:ROWS}",
+        "${oc.env:MODEL}",
+    )
     monkeypatch.setenv("ROWS", str(world / "prompts.jsonl"))
     monkeypatch.setenv("MODEL", str(world / "base"))
     start = write_yaml(tmp_path / "run.yaml", cfg)
@@ -110,7 +124,9 @@ def test_the_records_of_raft_have_references(world, tmp_path, monkeypatch):
     assert REFERENCE.encode() in files["config.yaml"]
     judged = len(log.read_text().splitlines())
     assert call(raft, monkeypatch, "--config", start, "resume_from_checkpoint=True") == 0
-    assert len(log.read_text().splitlines()) == judged + 1, "the trial before a run, and no answer again"
+    assert len(log.read_text().splitlines()) == judged + 1, (
+        "the trial before a run, and no answer again"
+    )
 
 
 def test_what_has_no_reference_is_refused(world, tmp_path, monkeypatch, capsys):

@@ -24,7 +24,10 @@ from tools.run_configs.__main__ import written
 RECIPE = registry.SFT
 CONFIGS = Path(__file__).parents[2] / "recipe_configs"
 ALL = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-RECIPES = {name: re.search(r"^recipe: (\w+)", (CONFIGS / f"{name}.yaml").read_text(), re.M)[1] for name in ALL}
+RECIPES = {
+    name: re.search(r"^recipe: (\w+)", (CONFIGS / f"{name}.yaml").read_text(), re.M)[1]
+    for name in ALL
+}
 NAMES = [name for name in ALL if RECIPES[name] == RECIPE]
 FROM_FOLDER = [name for name in NAMES if name != "cpu_pocket"]
 
@@ -43,7 +46,9 @@ def load(name: str, *overrides: str) -> DictConfig:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_head_names_the_files_that_have_the_recipe_s_other_keys(name):
-    (named,) = re.findall(r"^# All other keys, in recipe_configs/defaults: (.*)[.]$", text(name), re.M)
+    (named,) = re.findall(
+        r"^# All other keys, in recipe_configs/defaults: (.*)[.]$", text(name), re.M
+    )
     keys = set()
     for file in named.split(", "):
         keys |= OmegaConf.load(CONFIGS / "defaults" / file).keys() - {"include", "extends"}
@@ -55,7 +60,11 @@ def test_a_default_is_one_of_the_values_that_its_key_takes(recipe):
     defaults = config.defaults(recipe)
     taken = {key: kind for key, kind in kinds(recipe).items() if defaults[key] != "???"}
     assert len(taken) > 30
-    assert [key for key, kind in taken.items() if not kind.fits(OmegaConf.create({"x": defaults[key]}).x)] == []
+    assert [
+        key
+        for key, kind in taken.items()
+        if not kind.fits(OmegaConf.create({"x": defaults[key]}).x)
+    ] == []
 
 
 def test_every_machine_has_configs():
@@ -95,7 +104,9 @@ def test_it_runs_on_its_own_machine_and_with_hardware_cpu_on_any(name):
     own = config.load(RECIPES[name], name)
     profile = load_profile(own.hardware)
     assert check_locked(profile, OmegaConf.to_container(own), []) == []
-    assert [own[key] for key in ("dtype", "num_workers")] == [profile.settings[key] for key in ("dtype", "num_workers")]
+    assert [own[key] for key in ("dtype", "num_workers")] == [
+        profile.settings[key] for key in ("dtype", "num_workers")
+    ]
 
 
 def check_values(cfg: DictConfig) -> None:
@@ -115,7 +126,9 @@ def test_it_trains_its_siblings_model(name):
     sibling = OmegaConf.load(CONFIGS / f"{re.sub('_(raft|grpo|dpo)(_8gpu)?$', '', name)}.yaml")
     ours = OmegaConf.load(CONFIGS / f"{name}.yaml")
     assert (ours.model, ours.hardware) == (sibling.model, sibling.hardware)
-    for key in ("checkpoint_dir", "checkpoint_files", "model_type") if "checkpointer" in sibling else ():
+    for key in (
+        ("checkpoint_dir", "checkpoint_files", "model_type") if "checkpointer" in sibling else ()
+    ):
         assert ours.checkpointer[key] == sibling.checkpointer[key]
 
 
@@ -131,14 +144,21 @@ def test_the_head_says_how_to_run_it(name):
         assert match[3] == name
         check_values(load(name, *match[4].split()))  # with the overrides that the head shows
     of_several = name.endswith(("qwen32b", "qwen72b", "mi300x_qwen3_32b", "8gpu"))
-    assert {match[2] for match in runs if match[2]} == ({"7" if runs[0][1] else "8"} if of_several else set())
+    assert {match[2] for match in runs if match[2]} == (
+        {"7" if runs[0][1] else "8"} if of_several else set()
+    )
     cfg = load(name)
     if name.startswith("cpu_pocket"):
         assert f"rocm-ext pocket {cfg.model.checkpoint_dir}" in " ".join(lines)
         mine = load(name, "model.checkpoint_dir=models/mine")
-        assert (mine.checkpointer.checkpoint_dir, mine.tokenizer.path) == ("models/mine", "models/mine/tokenizer.json")
+        assert (mine.checkpointer.checkpoint_dir, mine.tokenizer.path) == (
+            "models/mine",
+            "models/mine/tokenizer.json",
+        )
         return
-    download, *_ = [line for line in lines if line.startswith("tune download ")]  # a teacher's comes second
+    download, *_ = [
+        line for line in lines if line.startswith("tune download ")
+    ]  # a teacher's comes second
     repo, folder = re.match(r"tune download (\S+) --output-dir (\S+)", download).groups()
     assert folder == cfg.checkpointer.checkpoint_dir
     assert Path(folder).name == Path(repo).name
@@ -154,7 +174,9 @@ def test_every_key_of_a_recipe_is_read(recipe):
     """Code must read every key of the defaults."""
     folder = CONFIGS.parent
     files = [*folder.glob("rocm_ext/**/*.py"), *folder.glob("recipes/*.py")]
-    checks = CONFIGS.parent / "rocm_ext" / "config" / "checks"  # they name keys without reading them
+    checks = (
+        CONFIGS.parent / "rocm_ext" / "config" / "checks"
+    )  # they name keys without reading them
     source = "\n".join(path.read_text() for path in files if path.parent != checks)
     for key in config.defaults(recipe):
         assert re.search(rf"cfg\.{key}\b|[\"']{key}[\"']", source), key
@@ -164,7 +186,9 @@ def planned(capsys, name: str, *arguments: str) -> list[float]:
     """GiB that `rocm-ext plan` computes for a training step and, if the run samples, for sampling."""
     found = plan(capsys, "--config", name, *arguments)
     if RECIPES[name] == "dpo_rocm":
-        assert found["rows"]["longest"] == 4096, "without the data on disk a row has two sides of full length"
+        assert found["rows"]["longest"] == 4096, (
+            "without the data on disk a row has two sides of full length"
+        )
     sampling = found["rollout"] or {}
     return [x / 2**30 for x in (found["configured"]["memory"]["peak"], sampling.get("peak")) if x]
 
@@ -174,7 +198,9 @@ FAST = ("mi50_qwen1_5b", "strix_halo_qwen7b_raft", "mi300x_qwen3_8b_dpo")
 
 @pytest.mark.wide(always=1)
 @as_configured
-@pytest.mark.parametrize("name", [*FAST, *(name for name in ALL if not name.startswith("cpu_") and name not in FAST)])
+@pytest.mark.parametrize(
+    "name", [*FAST, *(name for name in ALL if not name.startswith("cpu_") and name not in FAST)]
+)
 def test_the_head_s_memory_is_what_plan_prints(name, capsys):
     said = re.search(r"# Memory: (.*)", head(name))[1]
     ranks = re.search(r"--nproc_per_node (\d)", head(name))
@@ -184,10 +210,17 @@ def test_the_head_s_memory_is_what_plan_prints(name, capsys):
         expected += planned(capsys, name)
     if "down to" in said:
         expected.append(max(planned(capsys, name, "enable_activation_checkpointing=True")))
-    assert [int(number) for number in re.findall(r"(\d+) GiB", said)] == [pytest.approx(x, abs=0.6) for x in expected]
+    assert [int(number) for number in re.findall(r"(\d+) GiB", said)] == [
+        pytest.approx(x, abs=0.6) for x in expected
+    ]
 
 
-OLDER = {"qwen2_5_coder_": "coder", "qwen2_5_": "qwen", "llama_3_1_": "llama", "llama_3_2_": "llama3_2_"}
+OLDER = {
+    "qwen2_5_coder_": "coder",
+    "qwen2_5_": "qwen",
+    "llama_3_1_": "llama",
+    "llama_3_2_": "llama3_2_",
+}
 OLDER |= {"llama_3_3_": "llama3_3_", "gemma_3_": "gemma3_", "gemma_4_": "gemma4_"}
 # layers with LoRA where transformers computes the model, beside q_proj, k_proj and v_proj
 MLP = {"o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -217,10 +250,14 @@ def test_the_model_is_the_one_that_the_name_and_the_download_say(name):
     node.checkpoint_dir = str(published_models()[repo])
     with torch.device("meta"):
         model = config.instantiate(node, key="model")
-    adapted = {n.split(".lora_")[0].rpartition(".")[2] for n, _ in model.named_parameters() if "lora_" in n}
+    adapted = {
+        n.split(".lora_")[0].rpartition(".")[2] for n, _ in model.named_parameters() if "lora_" in n
+    }
     by_transformers = "transformers computes this model" in head(name)
     assert by_transformers != isinstance(model, NativeDecoder)
     others = {"output_proj", "w1", "w2", "w3"}
     if by_transformers:
-        (others,) = [layers for start, layers in ADAPTED.items() if repo.partition("/")[2].startswith(start)]
+        (others,) = [
+            layers for start, layers in ADAPTED.items() if repo.partition("/")[2].startswith(start)
+        ]
     assert adapted == {"q_proj", "k_proj", "v_proj", *others}

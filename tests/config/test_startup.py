@@ -17,7 +17,9 @@ from rocm_ext.machine.profile import load_profile
 from tests.machine.test_device import CPU, H200, MI300X, STRIX
 
 PROFILES = ("cpu", "strix_halo", "mi300x", "mi50", "radeon")
-VARIABLES = {registry.DECIDED, startup._LAUNCHER}.union(*(load_profile(each).environment for each in PROFILES))
+VARIABLES = {registry.DECIDED, startup._LAUNCHER}.union(
+    *(load_profile(each).environment for each in PROFILES)
+)
 POCKET = ("--config", "cpu_pocket")
 
 
@@ -35,7 +37,9 @@ def begin(monkeypatch):
         monkeypatch.setattr(startup, "detect", lambda: machine)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
         monkeypatch.setattr(sys, "argv", ["/bin/tune", "run", *arguments])
-        monkeypatch.setattr(sys, "orig_argv", ["python", "-W", "ignore", "/bin/tune", "run", *arguments])
+        monkeypatch.setattr(
+            sys, "orig_argv", ["python", "-W", "ignore", "/bin/tune", "run", *arguments]
+        )
         startup.begin(tune)
         return replaced.pop() if replaced else None
 
@@ -47,7 +51,16 @@ def begin(monkeypatch):
 def test_a_recipe_by_name_goes_on_as_its_script_with_the_profile_s_variables(begin):
     command = begin(CPU, "lora_finetune_rocm", "--config", "cpu_pocket", "epochs=1")
     script = str(registry.find("lora_finetune_rocm").file)
-    assert command == [sys.executable, "-W", "ignore", launch.__file__, "file", script, *POCKET, "epochs=1"]
+    assert command == [
+        sys.executable,
+        "-W",
+        "ignore",
+        launch.__file__,
+        "file",
+        script,
+        *POCKET,
+        "epochs=1",
+    ]
     assert os.environ["GOMP_SPINCOUNT"] == "20000"
     assert registry.DECIDED in os.environ
     assert not gc.isenabled()
@@ -86,16 +99,30 @@ def test_a_launcher_sets_what_its_ranks_inherit_and_goes_on(begin, options, seve
     ("options", "variables", "expected"),
     [
         (["--nnodes", "2"], {}, "--nnodes 2 needs --rdzv_endpoint HOST:PORT"),
-        (["--nnodes=2:4", "--node_rank=1", "--master_addr=a"], {}, "--nnodes 2 needs --rdzv_endpoint HOST:PORT"),
-        (["--nnodes", "2", "--rdzv_endpoint", "a:1"], {}, "needs --node_rank.* 0 on .* 1 on the other$"),
-        (["--nnodes", "3", "--rdzv-endpoint=a:1"], {}, "needs --node_rank.* 0 on .* 1 to 2 on the others$"),
+        (
+            ["--nnodes=2:4", "--node_rank=1", "--master_addr=a"],
+            {},
+            "--nnodes 2 needs --rdzv_endpoint HOST:PORT",
+        ),
+        (
+            ["--nnodes", "2", "--rdzv_endpoint", "a:1"],
+            {},
+            "needs --node_rank.* 0 on .* 1 on the other$",
+        ),
+        (
+            ["--nnodes", "3", "--rdzv-endpoint=a:1"],
+            {},
+            "needs --node_rank.* 0 on .* 1 to 2 on the others$",
+        ),
         (["--nnodes", "2"], {"PET_RDZV_ENDPOINT": "a:1"}, "needs --node_rank"),
         (["--nnodes", "2"], {"PET_RDZV_ENDPOINT": "a:1", "PET_NODE_RANK": "1"}, None),
         (["--nnodes", "2", "--rdzv_endpoint", "a:1", "--rdzv_backend", "c10d"], {}, None),
         (["--nnodes", "1:2"], {}, None),
     ],
 )
-def test_a_launcher_that_would_wait_for_nobody_ends(begin, monkeypatch, options, variables, expected):
+def test_a_launcher_that_would_wait_for_nobody_ends(
+    begin, monkeypatch, options, variables, expected
+):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match=f"^error: .*{expected}") if expected else nullcontext():
@@ -145,8 +172,12 @@ def test_a_recipe_whose_file_is_far_from_its_config_gets_its_hardware(begin, tmp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "configs").mkdir()
-    (tmp_path / "recipes" / "mine.py").write_text("recipe_main('mine', defaults='mine.yaml')(main)()")
-    (tmp_path / "recipes" / "mine.yaml").write_text("recipe: mine\nextends: lora_finetune_rocm\nhardware: cpu\n")
+    (tmp_path / "recipes" / "mine.py").write_text(
+        "recipe_main('mine', defaults='mine.yaml')(main)()"
+    )
+    (tmp_path / "recipes" / "mine.yaml").write_text(
+        "recipe: mine\nextends: lora_finetune_rocm\nhardware: cpu\n"
+    )
     (tmp_path / "configs" / "run.yaml").write_text("recipe: mine\n")
     assert begin(STRIX, "recipes/mine.py", "--config", "configs/run.yaml")
     assert os.environ["GOMP_SPINCOUNT"] == "20000"

@@ -10,7 +10,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rocm_ext.data.batches import Layout, StepLoader, Steps, collate, count_labels, cut, shared_beginnings
+from rocm_ext.data.batches import (
+    Layout,
+    StepLoader,
+    Steps,
+    collate,
+    count_labels,
+    cut,
+    shared_beginnings,
+)
 from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.render import IGNORE
 from rocm_ext.data.rows import Rows, labelled
@@ -23,7 +31,10 @@ def numbered(drawn: list[list[list[bool]]]) -> Rows:
     """Rows whose tokens are numbered from 1 on, with half of each token's number as a column."""
     flags = [np.array([*chain(*row)]) for row in drawn]
     ends = np.cumsum([len(row) for row in flags])
-    tokens = [np.arange(end - len(row), end, dtype=np.int32) + 1 for row, end in zip(flags, ends, strict=True)]
+    tokens = [
+        np.arange(end - len(row), end, dtype=np.int32) + 1
+        for row, end in zip(flags, ends, strict=True)
+    ]
     labels = [np.where(row, ids, IGNORE) for row, ids in zip(flags, tokens, strict=True)]
     lengths = [tuple(map(len, row)) for row in drawn]
     return Rows(tokens, labels, lengths, {}, {"half": [ids / 2 for ids in tokens]})
@@ -51,11 +62,16 @@ def test_each_label_is_computed_once(drawn, packed, ranks, budget, multiple):
         drawn = [[sequence] for row in drawn for sequence in row]
     rows = numbered(drawn)
     sizes = [len(tokens) for tokens in rows.tokens]
-    expected = [expected_labels(row, int(ids[0])) for row, ids in zip(drawn, rows.tokens, strict=True)]
+    expected = [
+        expected_labels(row, int(ids[0])) for row, ids in zip(drawn, rows.tokens, strict=True)
+    ]
     for row, found in enumerate(expected):
         where = labelled(rows.labels[row], rows.lengths[row])
         assert rows.tokens[row][where].tolist() == [*chain(*found)]
-        assert count_labels(rows.labels[row], rows.lengths[row]) == (where.sum(), sum(map(bool, found)))
+        assert count_labels(rows.labels[row], rows.lengths[row]) == (
+            where.sum(),
+            sum(map(bool, found)),
+        )
 
     pieces = cut(sizes, ranks, budget, packed)
     assert len(pieces) == ranks
@@ -66,11 +82,16 @@ def test_each_label_is_computed_once(drawn, packed, ranks, budget, multiple):
         width = sum(of_piece) if packed else max(of_piece)
         assert len(piece) < 2 or width * (1 if packed else len(piece)) <= budget
         batch = collate(rows, piece, packed, 0, multiple)
-        assert batch.tokens.shape == (1 if packed else len(of_piece), -(-width // multiple) * multiple)
+        assert batch.tokens.shape == (
+            1 if packed else len(of_piece),
+            -(-width // multiple) * multiple,
+        )
         assert batch.real_tokens == sum(sizes[i] for i in piece)
         found = [labels for i in piece for labels in expected[i] if labels]
         assert batch.targets.tolist() == [*chain(*found)]
-        assert batch.tokens.flatten()[batch.index].tolist() == [label - 1 for label in batch.targets]
+        assert batch.tokens.flatten()[batch.index].tolist() == [
+            label - 1 for label in batch.targets
+        ]
         assert batch.columns["half"].tolist() == [label / 2 for label in batch.targets]
         assert batch.sequence.tolist() == [n for n, labels in enumerate(found) for _ in labels]
         assert batch.sequences == len(found)
@@ -98,10 +119,14 @@ def test_weights_decide_shares_of_epochs_and_steps(parts, per_step, seed):
             even = np.arange(1, total + 1) * mixture.shares[number] / total
             assert np.abs(np.cumsum(sets == number) - even).max() <= 1 + len(sizes) / 2
         seen.update(rows)
-    for start, end in pairwise([0, *ends.tolist()]):  # of a data set, no row comes again before all others have come
+    for start, end in pairwise(
+        [0, *ends.tolist()]
+    ):  # of a data set, no row comes again before all others have come
         counts = [seen[row] for row in range(start, end)]
         assert max(counts) - min(counts) <= 1
-    short = replace(steps, limit=max(1, steps.per_epoch // 2))  # goes through all rows, too, in more epochs
+    short = replace(
+        steps, limit=max(1, steps.per_epoch // 2)
+    )  # goes through all rows, too, in more epochs
     assert [short[i] for i in range(short.per_epoch)] == [steps[i] for i in range(short.per_epoch)]
     in_order = Steps(total, per_step, mixture=replace(mixture, weights=()), data_seed=seed or 0)
     assert in_order[0] == Steps(total, per_step, data_seed=seed or 0)[0]
@@ -119,7 +144,10 @@ def test_weights_and_limits_as_large_as_numbers_go():
 def test_a_sequence_shares_a_long_beginning_and_keeps_a_token():
     first = np.arange(20)
     for length, shared in ((20, 19), (17, 16), (16, 0)):
-        assert shared_beginnings(np.concatenate([first, first[:length]]), (20, length)) == [0, shared]
+        assert shared_beginnings(np.concatenate([first, first[:length]]), (20, length)) == [
+            0,
+            shared,
+        ]
 
 
 def test_every_epoch_has_an_order_of_its_own():
@@ -130,7 +158,9 @@ def test_every_epoch_has_an_order_of_its_own():
 
 def test_workers_are_forks():
     """Not what Python 3.14 takes by itself, which imports everything again."""
-    loader = StepLoader(numbered([[[True] * 3]]), Steps(1, 1), Layout(0, 1, 8, True, 0), num_workers=1)
+    loader = StepLoader(
+        numbered([[[True] * 3]]), Steps(1, 1), Layout(0, 1, 8, True, 0), num_workers=1
+    )
     loader.here = lambda: None  # only a fork has it
     before = multiprocessing.get_start_method()
     multiprocessing.set_start_method("forkserver", force=True)

@@ -22,7 +22,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from torchtune.models.llama3._tokenizer import LLAMA3_SPECIAL_TOKENS
 from torchtune.models.qwen2_5._tokenizer import QWEN2_5_SPECIAL_TOKENS
 from transformers import AutoTokenizer
@@ -33,7 +43,13 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.data import preference_dataset, prompt_dataset, row_cache, sft_dataset, training_rows
 from rocm_ext.data.encoder import TextEncoder
 from rocm_ext.data.messages import to_turns
-from rocm_ext.data.render import IGNORE, marked_text, render_conversation, render_prompt, render_reply
+from rocm_ext.data.render import (
+    IGNORE,
+    marked_text,
+    render_conversation,
+    render_prompt,
+    render_reply,
+)
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import defused, open_tokenizer
 from rocm_ext.rl.prompts import PromptSet
@@ -49,7 +65,10 @@ TOOLS = [{"type": "function", "function": {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }}]  # fmt: skip
 SFT = {"_component_": "rocm_ext.data.sft_dataset"}
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}}
+CALL = {
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 2}},
+}
 
 
 CHATS = {
@@ -86,31 +105,56 @@ def _write_folder(folder: Path, name: str) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = None if llama else normalizers.NFC()
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(tiny.SPLIT), "isolated"), by_bytes])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(tiny.SPLIT), "isolated"), by_bytes]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([*tiny.TEXT, "\n\n\n tool_call arguments Cutting Knowledge Date: December"], trainer)
+    tokenizer.train_from_iterator(
+        [*tiny.TEXT, "\n\n\n tool_call arguments Cutting Knowledge Date: December"], trainer
+    )
     tokenizer.model.save(str(folder))
     if llama:
         of_letter = {letter: byte for byte, letter in bytes_to_unicode().items()}
         words = sorted((number, word) for word, number in tokenizer.get_vocab().items())
-        encoded = [base64.b64encode(bytes(of_letter[letter] for letter in word)).decode() for _, word in words]
-        (folder / "tokenizer.model").write_text("".join(f"{word} {rank}\n" for rank, word in enumerate(encoded)))
+        encoded = [
+            base64.b64encode(bytes(of_letter[letter] for letter in word)).decode()
+            for _, word in words
+        ]
+        (folder / "tokenizer.model").write_text(
+            "".join(f"{word} {rank}\n" for rank, word in enumerate(encoded))
+        )
     # as in Qwen's file: what the model may write in an answer is no special token
     markup = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special if token not in markup])
-    tokenizer.add_tokens([AddedToken(token, special=False) for token in markup if token in special or "think" in token])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in special if token not in markup]
+    )
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=False)
+            for token in markup
+            if token in special or "think" in token
+        ]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     begin, end = ("<|begin_of_text|>", "<|eot_id|>") if llama else (None, "<|im_end|>")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin, "chat_template": template_of(name)}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": begin,
+        "chat_template": template_of(name),
+    }
     eos = {"__type": "AddedToken", "content": end}
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": eos}))
     return folder
 
 
 def config_for(folder: Path, **changes):
-    component, file, more = "qwen2_5.qwen2_5_tokenizer", "vocab.json", {"merges_file": str(folder / "merges.txt")}
+    component, file, more = (
+        "qwen2_5.qwen2_5_tokenizer",
+        "vocab.json",
+        {"merges_file": str(folder / "merges.txt")},
+    )
     if (folder / "tokenizer.model").exists():
         component, file, more = "llama3.llama3_tokenizer", "tokenizer.model", {}
     tokenizer = {
@@ -126,7 +170,10 @@ def config_for(folder: Path, **changes):
 def of_hf_tokenizer(folder: Path, **changes):
     """The config of a folder whose tokenizer.json alone makes the tokenizer."""
     cfg = config_for(folder, **changes)
-    cfg.tokenizer = {"_component_": "rocm_ext.data.HFTokenizer", "path": str(folder / "tokenizer.json")}
+    cfg.tokenizer = {
+        "_component_": "rocm_ext.data.HFTokenizer",
+        "path": str(folder / "tokenizer.json"),
+    }
     return cfg
 
 
@@ -140,7 +187,9 @@ def theirs(folder: Path, chat, *, prompt=False, template=None, **args) -> list[i
     chat = [{key: value for key, value in message.items() if key != "weight"} for message in chat]
     # transformers puts today's date into Llama 3.2's template; ours is the one of the config
     args = {"date_string": "26 Jul 2024", **args}
-    encoded = theirs_of(folder).apply_chat_template(chat, add_generation_prompt=prompt, chat_template=template, **args)
+    encoded = theirs_of(folder).apply_chat_template(
+        chat, add_generation_prompt=prompt, chat_template=template, **args
+    )
     return list(encoded["input_ids"])
 
 
@@ -157,7 +206,10 @@ def labelled(folder: Path, labels) -> list[str]:
 def test_tokens_equal_those_of_transformers(model_folder, name, chat, tools):
     folder = model_folder(name)
     tokenizer = open_tokenizer(config_for(folder))
-    last = [message if message["role"] != "assistant" else {**message, "weight": 0} for message in chat[:-1]]
+    last = [
+        message if message["role"] != "assistant" else {**message, "weight": 0}
+        for message in chat[:-1]
+    ]
     tokens, labels = render_conversation(tokenizer, [*last, chat[-1]], tools=tools)
     assert tokens == theirs(folder, chat, tools=tools)
     prompt = render_prompt(tokenizer, chat[:-1], tools)
@@ -190,13 +242,21 @@ def test_what_follows_an_answer_is_what_transformers_adds(model_folder, name, an
     (text,) = labelled(folder, labels)
     stop = "<|eot_id|>" if name.startswith("llama") else "<|im_end|>"
     sampled = text.removesuffix(stop)
-    if "<think>" not in answer["content"]:  # which Qwen3's template puts before its last answer alone
+    if (
+        "<think>" not in answer["content"]
+    ):  # which Qwen3's template puts before its last answer alone
         sampled = sampled.removeprefix("<think>\n\n</think>\n\n")
     turns = to_turns(whole)
     ids, fresh = render_reply(tokenizer, turns[:-2], turns[-2], sampled, turns[-1:], TOOLS)
-    assert fresh == (name == "qwen3" and answer["content"].startswith("<think>") and reply["role"] == "user")
+    assert fresh == (
+        name == "qwen3" and answer["content"].startswith("<think>") and reply["role"] == "user"
+    )
     expected = theirs(folder, whole, prompt=True, tools=TOOLS)
-    said = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(sampled + stop, add_special_tokens=False).ids
+    said = (
+        Tokenizer.from_file(str(folder / "tokenizer.json"))
+        .encode(sampled + stop, add_special_tokens=False)
+        .ids
+    )
     assert (ids if fresh else [*prompt, *said, *ids]) == expected
 
 
@@ -204,7 +264,11 @@ def test_what_follows_an_answer_is_what_transformers_adds(model_folder, name, an
 def test_an_answers_marks_are_kept(model_folder, name):
     """Calls of tools are found by them, with torchtune's tokenizers, too, whose ``encoder`` is another thing."""
     folder = model_folder(name)
-    mark, end = ("<|python_tag|>", "<|eot_id|>") if name.startswith("llama") else ("<tool_call>", "<|im_end|>")
+    mark, end = (
+        ("<|python_tag|>", "<|eot_id|>")
+        if name.startswith("llama")
+        else ("<tool_call>", "<|im_end|>")
+    )
     encode = Tokenizer.from_file(str(folder / "tokenizer.json")).encode
     tokenizer, text = open_tokenizer(config_for(folder)), f'{mark}{{"name": "weather"}}'
     assert marked_text(tokenizer, encode(text + end, add_special_tokens=False).ids) == text
@@ -217,12 +281,22 @@ def test_a_tools_text_speaks_for_nobody_else(model_folder, name):
     """As many tokens that structure a conversation as after harmless text, and no letter is lost."""
     tokenizer = open_tokenizer(config_for(model_folder(name)))
     marks = {*tokenizer.reserved, *tokenizer.renderer.marks}
-    assert {"<|eot_id|>", "<|start_header_id|>"} <= marks or {"<|im_end|>", "<tool_response>"} & marks
+    assert {"<|eot_id|>", "<|start_header_id|>"} <= marks or {
+        "<|im_end|>",
+        "<tool_response>",
+    } & marks
     hostile = "".join(f"{token}x" for token in sorted(marks))
-    safe, added = defused(tokenizer)(hostile), {tokenizer.renderer._encoder.ids[text] for text in marks}
+    safe, added = (
+        defused(tokenizer)(hostile),
+        {tokenizer.renderer._encoder.ids[text] for text in marks},
+    )
 
     def count(content: str) -> int:
-        chat = [user("Weather?"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": content}]
+        chat = [
+            user("Weather?"),
+            assistant("", tool_calls=[CALL]),
+            {"role": "tool", "content": content},
+        ]
         return sum(token in added for token in render_prompt(tokenizer, chat, TOOLS))
 
     assert count(hostile) > count("7") == count(safe)
@@ -234,7 +308,9 @@ def test_marks_are_plain_text_wherever_they_stand_and_other_text_stays(model_fol
     folder = tmp_path / "model"
     shutil.copytree(model_folder("qwen3"), folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("\n", "\n\n", "    ", "<table>", "<b>")])
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False) for text in ("\n", "\n\n", "    ", "<table>", "<b>")]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     harmless = defused(open_tokenizer(of_hf_tokenizer(folder)))
     evil, call = (
@@ -243,13 +319,31 @@ def test_marks_are_plain_text_wherever_they_stand_and_other_text_stays(model_fol
     )
     chat = [
         {"role": "tool", "content": evil, "name": evil},
-        {"role": "assistant", "content": "", "reasoning_content": evil, "tool_calls": [{"function": call}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": evil,
+            "tool_calls": [{"function": call}],
+        },
     ]
-    tools = [{"type": "function", "function": {"name": "f", "description": evil, "parameters": {"enum": [evil]}}}]
-    texts = json.dumps([harmless([turn.message() for turn in harmless(to_turns(chat))]), harmless(tools)])
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "f", "description": evil, "parameters": {"enum": [evil]}},
+        }
+    ]
+    texts = json.dumps(
+        [harmless([turn.message() for turn in harmless(to_turns(chat))]), harmless(tools)]
+    )
     assert "<|im" not in texts
     assert texts.count("< |im_end|>") == 8
-    for honest in ("a\nb\n\nc", "def f():\n    return 1", "<table><tr><b>x</b>", '{"k": "v"}', "a <|x|> b"):
+    for honest in (
+        "a\nb\n\nc",
+        "def f():\n    return 1",
+        "<table><tr><b>x</b>",
+        '{"k": "v"}',
+        "a <|x|> b",
+    ):
         assert harmless(honest) == honest
 
 
@@ -284,11 +378,19 @@ def test_generation_blocks_of_a_template_mark_the_labels(model_folder, name):
     tokenizer = open_tokenizer(config_for(folder, chat_template=template))
     tokens, labels = render_conversation(tokenizer, chat)
     hf = theirs_of(folder)
-    wanted = hf.apply_chat_template(chat, chat_template=template, return_assistant_tokens_mask=True, return_dict=True)
+    wanted = hf.apply_chat_template(
+        chat, chat_template=template, return_assistant_tokens_mask=True, return_dict=True
+    )
     assert tokens == list(wanted["input_ids"])
-    newline = hf.encode("\n", add_special_tokens=False)[0]  # ends the header, and follows the end of a turn
+    newline = hf.encode("\n", add_special_tokens=False)[
+        0
+    ]  # ends the header, and follows the end of a turn
     for token, label, mask in zip(tokens, labels, wanted["assistant_masks"], strict=True):
-        assert label == token if mask and token != newline else label in (IGNORE, token if mask else IGNORE)
+        assert (
+            label == token
+            if mask and token != newline
+            else label in (IGNORE, token if mask else IGNORE)
+        )
     first, second = render_conversation(tokenizer, [*chat[:2], {**chat[2], "weight": 0}, *chat[3:]])
     assert first == tokens
     count = sum(label != IGNORE for label in labels)
@@ -320,9 +422,15 @@ def test_every_template_teaches_to_stop(model_folder, tmp_path, named):
     """Each trained turn ends with the token that ends it, which the model's files name, or a base model's do not."""
     shipped = {path.stem: path.read_text() for path in templates_folder().glob("*.jinja")}
     templates = {**shipped, **OTHERS}
-    markers = {marker for text in templates.values() for marker in re.findall(r"<[^<>\s'\"{}]{1,40}>", text)}
+    markers = {
+        marker
+        for text in templates.values()
+        for marker in re.findall(r"<[^<>\s'\"{}]{1,40}>", text)
+    }
     tokenizer = Tokenizer.from_file(str(model_folder("qwen2_5") / "tokenizer.json"))
-    tokenizer.add_special_tokens(sorted({*markers, *ENDS.values(), "<bos>", "<eos>"} - {"<think>", "</think>"}))
+    tokenizer.add_special_tokens(
+        sorted({*markers, *ENDS.values(), "<bos>", "<eos>"} - {"<think>", "</think>"})
+    )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')
     cfg = of_hf_tokenizer(tmp_path)
@@ -345,25 +453,32 @@ def test_every_template_teaches_to_stop(model_folder, tmp_path, named):
                 wrong[name, len(turns)] = runs
             start = next(i for i, label in enumerate(labels) if label != IGNORE)
             if tokenizer.id_to_token(tokens[start]) in markers:
-                assert render_prompt(ours, turns[:1])[: start + 1] != tokens[: start + 1], "the header bears no loss"
+                assert render_prompt(ours, turns[:1])[: start + 1] != tokens[: start + 1], (
+                    "the header bears no loss"
+                )
             if name in OTHERS:
                 following = render_prompt(ours, [*turns, user("c")])
                 assert following[: len(tokens)] == tokens, "the next prompt begins with this turn"
     assert wrong == {}
     assert not {name for name, _ in refused} & {*OTHERS, "glm4moe", "qwen2_5_training"}
-    assert ("gptoss_training", 4) in refused, "its earlier turns end with <|end|>, which ends no answer"
+    assert ("gptoss_training", 4) in refused, (
+        "its earlier turns end with <|end|>, which ends no answer"
+    )
 
 
 WILD = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
-    st.lists(st.sampled_from(["\n", " ", "a", "e\u0301", "\u0301", "<think>", "</think>", "x"]), max_size=6).map(
-        "".join
-    ),
+    st.lists(
+        st.sampled_from(["\n", " ", "a", "e\u0301", "\u0301", "<think>", "</think>", "x"]),
+        max_size=6,
+    ).map("".join),
 ).filter(str.strip)
 
 
 @pytest.mark.wide(always=1)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(question=WILD, answer=WILD, more=WILD)
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
 def test_a_row_is_its_prompt_and_what_follows(model_folder, name, question, answer, more):
@@ -377,23 +492,45 @@ def test_a_row_is_its_prompt_and_what_follows(model_folder, name, question, answ
     assert tokens[: starts[0]] == prompts[0]
     reference = theirs(folder, chat)
     decoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert decoder.decode(tokens, skip_special_tokens=False) == decoder.decode(reference, skip_special_tokens=False)
+    assert decoder.decode(tokens, skip_special_tokens=False) == decoder.decode(
+        reference, skip_special_tokens=False
+    )
     if not answer[0].isspace() and answer[0] != "\u0301":
         assert tokens == reference
         assert tokens[: starts[1]] == prompts[1]
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(system=WILD, chats=st.lists(st.tuples(WILD, WILD, WILD), min_size=1, max_size=5))
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1"])
 def test_rows_read_together_are_what_they_are_alone(model_folder, rows, name, system, chats):
     tokenizer = open_tokenizer(config_for(model_folder(name)))
-    wrong = [{"messages": [user("\ud800"), assistant("a")]}, {"messages": [user("a")]}, {"text": ""}]
-    turns = [[user(asked), assistant(said), user(more), assistant(said)] for asked, said, more in chats]
-    sft = rows(*wrong, *({"messages": chat, "system": system} for chat in turns), {"text": system}, *wrong)
-    pairs = [{"prompt": chat[:3], "chosen": chat[3:], "rejected": [assistant(system)]} for chat in turns]
-    pairs = rows({"prompt": "\ud800", "chosen": "a", "rejected": "b"}, *pairs, {"prompt": "a"}, name="pairs.jsonl")
-    for dataset in (sft_dataset(tokenizer, source=sft), preference_dataset(tokenizer, source=pairs)):
+    wrong = [
+        {"messages": [user("\ud800"), assistant("a")]},
+        {"messages": [user("a")]},
+        {"text": ""},
+    ]
+    turns = [
+        [user(asked), assistant(said), user(more), assistant(said)] for asked, said, more in chats
+    ]
+    sft = rows(
+        *wrong, *({"messages": chat, "system": system} for chat in turns), {"text": system}, *wrong
+    )
+    pairs = [
+        {"prompt": chat[:3], "chosen": chat[3:], "rejected": [assistant(system)]} for chat in turns
+    ]
+    pairs = rows(
+        {"prompt": "\ud800", "chosen": "a", "rejected": "b"},
+        *pairs,
+        {"prompt": "a"},
+        name="pairs.jsonl",
+    )
+    for dataset in (
+        sft_dataset(tokenizer, source=sft),
+        preference_dataset(tokenizer, source=pairs),
+    ):
         alone = []
         for index in range(len(dataset)):
             try:
@@ -405,7 +542,9 @@ def test_rows_read_together_are_what_they_are_alone(model_folder, rows, name, sy
         assert sum(isinstance(item, str) for item in alone) >= 2
 
 
-def test_a_batch_of_rows_is_encoded_at_once_with_both_sides_of_its_pairs(model_folder, rows, monkeypatch):
+def test_a_batch_of_rows_is_encoded_at_once_with_both_sides_of_its_pairs(
+    model_folder, rows, monkeypatch
+):
     encode_all, sizes = TextEncoder.encode_all, []
 
     def counted(self, texts):
@@ -420,8 +559,14 @@ def test_a_batch_of_rows_is_encoded_at_once_with_both_sides_of_its_pairs(model_f
 
 
 ADDED = [AddedToken(text, normalized=False) for text in ("<a>", "<a>b", "x<a>yz", "<a><a>")]
-ADDED += [AddedToken("<l>", lstrip=True), AddedToken("<r>", rstrip=True), AddedToken("aw", single_word=True)]
-PIECES = st.lists(st.sampled_from([*map(str, ADDED), *"ab xyz<\n", "\u0301"]), max_size=6).map("".join)
+ADDED += [
+    AddedToken("<l>", lstrip=True),
+    AddedToken("<r>", rstrip=True),
+    AddedToken("aw", single_word=True),
+]
+PIECES = st.lists(st.sampled_from([*map(str, ADDED), *"ab xyz<\n", "\u0301"]), max_size=6).map(
+    "".join
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -429,7 +574,9 @@ PIECES = st.lists(st.sampled_from([*map(str, ADDED), *"ab xyz<\n", "\u0301"]), m
 @example(shared="x<a>y", texts=["z", "b"])
 @example(shared="b<a>", texts=["b", "<a>", "a"])
 @pytest.mark.parametrize("first", ["byte level", "metaspace"])
-def test_texts_encoded_together_are_what_they_are_alone(model_folder, encoders, first, shared, texts):
+def test_texts_encoded_together_are_what_they_are_alone(
+    model_folder, encoders, first, shared, texts
+):
     texts = [shared + text for text in texts]
     assert encoders[first].encode_all(texts) == [encoders[first].encode(text) for text in texts]
 
@@ -456,13 +603,17 @@ REASONING_OF = {  # what a template reads -> the template
 REASONS = {
     **{name: {name: "6*7 is 42."} for name in REASONING_OF},
     "reasoning_details": {"reasoning_details": [{"type": "reasoning.text", "text": "6*7 is 42."}]},
-    "a part of content": {"content": [{"type": "thinking", "thinking": "6*7 is 42."}, {"type": "text", "text": "42"}]},
+    "a part of content": {
+        "content": [{"type": "thinking", "thinking": "6*7 is 42."}, {"type": "text", "text": "42"}]
+    },
 }
 
 
 @pytest.mark.parametrize("given", REASONS)
 @pytest.mark.parametrize("read", REASONING_OF)
-def test_reasoning_reaches_the_template_under_the_name_that_it_reads(model_folder, rows, read, given):
+def test_reasoning_reaches_the_template_under_the_name_that_it_reads(
+    model_folder, rows, read, given
+):
     """Also where transformers renders none: it fills two of the three names."""
     folder = model_folder("qwen2_5")
     answer = {"role": "assistant", "content": "42", **REASONS[given]}
@@ -483,16 +634,23 @@ def test_rows_without_reasoning_are_counted_where_the_prompt_opens_it(model_fold
     source = rows(*[{"messages": [user("6*7?"), answer]} for answer in (reasoned, bare, bare)])
 
     def said(template: str, **args) -> str:
-        cfg = of_hf_tokenizer(model_folder("qwen2_5"), chat_template=template, chat_template_args=args)
+        cfg = of_hf_tokenizer(
+            model_folder("qwen2_5"), chat_template=template, chat_template_args=args
+        )
         dataset = sft_dataset(open_tokenizer(cfg), source=source)
         items = list(dataset.items(range(3)))
-        return " ".join([*dataset.warnings(), *(str(item) for item in items if isinstance(item, Exception))])
+        return " ".join(
+            [*dataset.warnings(), *(str(item) for item in items if isinstance(item, Exception))]
+        )
 
-    assert re.search(r"2 of 3 rows of \S+ have no reasoning, first \S+:2, .*enable_thinking: False", said(opens))
+    assert re.search(
+        r"2 of 3 rows of \S+ have no reasoning, first \S+:2, .*enable_thinking: False", said(opens)
+    )
     assert re.search(r"remove it from the row, or set chat_template_args: {enable_thinking: True}",
                      said(opens, enable_thinking=False))  # fmt: skip
     assert (
-        said(PLAIN) == f"{source}: reasoning_content of the messages are not used, because the chat template lacks them"
+        said(PLAIN)
+        == f"{source}: reasoning_content of the messages are not used, because the chat template lacks them"
     )
 
 
@@ -535,7 +693,9 @@ PLAIN = (
 
 def prompt_text(folder: Path, **changes) -> str:
     tokens = render_prompt(open_tokenizer(config_for(folder, **changes)), [user("a")])
-    return Tokenizer.from_file(str(folder / "tokenizer.json")).decode(tokens, skip_special_tokens=False)
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).decode(
+        tokens, skip_special_tokens=False
+    )
 
 
 def test_places_of_a_template(tmp_path):
@@ -543,11 +703,20 @@ def test_places_of_a_template(tmp_path):
     assert prompt_text(folder).startswith("<|im_start|>system\nYou are Qwen")
     assert prompt_text(folder, chat_template=PLAIN) == "[user]a<|im_end|>[assistant]"
     (tmp_path / "mine.jinja").write_text(PLAIN.replace("[", "("))
-    assert prompt_text(folder, chat_template=str(tmp_path / "mine.jinja")) == "(user]a<|im_end|>(assistant]"
+    assert (
+        prompt_text(folder, chat_template=str(tmp_path / "mine.jinja"))
+        == "(user]a<|im_end|>(assistant]"
+    )
     (folder / "chat_template.jinja").write_text(PLAIN)
-    assert prompt_text(folder) == "[user]a<|im_end|>[assistant]", "the file goes before tokenizer_config.json"
+    assert prompt_text(folder) == "[user]a<|im_end|>[assistant]", (
+        "the file goes before tokenizer_config.json"
+    )
     (folder / "chat_template.jinja").unlink()
-    listed = {"default": PLAIN, "rag": PLAIN.replace("[", "("), "tool_use": "{{ tools | length }}" + PLAIN}
+    listed = {
+        "default": PLAIN,
+        "rag": PLAIN.replace("[", "("),
+        "tool_use": "{{ tools | length }}" + PLAIN,
+    }
     named = [{"name": name, "template": template} for name, template in listed.items()]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert prompt_text(folder) == "[user]a<|im_end|>[assistant]"
@@ -556,12 +725,17 @@ def test_places_of_a_template(tmp_path):
     assert with_tools == theirs(folder, [user("a")], prompt=True, tools=TOOLS)
     assert with_tools != theirs(folder, [user("a")], prompt=True)
     variable = "{{ greeting }}" + PLAIN
-    assert prompt_text(folder, chat_template=variable, chat_template_args={"greeting": "hi"}).startswith("hi[user]")
+    assert prompt_text(
+        folder, chat_template=variable, chat_template_args={"greeting": "hi"}
+    ).startswith("hi[user]")
 
 
 def test_torchtune_renders_without_a_template_or_where_asked_and_says_so(tmp_path, caplog):
     caplog.set_level(logging.INFO, "rocm_ext")
-    folder, rendered = _write_folder(tmp_path, "qwen2_5"), "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    folder, rendered = (
+        _write_folder(tmp_path, "qwen2_5"),
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n",
+    )
     assert prompt_text(folder, chat_template="torchtune") == rendered
     assert "differently from the model's own chat template" in caplog.text
     open_tokenizer(config_for(folder, chat_template=PLAIN.replace("<|im_end|>", "END")))
@@ -603,7 +777,9 @@ def test_bad_settings(model_folder, changes, pieces):
 def test_damaged_folders(tmp_path, file, content, message):
     folder = _write_folder(tmp_path, "qwen2_5")
     cfg = config_for(folder)
-    cfg.tokenizer.special_tokens_path = str(shutil.copy(folder / "tokenizer.json", folder / "special.json"))
+    cfg.tokenizer.special_tokens_path = str(
+        shutil.copy(folder / "tokenizer.json", folder / "special.json")
+    )
     (folder / file).unlink()
     if content is not None:
         (folder / file).write_text(content)
@@ -621,9 +797,14 @@ def test_columns_system_and_tools_are_used(model_folder, rows):
         {"messages": text, "tools": json.dumps(TOOLS)},
         {"prompt": "q", "completion": "a", "system": "Be brief.", "tools": []},
     )
-    dataset = sft_dataset(open_tokenizer(config_for(folder)), source=source, system_prompt="Default.")
+    dataset = sft_dataset(
+        open_tokenizer(config_for(folder)), source=source, system_prompt="Default."
+    )
     assert dataset[0]["tokens"] == theirs(folder, [BRIEF, *chat], tools=TOOLS)
-    parsed = [*chat[:-1], assistant("", tool_calls=[{"function": {"name": "weather", "arguments": {"city": None}}}])]
+    parsed = [
+        *chat[:-1],
+        assistant("", tool_calls=[{"function": {"name": "weather", "arguments": {"city": None}}}]),
+    ]
     default = {"role": "system", "content": "Default."}
     assert dataset[1]["tokens"] == theirs(folder, [default, *parsed], tools=TOOLS)
     assert dataset[2]["tokens"] == theirs(folder, [BRIEF, user("q"), assistant("a")])
@@ -635,7 +816,9 @@ def _schema(**properties):
 
 
 @pytest.mark.parametrize("form", ["json", "parquet"])
-def test_nulls_of_other_rows_are_not_trained_and_those_that_were_meant_are(model_folder, tmp_path, form):
+def test_nulls_of_other_rows_are_not_trained_and_those_that_were_meant_are(
+    model_folder, tmp_path, form
+):
     """Arrow gives each object the keys of all, with nulls, and to_json writes them."""
     folder = model_folder("qwen2_5")
     maybe = {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}
@@ -650,7 +833,9 @@ def test_nulls_of_other_rows_are_not_trained_and_those_that_were_meant_are(model
             "name": "f", "arguments": arguments}}])], "tools": tools}
         for tools, arguments in of_rows
     ]  # fmt: skip
-    getattr(datasets.Dataset.from_list(rows), f"to_{form}")(source := str(tmp_path / f"rows.{form}"))
+    getattr(datasets.Dataset.from_list(rows), f"to_{form}")(
+        source := str(tmp_path / f"rows.{form}")
+    )
     if form == "json":
         assert '"city":null' in Path(source).read_text()
     tokenizer = open_tokenizer(config_for(folder))
@@ -658,7 +843,9 @@ def test_nulls_of_other_rows_are_not_trained_and_those_that_were_meant_are(model
                 for row in rows]  # fmt: skip
     dataset = sft_dataset(tokenizer, source=source)
     assert [dataset[i]["tokens"] for i in range(len(rows))] == expected
-    pairs = preference_dataset(tokenizer, source=source, column_map={"chosen": "messages", "rejected": "messages"})
+    pairs = preference_dataset(
+        tokenizer, source=source, column_map={"chosen": "messages", "rejected": "messages"}
+    )
     assert [pairs[i]["chosen_input_ids"] for i in range(len(rows))] == expected
 
 
@@ -670,7 +857,10 @@ def test_calls_and_tools_of_other_trainers(model_folder, rows):
 
     def chat(*asked, result="observation"):
         said = [user("Weather?"), *asked, {"role": result, "content": "7"}]
-        return [*({"from": m["role"], "value": m["content"]} for m in said), {"from": "gpt", "value": "Cold."}]
+        return [
+            *({"from": m["role"], "value": m["content"]} for m in said),
+            {"from": "gpt", "value": "Cold."},
+        ]
 
     def calling(role, what):
         return {"role": role, "content": json.dumps(what)}
@@ -683,7 +873,12 @@ def test_calls_and_tools_of_other_trainers(model_folder, rows):
         {"conversations": chat(calling("function_call", calls[0])), "tools": bare},
         {"messages": old, "tools": bare},
         {"conversations": chat(calling("function_call", calls)), "tools": bare},
-        {"conversations": chat(*(calling("tool_call", c) for c in calls), result="tool_response"), "tools": TOOLS},
+        {
+            "conversations": chat(
+                *(calling("tool_call", c) for c in calls), result="tool_response"
+            ),
+            "tools": TOOLS,
+        },
     )
     dataset = sft_dataset(open_tokenizer(config_for(folder)), source=source)
     expected = [
@@ -699,7 +894,10 @@ def test_a_prompt_may_have_tools_and_end_with_their_answer(model_folder, rows):
     chat = [message | {} for message in CHATS["tool answer"][:-1]]
     del chat[1]["weight"]
     first = {"messages": chat, "tools": TOOLS, "answer": "7", "system": "Be brief."}
-    node = {"_component_": "rocm_ext.data.prompt_dataset", "source": rows(first, {"prompt": "q", "answer": "1"})}
+    node = {
+        "_component_": "rocm_ext.data.prompt_dataset",
+        "source": rows(first, {"prompt": "q", "answer": "1"}),
+    }
     cfg = config_for(folder, eval_prompts=None, stop_after_no_gain=None, prompts=node)
     prompts = PromptSet(cfg)
     prompts.render(open_tokenizer(cfg))
@@ -707,8 +905,12 @@ def test_a_prompt_may_have_tools_and_end_with_their_answer(model_folder, rows):
     assert prompts.tokens[first.id] == theirs(folder, [BRIEF, *chat], prompt=True, tools=TOOLS)
     assert prompts.tokens[second.id] == theirs(folder, [user("q")], prompt=True)
     assert first.row["prompt"] == '{"temperature": 7}'
-    same = rows({"messages": [user("q")], "tools": TOOLS}, {"messages": [user("q")]}, name="same.jsonl")
-    assert len({prompt.key for prompt in prompt_dataset(source=same)}) == 2, "tools are part of what is asked"
+    same = rows(
+        {"messages": [user("q")], "tools": TOOLS}, {"messages": [user("q")]}, name="same.jsonl"
+    )
+    assert len({prompt.key for prompt in prompt_dataset(source=same)}) == 2, (
+        "tools are part of what is asked"
+    )
 
 
 @pytest.mark.parametrize(
@@ -717,10 +919,22 @@ def test_a_prompt_may_have_tools_and_end_with_their_answer(model_folder, rows):
         ({"messages": [BRIEF, *CHATS["one turn"]], "system": "Other."}, "column system differs"),
         ({"messages": CHATS["one turn"], "tools": "["}, "tools are not valid JSON"),
         ({"messages": CHATS["one turn"], "tools": ["weather"]}, "tools must be a list of objects"),
-        ({"messages": [user("a"), assistant("", tool_calls=[{}])]}, r"tool_calls\[0\] needs a function with a name"),
-        ({"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": "{"}])]}, "not valid JSON"),
-        ({"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": [1]}])]}, "must be an object"),
-        ({"messages": [{**user("a"), "tool_calls": [CALL]}, assistant("b")]}, "only the assistant calls tools"),
+        (
+            {"messages": [user("a"), assistant("", tool_calls=[{}])]},
+            r"tool_calls\[0\] needs a function with a name",
+        ),
+        (
+            {"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": "{"}])]},
+            "not valid JSON",
+        ),
+        (
+            {"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": [1]}])]},
+            "must be an object",
+        ),
+        (
+            {"messages": [{**user("a"), "tool_calls": [CALL]}, assistant("b")]},
+            "only the assistant calls tools",
+        ),
         ({"messages": [assistant("hello")]}, "the only one begins the conversation"),
         ({"messages": [user("a\ud800"), assistant("b")]}, "not valid Unicode"),
     ],
@@ -781,7 +995,9 @@ def test_base_models_need_no_template(tmp_path, rows):
         with pytest.raises(UserError, match="chat_template none") as error:
             read(tokenizer, source=rows(row, name="bad.jsonl"))
         if "instruction" in row:
-            assert one_line_has([str(error.value)], "found instruction (str) and output (str); convert the rows")
+            assert one_line_has(
+                [str(error.value)], "found instruction (str) and output (str); convert the rows"
+            )
 
 
 @pytest.mark.parametrize("begin", ["", "<|begin_of_text|>"])
@@ -789,8 +1005,12 @@ def test_base_models_need_no_template(tmp_path, rows):
 def test_a_bos_or_eos_that_is_there_is_not_added(tmp_path, rows, begin, end):
     folder = _write_folder(tmp_path, "llama3_1")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    bos, eot, eos = map(tokenizer.token_to_id, ("<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>"))
-    tokenizer.post_processor = processors.TemplateProcessing("<|begin_of_text|> $A", None, [("<|begin_of_text|>", bos)])
+    bos, eot, eos = map(
+        tokenizer.token_to_id, ("<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>")
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "<|begin_of_text|> $A", None, [("<|begin_of_text|>", bos)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos, eot]}))
     source = rows({"text": f"{begin}hi{end}"}, {"prompt": f"{begin}2+2=", "completion": f" 4{end}"})
@@ -828,7 +1048,13 @@ def kept(model_folder, rows, tmp_path, monkeypatch):
     monkeypatch.setattr(row_cache, "WORTH", 0)
     folder = tmp_path / "model"
     shutil.copytree(model_folder("qwen2_5"), folder)
-    policies = {"max_seq_len": 300, "positions": 400, "too_long": "truncate", "bad_rows": "drop", "name": "dataset"}
+    policies = {
+        "max_seq_len": 300,
+        "positions": 400,
+        "too_long": "truncate",
+        "bad_rows": "drop",
+        "name": "dataset",
+    }
 
     def made(node, changes=(), **more):
         cfg = config_for(folder, dataset=node)
@@ -846,7 +1072,9 @@ def kept(model_folder, rows, tmp_path, monkeypatch):
 
         return row_cache.cached_rows(made_by, tokenized)
 
-    return SimpleNamespace(read=read, made=lambda *args, **more: made(*args, **more)[1](), folder=folder)
+    return SimpleNamespace(
+        read=read, made=lambda *args, **more: made(*args, **more)[1](), folder=folder
+    )
 
 
 def contents(rows):
@@ -854,7 +1082,15 @@ def contents(rows):
     arrays = [[part.tolist() for part in parts] for parts in (rows.tokens, rows.labels)]
     fresh = Rows(rows.tokens, rows.labels, rows.lengths, {}, rows.columns)
     assert rows.fingerprint() == fresh.fingerprint()
-    return *arrays, rows.lengths, rows.counts, columns, rows.fingerprint(), list(rows.numbers), rows.first
+    return (
+        *arrays,
+        rows.lengths,
+        rows.counts,
+        columns,
+        rows.fingerprint(),
+        list(rows.numbers),
+        rows.first,
+    )
 
 
 LONG = [user("a"), assistant("It is 42. " * 60)]
@@ -869,12 +1105,17 @@ SOURCES = {
 @pytest.mark.parametrize("kind", SOURCES)
 def test_rows_of_the_second_start_are_those_of_the_first(kept, rows, messages, kind):
     component, lines = SOURCES[kind]
-    nodes = [{**component, "source": rows(*lines)}, {**component, "source": rows(lines[0], name="b.jsonl")}]
+    nodes = [
+        {**component, "source": rows(*lines)},
+        {**component, "source": rows(lines[0], name="b.jsonl")},
+    ]
     found = []
     for fresh in (True, False):
         messages.clear()
         read = contents(kept.read(nodes, fresh))
-        found.append((read, [line for line in messages if "not used" in line or "left out" in line]))
+        found.append(
+            (read, [line for line in messages if "not used" in line or "left out" in line])
+        )
     assert found[0] == found[1]
     assert len(found[0][1]) >= 2
 
@@ -886,7 +1127,9 @@ def test_rows_of_the_second_start_are_those_of_the_first(kept, rows, messages, k
         lambda kept, node: os.utime(node["source"], ns=(1, 1)),
         lambda kept, node: node.update(system_prompt="s"),
         lambda kept, node: node.update(split="train[:1]"),
-        lambda kept, node: (kept.folder / "generation_config.json").write_text('{"eos_token_id": 1}'),
+        lambda kept, node: (kept.folder / "generation_config.json").write_text(
+            '{"eos_token_id": 1}'
+        ),
         lambda kept, node: os.utime(kept.folder / "tokenizer.json", ns=(1, 1)),
         lambda kept, node: (kept.folder / "chat_template.jinja").write_text(PLAIN),
         lambda kept, node: replace_by_another(Path(node["source"])),
@@ -898,7 +1141,10 @@ def test_rows_of_the_second_start_are_those_of_the_first(kept, rows, messages, k
     ],
 )
 def test_whatever_changes_rows_makes_others(kept, rows, change, monkeypatch):
-    node, own = {**SFT, "source": rows(*SOURCES["conversations"][1])}, {"chat_template": "~/t.jinja"}
+    node, own = (
+        {**SFT, "source": rows(*SOURCES["conversations"][1])},
+        {"chat_template": "~/t.jinja"},
+    )
     monkeypatch.setenv("HOME", str(kept.folder.parent))
     (kept.folder.parent / "t.jinja").write_text(PLAIN + " ")
     before = kept.made(node, own)
@@ -921,18 +1167,26 @@ def test_rows_of_code_that_is_not_ours_are_not_kept(kept, rows, tmp_path):
     others = [{**node, "_component_": "mine.rows"}, {**SFT, "source": "owner/name"}, {**SFT, "source": str(tmp_path)},
               [node, {"_component_": "torchtune.datasets.alpaca_dataset"}]]  # fmt: skip
     assert [kept.made(other) for other in others] == [None] * 4
-    for changes in ({"tokenizer._component_": "mine.tokenizer"}, {"tokenizer.prompt_template": "mine.Template"}):
+    for changes in (
+        {"tokenizer._component_": "mine.tokenizer"},
+        {"tokenizer.prompt_template": "mine.Template"},
+    ):
         assert kept.made(node, changes) is None
 
 
-def test_rows_that_are_damaged_of_another_user_or_do_not_fit_are_read_anew(kept, rows, messages, monkeypatch):
+def test_rows_that_are_damaged_of_another_user_or_do_not_fit_are_read_anew(
+    kept, rows, messages, monkeypatch
+):
     def fails(number):
         def fails(file, *_):
             raise OSError(number, os.strerror(number), str(file))
 
         return fails
 
-    node, top = {**SFT, "source": rows(*SOURCES["conversations"][1])}, kept.folder.parent / "cache/torchtune-rocm/rows"
+    node, top = (
+        {**SFT, "source": rows(*SOURCES["conversations"][1])},
+        kept.folder.parent / "cache/torchtune-rocm/rows",
+    )
     with monkeypatch.context() as patch:
         patch.setattr(row_cache.np, "save", fails(errno.ENOSPC))
         first = contents(kept.read(node))
@@ -944,7 +1198,11 @@ def test_rows_that_are_damaged_of_another_user_or_do_not_fit_are_read_anew(kept,
         assert contents(kept.read(node)) == first
     assert any("cannot be read" in line for line in messages)
     (folder,) = top.iterdir()
-    damages = [lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: data[: len(data) // 2], lambda data: b""]
+    damages = [
+        lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+        lambda data: data[: len(data) // 2],
+        lambda data: b"",
+    ]
     for file, damage in zip(sorted(folder.iterdir()), cycle(damages), strict=False):
         file.write_bytes(damage(file.read_bytes()))
         messages.clear()
@@ -980,7 +1238,9 @@ def test_a_recipe_may_bring_a_tokenizer_of_its_own(rows, tmp_path, monkeypatch):
     source = rows(*[{"messages": LONG}] * 4)
     cfg = tiny.run_config(tiny.write_model(tmp_path / "base"), Path(source), tmp_path / "run")
     cfg["dataset"] = {**SFT, "source": source}
-    recipe = Mine(config.load("lora_finetune_rocm", str(tiny.write_yaml(tmp_path / "run.yaml", cfg))))
+    recipe = Mine(
+        config.load("lora_finetune_rocm", str(tiny.write_yaml(tmp_path / "run.yaml", cfg)))
+    )
     recipe.check()
     assert len(recipe.rows) == 4
 
@@ -1019,14 +1279,21 @@ def test_a_template_of_the_runs_own_is_exported_and_part_of_the_run(rows, tmp_pa
         assert (tmp_path / "run" / exported / "chat_template.jinja").read_text() == dated
     served = AutoTokenizer.from_pretrained(tmp_path / "run" / "merged")
     assert served.chat_template == dated
-    assert served.decode(recipe.trainer.rows.tokens[0]).startswith("2024[system]Be brief.<|im_end|>[user]a")
+    assert served.decode(recipe.trainer.rows.tokens[0]).startswith(
+        "2024[system]Be brief.<|im_end|>[user]a"
+    )
     with pytest.raises(UserError, match=r"chat_template_date: was 2024-07-26, is 2025-01-01"):
         finetune(folder, source, tmp_path / "run", chat_template=dated, chat_template_date="2025-01-01",
                  resume_from_checkpoint=True)  # fmt: skip
 
 
-def test_a_second_run_reads_no_rows_and_the_models_own_template_is_written_once(rows, tmp_path, monkeypatch):
-    folder, source = tiny.write_model(tmp_path / "base"), rows(*[{"messages": CHATS["several turns"]}] * 4)
+def test_a_second_run_reads_no_rows_and_the_models_own_template_is_written_once(
+    rows, tmp_path, monkeypatch
+):
+    folder, source = (
+        tiny.write_model(tmp_path / "base"),
+        rows(*[{"messages": CHATS["several turns"]}] * 4),
+    )
     (folder / "chat_template.jinja").write_text(PLAIN)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(row_cache, "WORTH", 0)
@@ -1037,7 +1304,10 @@ def test_a_second_run_reads_no_rows_and_the_models_own_template_is_written_once(
     monkeypatch.setattr(training_rows, "tokenize", None)
     second = finetune(folder, source, tmp_path / "second")
     assert contents(second.rows) == contents(first.rows)
-    adapters = [(tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes() for run in ("first", "second")]
+    adapters = [
+        (tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes()
+        for run in ("first", "second")
+    ]
     assert adapters[0] == adapters[1]
     with pytest.raises(TypeError):  # it reads
         finetune(folder, source, tmp_path / "third", keep_rows=False)

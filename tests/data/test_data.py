@@ -41,7 +41,9 @@ def make_qwen(folder, **kwargs):
 def llama(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama") / "tokenizer.model"
     words = [bytes([byte]) for byte in range(256)] + [b"us", b"er", b"user", b"as", b"ass"]
-    path.write_text("".join(f"{base64.b64encode(word).decode()} {rank}\n" for rank, word in enumerate(words)))
+    path.write_text(
+        "".join(f"{base64.b64encode(word).decode()} {rank}\n" for rank, word in enumerate(words))
+    )
     return Llama3Tokenizer(str(path))
 
 
@@ -77,7 +79,12 @@ def test_prompts_are_the_text_that_the_models_were_trained_on(qwen, llama):
 
 def test_every_assistant_turn_is_labelled_with_its_end_and_without_its_header(tokenizer):
     call = "<tool_call>\n{}\n</tool_call>"
-    chat = [user("a"), assistant(call), assistant("bad", weight=0), {"role": "tool", "content": "42"}]
+    chat = [
+        user("a"),
+        assistant(call),
+        assistant("bad", weight=0),
+        {"role": "tool", "content": "42"},
+    ]
     tokens, labels = render_conversation(tokenizer, [*chat, assistant("two"), user("left out")])
     qwen = "<|im_end|>" in tokenizer.special_tokens
     assert ("<tool_response>\n42\n</tool_response>" in decode(tokenizer, tokens)) == qwen
@@ -91,7 +98,12 @@ def test_every_assistant_turn_is_labelled_with_its_end_and_without_its_header(to
 @pytest.mark.parametrize("off", [0, 0.0, False])
 @pytest.mark.parametrize("flag", FLAGS)
 def test_flags_of_other_trainers_are_weights(qwen, rows, flag, off):
-    chat = [user("a"), assistant("bad", **{flag: off}), user("b") | {flag: off}, assistant("good", **{flag: 1})]
+    chat = [
+        user("a"),
+        assistant("bad", **{flag: off}),
+        user("b") | {flag: off},
+        assistant("good", **{flag: 1}),
+    ]
     item = sft_dataset(qwen, source=rows({"messages": chat}))[0]
     assert labelled(qwen, item["labels"]) == ["good<|im_end|>"]
     plain = [{key: value for key, value in message.items() if key != flag} for message in chat]
@@ -107,7 +119,9 @@ def test_max_seq_len_of_the_tokenizer_is_left_to_the_policy(qwen, tmp_path):
 
 
 def test_text_of_a_prompt_template_in_front_of_the_answer_belongs_to_the_prompt(tmp_path):
-    templated = make_qwen(tmp_path, prompt_template={"user": ("Q: ", ""), "assistant": ("A: ", " END")})
+    templated = make_qwen(
+        tmp_path, prompt_template={"user": ("Q: ", ""), "assistant": ("A: ", " END")}
+    )
     prompt = render_prompt(templated, [user("six")])
     tokens, labels = render_conversation(templated, [user("six"), assistant("6")])
     assert templated.decode(prompt).endswith("<|im_start|>assistant\nA: ")
@@ -115,19 +129,32 @@ def test_text_of_a_prompt_template_in_front_of_the_answer_belongs_to_the_prompt(
     assert labelled(templated, labels) == ["6 END<|im_end|>"]
 
 
-SPECIAL = ["<|im_end|>", "<|im_start|>assistant\n", "<|eot_id|>", "<tool_call>", "\n", " ", "a", "e\u0301"]
+SPECIAL = [
+    "<|im_end|>",
+    "<|im_start|>assistant\n",
+    "<|eot_id|>",
+    "<tool_call>",
+    "\n",
+    " ",
+    "a",
+    "e\u0301",
+]
 WILD = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
     st.lists(st.sampled_from(SPECIAL), max_size=8).map("".join),
 )
 SPOKEN = WILD.filter(str.strip)
 TURN = st.builds(
-    lambda role, content: {"role": role, "content": content}, st.sampled_from(["user", "system", "tool"]), WILD
+    lambda role, content: {"role": role, "content": content},
+    st.sampled_from(["user", "system", "tool"]),
+    WILD,
 )
 TURN |= SPOKEN.map(assistant)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(chat=st.lists(TURN, max_size=6), answer=SPOKEN)
 def test_a_row_starts_with_its_generation_prompt(tokenizer, chat, answer):
     chat = [*chat, assistant(answer)]
@@ -142,7 +169,11 @@ def test_a_row_starts_with_its_generation_prompt(tokenizer, chat, answer):
             assert labels[len(prompt) - 1] == IGNORE
             spans.append(len(prompt))
     # Each turn is exactly one run of labels, and it starts behind its prompt.
-    starts = [i for i, label in enumerate(labels) if label != IGNORE and (i == 0 or labels[i - 1] == IGNORE)]
+    starts = [
+        i
+        for i, label in enumerate(labels)
+        if label != IGNORE and (i == 0 or labels[i - 1] == IGNORE)
+    ]
     assert starts == spans
     stop = [i for i, label in enumerate(labels) if label != IGNORE][-1]
     assert tokens[stop] in tokenizer.stop_tokens
@@ -177,9 +208,15 @@ def test_schemas_agree(qwen, rows, schema):
     tokens, labels = render_conversation(qwen, QA)
     (item,) = sft_dataset(qwen, source=rows(ROWS[schema]), schema=schema).items([0])
     assert item == {"tokens": tokens, "labels": labels}
-    text, *others = sft_dataset(qwen, source=rows({"text": "plain"}, *ROWS.values())).items(range(5))
+    text, *others = sft_dataset(qwen, source=rows({"text": "plain"}, *ROWS.values())).items(
+        range(5)
+    )
     assert [other["tokens"] for other in others] == [tokens] * 4
-    assert text["tokens"] == text["labels"] == [*qwen.encode("plain", add_bos=False, add_eos=False), qwen.eos_id]
+    assert (
+        text["tokens"]
+        == text["labels"]
+        == [*qwen.encode("plain", add_bos=False, add_eos=False), qwen.eos_id]
+    )
 
 
 @pytest.mark.parametrize(("row", "chat"), DIALECTS.values(), ids=DIALECTS)
@@ -190,14 +227,18 @@ def test_dialects_of_other_trainers(qwen, rows, row, chat):
 
 def test_arguments_of_the_dataset(qwen, rows):
     columns = {"prompt": "question", "completion": "answer"}
-    mapped = sft_dataset(qwen, source=rows({"question": "q", "answer": "a", "text": "x"}), column_map=columns)
+    mapped = sft_dataset(
+        qwen, source=rows({"question": "q", "answer": "a", "text": "x"}), column_map=columns
+    )
     assert mapped[0]["tokens"] == render_conversation(qwen, QA)[0]
     whole = sft_dataset(qwen, source=rows({"messages": QA}), train_on_input=True)[0]
     assert whole["tokens"] == whole["labels"] == mapped[0]["tokens"]
     with_system = {"conversations": [{"from": "system", "value": "s"}, *SHAREGPT]}
     found = sft_dataset(qwen, source=rows(PAIR, with_system), system_prompt="default")
     default = {"role": "system", "content": "default"}
-    assert [found[i]["tokens"] for i in (0, 1)] == [render_conversation(qwen, [s, *QA])[0] for s in (default, SYSTEM)]
+    assert [found[i]["tokens"] for i in (0, 1)] == [
+        render_conversation(qwen, [s, *QA])[0] for s in (default, SYSTEM)
+    ]
 
 
 BAD_MESSAGES = [
@@ -231,7 +272,12 @@ BAD_ROWS = [({"messages": messages}, says) for messages, says in BAD_MESSAGES] +
 
 
 def test_weights_of_rows(qwen, rows, messages):
-    four = {"text": "x", "weight": 2}, PAIR, {"messages": QA, "weight": "0.5"}, {**ALPACA, "weight": 0}
+    four = (
+        {"text": "x", "weight": 2},
+        PAIR,
+        {"messages": QA, "weight": "0.5"},
+        {**ALPACA, "weight": 0},
+    )
     found = read(sft_dataset(qwen, source=(source := rows(*four))))
     weights = [set(column.tolist()) for column in found.columns["weight"]]
     assert weights == [{2.0}, {1.0}, {0.5}]
@@ -243,9 +289,13 @@ def test_weights_of_rows(qwen, rows, messages):
         read(sft_dataset(qwen, source=rows({**PAIR, "weight": 0}, {**PAIR, "weight": "0.0"})))
     wrong = [-1, "much", float("nan"), float("inf"), True, [1], 1e-40]
     with pytest.raises(UserError, match=r"^7 of 8 rows are bad: ") as error:
-        read(sft_dataset(qwen, source=rows(PAIR, *({**PAIR, "weight": weight} for weight in wrong))))
+        read(
+            sft_dataset(qwen, source=rows(PAIR, *({**PAIR, "weight": weight} for weight in wrong)))
+        )
     for i, weight in enumerate(wrong, 2):
-        assert f"rows.jsonl:{i}: weight is {weight!r}; expected a number of at least 0" in str(error.value)
+        assert f"rows.jsonl:{i}: weight is {weight!r}; expected a number of at least 0" in str(
+            error.value
+        )
 
 
 @pytest.mark.parametrize(("row", "says"), BAD_ROWS, ids=str)
@@ -284,7 +334,9 @@ def write(path, content):
 
 def answers(qwen, dataset):
     return [
-        text.removesuffix("<|im_end|>") for i in range(len(dataset)) for text in labelled(qwen, dataset[i]["labels"])
+        text.removesuffix("<|im_end|>")
+        for i in range(len(dataset))
+        for text in labelled(qwen, dataset[i]["labels"])
     ]
 
 
@@ -292,7 +344,9 @@ def test_jsonl_origins_count_lines(qwen, tmp_path):
     line = json.dumps(PAIR)
     text = f'\ufeff{line}\r\n\n{{"prompt": "a\u2028b", "completion": "c"}}\n{line}'
     found = sft_dataset(qwen, source=(source := write(tmp_path / "a.jsonl", text)))
-    assert [found.origin(i) for i in range(len(found))] == [f"{source}:{line}" for line in (1, 3, 4)]
+    assert [found.origin(i) for i in range(len(found))] == [
+        f"{source}:{line}" for line in (1, 3, 4)
+    ]
     assert "a\u2028b" in qwen.decode(found[1]["tokens"])
 
 
@@ -312,7 +366,11 @@ def test_splits_globs_and_folders(qwen, rows, tmp_path, hf_cache, monkeypatch):
     rows(*[{"text": "x"}] * 2, name="b.jsonl")
     assert len(sft_dataset(qwen, source=str(tmp_path / "*.jsonl"))) == 10
     found = sft_dataset(qwen, source=str(tmp_path / "*.jsonl"), split="train[70%:]")
-    assert [found.origin(i).rsplit("/")[-1] for i in range(3)] == ["a.jsonl:8", "b.jsonl:1", "b.jsonl:2"]
+    assert [found.origin(i).rsplit("/")[-1] for i in range(3)] == [
+        "a.jsonl:8",
+        "b.jsonl:1",
+        "b.jsonl:2",
+    ]
     rows(*[{"messages": QA}] * 2, name="folder/train.jsonl")
     rows({"messages": QA}, name="folder/test.jsonl")
     assert len(sft_dataset(qwen, source=str(tmp_path / "folder"), split="test")) == 1
@@ -326,7 +384,9 @@ def test_forms_of_files(qwen, tmp_path, hf_cache, name, text, where):
     assert answers(qwen, found) == ["a", "b"]
     assert found.origin(1) == f"{source}{where}"
     one = write(tmp_path / "one.json", json.dumps(PAIR, indent=1))
-    assert answers(qwen, sft_dataset(qwen, source=one)) == ["a"], "one object over several lines is a row"
+    assert answers(qwen, sft_dataset(qwen, source=one)) == ["a"], (
+        "one object over several lines is a row"
+    )
 
 
 @pytest.mark.parametrize(
@@ -361,7 +421,9 @@ def test_bad_rows_are_named_together_or_dropped(qwen, tmp_path, messages):
     with pytest.raises(UserError, match=r"^12 of 42 rows are bad: .*bad_rows=drop") as error:
         read(mixed)
     said = str(error.value)
-    assert {int(number) for number in re.findall(r"mixed.jsonl:(\d+)", said)} == {2 * i for i in range(1, 13)}
+    assert {int(number) for number in re.findall(r"mixed.jsonl:(\d+)", said)} == {
+        2 * i for i in range(1, 13)
+    }
     assert said.count("lack") + said.count("do not fit") == 1, "each reason once"
     kept, whole = read(mixed, bad_rows="drop"), read(lines)
     assert kept.counts == {**whole.counts, "rows": 42, "bad_rows": 12}
@@ -392,7 +454,13 @@ CELLS = ["NA", "None", "null", "nan", "00501", "1.50", "true", "1e5", "Na", " x 
 
 @pytest.mark.parametrize(
     ("name", "separator"),
-    [("a.csv", ";"), ("a.csv", "\t"), ("a.tsv", "\t"), ("a.csv.gz", ","), ("folder/train.csv", ",")],
+    [
+        ("a.csv", ";"),
+        ("a.csv", "\t"),
+        ("a.tsv", "\t"),
+        ("a.csv.gz", ","),
+        ("folder/train.csv", ","),
+    ],
 )
 def test_cells_of_tables_are_text(qwen, tmp_path, hf_cache, name, separator):
     lines = "".join(f"q{separator}{cell}\n" for cell in CELLS)
@@ -401,14 +469,20 @@ def test_cells_of_tables_are_text(qwen, tmp_path, hf_cache, name, separator):
 
 
 @pytest.mark.parametrize(
-    ("split", "expected"), [("train", "ab"), ("train[1:]", "b"), ("test", "c"), ("train+test", "abc"), ("dev", "")]
+    ("split", "expected"),
+    [("train", "ab"), ("train[1:]", "b"), ("test", "c"), ("train+test", "abc"), ("dev", "")],
 )
 def test_folders_of_save_to_disk(qwen, tmp_path, split, expected):
     lines = [{"prompt": "q", "completion": text} for text in "abc"]
-    of = {"train": datasets.Dataset.from_list(lines[:2]), "test": datasets.Dataset.from_list(lines[2:])}
+    of = {
+        "train": datasets.Dataset.from_list(lines[:2]),
+        "test": datasets.Dataset.from_list(lines[2:]),
+    }
     datasets.DatasetDict(of).save_to_disk(tmp_path / "both")
     of["train"].to_csv(tmp_path / "a.csv")  # what was read from a table stays what was saved
-    datasets.load_dataset("csv", data_files=str(tmp_path / "a.csv"), split="train").save_to_disk(tmp_path / "one")
+    datasets.load_dataset("csv", data_files=str(tmp_path / "a.csv"), split="train").save_to_disk(
+        tmp_path / "one"
+    )
     with pytest.raises(UserError, match="data_files and name do not apply"):
         sft_dataset(qwen, source=str(tmp_path / "one"), split=split, name="sums")
     if not expected:
@@ -416,7 +490,9 @@ def test_folders_of_save_to_disk(qwen, tmp_path, split, expected):
             sft_dataset(qwen, source=str(tmp_path / "both"), split=split)
         return
     for name in ("both", "one") if split in ("train", "train[1:]") else ("both",):
-        assert answers(qwen, sft_dataset(qwen, source=str(tmp_path / name), split=split)) == [*expected]
+        assert answers(qwen, sft_dataset(qwen, source=str(tmp_path / name), split=split)) == [
+            *expected
+        ]
 
 
 def test_hub(qwen, monkeypatch):
@@ -432,7 +508,10 @@ def test_hub(qwen, monkeypatch):
     found = sft_dataset(qwen, source="owner/name", name="main", data_files="x.json", split="test")
     assert calls == [(("owner/name", "main"), {"data_files": "x.json", "split": "test"})]
     assert found.origin(0) == "owner/name[test] row 0"
-    with pytest.raises(UserError, match=r"owner/name.*ConnectionError: Couldn't reach the Hub.*No file.*hf download"):
+    with pytest.raises(
+        UserError,
+        match=r"owner/name.*ConnectionError: Couldn't reach the Hub.*No file.*hf download",
+    ):
         sft_dataset(qwen, source="owner/name")
 
 
@@ -492,7 +571,9 @@ def test_bad_items_are_named_once(bad, says):
     assert str(error.value).count("Foreign row 1") == 1
 
 
-@pytest.mark.parametrize(("limit", "lengths"), [(None, (4, 3, 2)), (8, (4, 3, 1)), (5, (4, 1)), (4, (4,)), (3, (3,))])
+@pytest.mark.parametrize(
+    ("limit", "lengths"), [(None, (4, 3, 2)), (8, (4, 3, 1)), (5, (4, 1)), (4, (4,)), (3, (3,))]
+)
 def test_packs_lose_their_padding_and_are_cut_within_and_between_sequences(limit, lengths):
     source = Foreign(item(4), item(3), item(2))
     rows = read(PackedDataset(source, max_seq_len=10, padding_idx=3), limit)
@@ -530,7 +611,12 @@ def test_open_one_and_several(qwen, rows):
     found = read(open_dataset(mixed, qwen, "truncate"))
     assert found.fingerprint() == read(both).fingerprint()
     mixture = Mixture.of(mixed, found)
-    assert (mixture.names, mixture.rows, mixture.weights, mixture.shares) == ((a, b), (2, 1), (1.0, 2.0), [1, 2])
+    assert (mixture.names, mixture.rows, mixture.weights, mixture.shares) == (
+        (a, b),
+        (2, 1),
+        (1.0, 2.0),
+        [1, 2],
+    )
 
 
 @pytest.mark.parametrize(
@@ -547,7 +633,9 @@ def test_bad_weights(weights, says):
     rows = Rows([[1]] * 4, [[1]] * 4, [(1,)] * 4, {}, numbers=[0, 1, 2, 5], ends=[3, 6])
     if "is left" in says:
         rows = rows.part(range(3))
-    nodes = [node(source=name, weight=w) for name, w in zip(("a.jsonl", "b.jsonl"), weights, strict=True)]
+    nodes = [
+        node(source=name, weight=w) for name, w in zip(("a.jsonl", "b.jsonl"), weights, strict=True)
+    ]
     with pytest.raises(UserError, match=says) as error:
         Mixture.of(OmegaConf.create(nodes), rows).check()
     assert "\n" not in str(error.value)
@@ -556,10 +644,18 @@ def test_bad_weights(weights, says):
 def test_rows_of_stock_datasets_are_cut_and_counted_by_us(tmp_path, rows, hf_cache):
     short = make_qwen(tmp_path, max_seq_len=20)
     source = rows({"input": "q", "output": "a" * 30}, {"input": "q", "output": "a"})
-    stock = {"_component_": "torchtune.datasets.instruct_dataset", "source": "json", "data_files": source}
+    stock = {
+        "_component_": "torchtune.datasets.instruct_dataset",
+        "source": "json",
+        "data_files": source,
+    }
 
     def found(policy, **more):
-        return read(open_dataset(OmegaConf.create({**stock, "split": "train", **more}), short, policy), 20, policy)
+        return read(
+            open_dataset(OmegaConf.create({**stock, "split": "train", **more}), short, policy),
+            20,
+            policy,
+        )
 
     dropped, cut = found("drop"), found("truncate")
     assert (len(dropped), dropped.counts["dropped_too_long"]) == (1, 1)

@@ -33,15 +33,25 @@ LOOP = """
 
 @pytest.mark.parametrize(
     "close",
-    ["assert np.allclose(out, exp, rtol=1e-07, atol=atol)", "np.testing.assert_allclose(out, exp, atol=atol)"],
+    [
+        "assert np.allclose(out, exp, rtol=1e-07, atol=atol)",
+        "np.testing.assert_allclose(out, exp, atol=atol)",
+    ],
 )
 @pytest.mark.parametrize("format", ["mbppplus", "humaneval"])
 def test_numbers_that_are_close_have_the_same_shape(format: str, close: str):
     def passes(answer: object, results: list) -> bool:
-        task = {"prompt": "def f(x):\n", "entry_point": "f", "test_list": ["f(1)"], "code": "def f(x): return 1"}
+        task = {
+            "prompt": "def f(x):\n",
+            "entry_point": "f",
+            "test_list": ["f(1)"],
+            "code": "def f(x): return 1",
+        }
         helpers = HELPERS.format(close=close)
         if format == "humaneval":
-            body = "def check(candidate):" + LOOP.format(indent="    ", results=results, name="candidate")
+            body = "def check(candidate):" + LOOP.format(
+                indent="    ", results=results, name="candidate"
+            )
         else:
             body = LOOP.format(indent="", results=results, name="f")
         row = FORMATS[format](task | {"test": helpers + body})
@@ -56,9 +66,22 @@ def test_numbers_that_are_close_have_the_same_shape(format: str, close: str):
     assert passes(lambda x: x / 2 + 1e-9, halves)
     assert passes(lambda x: np.float64(x / 2 + 1e-9), halves)
     assert passes(lambda x: [x / 2, x + 1e-9], [[x / 2, x] for x in (1.0, 2.0, 3.0)])
-    assert passes(lambda x: (x / 2, x), [[x / 2, x] for x in (1.0, 2.0, 3.0)])  # a tuple for a list, as before
+    assert passes(
+        lambda x: (x / 2, x), [[x / 2, x] for x in (1.0, 2.0, 3.0)]
+    )  # a tuple for a list, as before
     assert passes([], [[], [], []])
-    for lie in ([], (), np.empty(0), np.empty((0, 1)), [[]], [lambda x: x / 2], None, lambda x: [x / 2], "", {}):
+    for lie in (
+        [],
+        (),
+        np.empty(0),
+        np.empty((0, 1)),
+        [[]],
+        [lambda x: x / 2],
+        None,
+        lambda x: [x / 2],
+        "",
+        {},
+    ):
         assert not passes(lie, halves), lie
         assert not passes(lie, [[0.5, 0.5]] * 3), lie
     assert not passes(0.5, [[0.5, 0.5]] * 3)

@@ -30,7 +30,9 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     write_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(CHATML)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": id_of(folder, "<|im_end|>")}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": id_of(folder, "<|im_end|>")})
+    )
     return folder
 
 
@@ -53,12 +55,18 @@ def open_one(folder):
 def read(open_one, tmp_path):
     """Return a function that writes rows as JSON lines and reads them with our component."""
 
-    def read(*rows, max_seq_len=None, too_long="truncate", positions=None, chat_template="auto", **node):
+    def read(
+        *rows, max_seq_len=None, too_long="truncate", positions=None, chat_template="auto", **node
+    ):
         path = write_jsonl(tmp_path / "pairs.jsonl", rows)
-        node = OmegaConf.create({"_component_": "rocm_ext.data.preference_dataset", **({"source": str(path)} | node)})
+        node = OmegaConf.create(
+            {"_component_": "rocm_ext.data.preference_dataset", **({"source": str(path)} | node)}
+        )
         tokenizer = open_one(max_seq_len, chat_template)
         dataset = open_dataset(node, tokenizer, too_long)
-        return tokenize(dataset, max_seq_len=max_seq_len, too_long=too_long, progress=False, positions=positions)
+        return tokenize(
+            dataset, max_seq_len=max_seq_len, too_long=too_long, progress=False, positions=positions
+        )
 
     return read
 
@@ -113,27 +121,45 @@ def test_every_form_is_rendered_as_a_row_of_sft_would_be(read, open_one, message
     column = rows.columns["side"][0].tolist()
     assert column == [1] * rows.lengths[0][0] + [-1] * rows.lengths[0][1]
     dropped = ("dropped_too_long", "dropped_equal", "dropped_empty", "dropped_equal_when_cut")
-    assert rows.counts == {"rows": 2, "truncated": 0, **dict.fromkeys(dropped, 0), "dropped_weight_0": 1}
+    assert rows.counts == {
+        "rows": 2,
+        "truncated": 0,
+        **dict.fromkeys(dropped, 0),
+        "dropped_weight_0": 1,
+    }
     assert not [text for text in messages if "not used" in text and "prompt_id" not in text]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_sft_names_dpo_for_pairs_unless_the_right_answer_is_in_the_conversation(open_one, tmp_path, form):
-    dataset = sft_dataset(open_one(), source=str(write_jsonl(tmp_path / "pairs.jsonl", [FORMS[form]])))
+def test_sft_names_dpo_for_pairs_unless_the_right_answer_is_in_the_conversation(
+    open_one, tmp_path, form
+):
+    dataset = sft_dataset(
+        open_one(), source=str(write_jsonl(tmp_path / "pairs.jsonl", [FORMS[form]]))
+    )
     if "ms-swift" in form:
         tokens, labels = render_conversation(open_one(), said(GOOD))
         assert dataset[0] == {"tokens": tokens, "labels": labels}
         assert "rejected_" in dataset.warnings()[0]
         return
-    with pytest.raises(UserError, match=r"a pair \(.*recipe: dpo_rocm, dataset._component_: .*preference_dataset"):
+    with pytest.raises(
+        UserError, match=r"a pair \(.*recipe: dpo_rocm, dataset._component_: .*preference_dataset"
+    ):
         dataset[0]
 
 
 def test_sft_trains_on_the_better_answer_alone_if_it_is_mapped(open_one, tmp_path):
     expected = render_conversation(open_one(), said(GOOD))[0]
-    for form, ours in (("texts", "completion"), ("conversations", "messages"), ("alpaca (LLaMA-Factory)", "output")):
+    for form, ours in (
+        ("texts", "completion"),
+        ("conversations", "messages"),
+        ("alpaca (LLaMA-Factory)", "output"),
+    ):
         source = str(write_jsonl(tmp_path / f"{ours}.jsonl", [FORMS[form]]))
-        assert sft_dataset(open_one(), source=source, column_map={ours: "chosen"})[0]["tokens"] == expected
+        assert (
+            sft_dataset(open_one(), source=source, column_map={ours: "chosen"})[0]["tokens"]
+            == expected
+        )
 
 
 BEFORE = [user("a"), assistant("one"), user("6*7?")]
@@ -142,7 +168,12 @@ SINGLE = {
     "messages (TRL)": {"prompt": [user("6*7?")], "completion": [assistant(GOOD)], "label": True},
     "messages (ms-swift)": {"messages": said(GOOD), "label": True},
     "sharegpt (LLaMA-Factory)": {"conversations": [HUMAN, gpt(GOOD)], "kto_tag": True},
-    "alpaca (LLaMA-Factory)": {"instruction": "6*7?", "input": "", "output": GOOD, "kto_tag": "true"},
+    "alpaca (LLaMA-Factory)": {
+        "instruction": "6*7?",
+        "input": "",
+        "output": GOOD,
+        "kto_tag": "true",
+    },
     "numbers": {"prompt": "6*7?", "completion": GOOD, "label": 1},
     "words": {"prompt": "6*7?", "completion": GOOD, "label": "up"},
     "thumbs": {"prompt": "6*7?", "completion": GOOD, "thumbs": "Up"},
@@ -152,19 +183,25 @@ NOT_GOOD = {"numbers": -1, "words": "down", "thumbs": "Down", "signs": "👎"}  
 
 
 @pytest.mark.parametrize("form", SINGLE)
-def test_every_form_of_single_answers_is_rendered_as_a_row_of_sft_would_be(read, open_one, messages, form):
+def test_every_form_of_single_answers_is_rendered_as_a_row_of_sft_would_be(
+    read, open_one, messages, form
+):
     row = SINGLE[form]
     (key,) = {*KTO} & {*row}
     rows = read({**row, "weight": 3}, {**row, key: NOT_GOOD.get(form, False)}, {**row, "weight": 0})
     assert [set(column.tolist()) for column in rows.columns["weight"]] == [{3.0}, {1.0}]
     assert rows.counts["dropped_weight_0"] == 1
     for i, side in enumerate((1, -1)):
-        assert (rows.tokens[i].tolist(), rows.labels[i].tolist()) == render_conversation(open_one(), said(GOOD))
+        assert (rows.tokens[i].tolist(), rows.labels[i].tolist()) == render_conversation(
+            open_one(), said(GOOD)
+        )
         assert rows.columns["side"][i].tolist() == [side] * len(rows.tokens[i])
         (shown,) = sequences(rows, i, open_one())
         assert shown["side"] == ("good" if side > 0 else "bad")
     assert not rows.pairs
-    assert not [text for text in messages if "not used" in text]  # another test may have made info visible
+    assert not [
+        text for text in messages if "not used" in text
+    ]  # another test may have made info visible
 
 
 def test_single_answers_are_told_from_what_comes_before(read, open_one, messages):
@@ -174,8 +211,14 @@ def test_single_answers_are_told_from_what_comes_before(read, open_one, messages
     assert labelled_text(rows.labels[0].tolist(), open_one().decode) == [f"{GOOD}<|im_end|>"]
     assert any("dataset: none of 1 answers is good; add some" in text for text in messages)
     good = SINGLE["texts (TRL)"]
-    assert counted(read({**good, "completion": ""}, good)) == {"rows": 2, "dropped_without_labels": 1, "good": 1}
-    with pytest.raises(UserError, match="all 8 answers have one prompt, and answers of one prompt stay together"):
+    assert counted(read({**good, "completion": ""}, good)) == {
+        "rows": 2,
+        "dropped_without_labels": 1,
+        "good": 1,
+    }
+    with pytest.raises(
+        UserError, match="all 8 answers have one prompt, and answers of one prompt stay together"
+    ):
         read(*({**good, "completion": f"It is {i}."} for i in range(8))).split(0.25, 0)
 
 
@@ -187,13 +230,23 @@ def test_mismatched_answers_are_to_other_prompts(read):
         pairs = zip(rows.tokens, starts, strict=True)
         return [(tuple(tokens[:start]), tuple(tokens[start:])) for tokens, start in pairs]
 
-    rows = read(*({"prompt": f"{i % 5}+1?", "completion": f"It is {i:02}.", "label": i % 2} for i in range(12)))
+    rows = read(
+        *(
+            {"prompt": f"{i % 5}+1?", "completion": f"It is {i:02}.", "label": i % 2}
+            for i in range(12)
+        )
+    )
     before, after = parts(rows), parts(rows.mismatched())
     assert [prompt for prompt, _ in after] == [prompt for prompt, _ in before]
     assert sorted(answer for _, answer in after) == sorted(answer for _, answer in before)
     own = {answer: prompt for prompt, answer in before}
     assert all(own[answer] != prompt for prompt, answer in after)
-    long = read(*({"prompt": "6*7? " * (10 - 9 * i), "completion": "No. " * (1 + 9 * i), "label": i} for i in range(2)))
+    long = read(
+        *(
+            {"prompt": "6*7? " * (10 - 9 * i), "completion": "No. " * (1 + 9 * i), "label": i}
+            for i in range(2)
+        )
+    )
     assert max(map(len, long.mismatched().tokens)) == max(map(len, long.tokens))
     alike = read(*({"prompt": "a", "completion": f"{i}", "label": i} for i in range(2)))
     assert parts(alike.mismatched()) == parts(alike)[::-1]
@@ -210,13 +263,19 @@ def test_turns_before_the_difference_have_no_labels(read, open_one):
 
 def test_columns_files_and_systems(read, open_one, tmp_path):
     """The columns of Stack Exchange, from Parquet and CSV, with a system message from the config."""
-    rows = [{"question": f"{i}?", "response_j": f"good {i}", "response_k": f"bad {i}", "qid": i} for i in range(3)]
+    rows = [
+        {"question": f"{i}?", "response_j": f"good {i}", "response_k": f"bad {i}", "qid": i}
+        for i in range(3)
+    ]
     table = datasets.Dataset.from_list([*rows, {**rows[0], "response_k": None}])
     table.to_parquet(str(tmp_path / "pairs.parquet"))
     table.to_csv(str(tmp_path / "pairs.csv"))
     columns = {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
     system, tokenizer = {"role": "system", "content": "Be brief."}, open_one()
-    expected = [render_conversation(tokenizer, [system, user("1?"), assistant(text)]) for text in ("good 1", "bad 1")]
+    expected = [
+        render_conversation(tokenizer, [system, user("1?"), assistant(text)])
+        for text in ("good 1", "bad 1")
+    ]
     for name in ("pairs.parquet", "pairs.csv"):
         found = read(source=str(tmp_path / name), column_map=columns, system_prompt="Be brief.")
         assert sides(found, 1) == expected
@@ -228,7 +287,9 @@ def test_columns_files_and_systems(read, open_one, tmp_path):
 def test_base_models_take_pairs_as_they_are(read, open_one):
     rows = read({"prompt": "2+2=", "chosen": " 4", "rejected": " 5"}, chat_template="none")
     tokenizer = open_one(chat_template="none")
-    prompt, answer = (tokenizer.encode(text, add_bos=False, add_eos=False) for text in ("2+2=", " 4"))
+    prompt, answer = (
+        tokenizer.encode(text, add_bos=False, add_eos=False) for text in ("2+2=", " 4")
+    )
     assert sides(rows)[0] == ([*prompt, *answer, tokenizer.end_of_text],
                               [*[IGNORE] * len(prompt), *answer, tokenizer.end_of_text])  # fmt: skip
 
@@ -238,12 +299,27 @@ def test_base_models_take_pairs_as_they_are(read, open_one):
 )
 def test_torchtunes_components_get_the_models_template(open_one, tmp_path, component):
     conversations = "stack" not in component
-    row = FORMS["conversations"] if conversations else {"question": "6*7?", "response_j": GOOD, "response_k": BAD}
-    path = write_jsonl(tmp_path / "data/rl/theirs.jsonl", [row])  # where torchtune looks for Stack Exchange
-    more = {"source": "json", "data_files": str(path)} if conversations else {"source": str(tmp_path)}
-    node = OmegaConf.create({"_component_": f"torchtune.datasets.{component}", "split": "train", **more})
+    row = (
+        FORMS["conversations"]
+        if conversations
+        else {"question": "6*7?", "response_j": GOOD, "response_k": BAD}
+    )
+    path = write_jsonl(
+        tmp_path / "data/rl/theirs.jsonl", [row]
+    )  # where torchtune looks for Stack Exchange
+    more = (
+        {"source": "json", "data_files": str(path)} if conversations else {"source": str(tmp_path)}
+    )
+    node = OmegaConf.create(
+        {"_component_": f"torchtune.datasets.{component}", "split": "train", **more}
+    )
     tokenizer = open_one(max_seq_len=128)
-    rows = tokenize(open_dataset(node, tokenizer, "truncate"), max_seq_len=128, too_long="truncate", progress=False)
+    rows = tokenize(
+        open_dataset(node, tokenizer, "truncate"),
+        max_seq_len=128,
+        too_long="truncate",
+        progress=False,
+    )
     assert sides(rows)[0] == render_conversation(tokenizer, said(GOOD))
 
 
@@ -263,7 +339,9 @@ def test_torchtunes_components_get_the_models_template(open_one, tmp_path, compo
 )  # fmt: skip
 def test_pairs_without_a_preference_are_dropped_and_counted(read, row, reason):
     assert counted(read(row, PAIR)) == {"rows": 2, reason: 1}
-    with pytest.raises(UserError, match=f"dataset: 0 of 1 rows left: .*1 {reason.replace('_', ' ')}"):
+    with pytest.raises(
+        UserError, match=f"dataset: 0 of 1 rows left: .*1 {reason.replace('_', ' ')}"
+    ):
         read(row)
 
 
@@ -272,26 +350,43 @@ def test_long_sides_are_cut_dropped_or_refused(read):
     short, alike = 60, {**PAIR, "chosen": "It is. " * 40 + "42", "rejected": "It is. " * 40 + "72"}
     whole = sides(read(long))
     rows = read(long, PAIR, alike, max_seq_len=short)
-    assert sides(rows) == [tuple(part[:short] for part in whole[0]), whole[1]], "the other side stays whole"
+    assert sides(rows) == [tuple(part[:short] for part in whole[0]), whole[1]], (
+        "the other side stays whole"
+    )
     assert counted(rows) == {"rows": 3, "truncated": 1, "dropped_equal_when_cut": 1}
     dropped = read(long, PAIR, alike, max_seq_len=short, too_long="drop")
     assert counted(dropped) == {"rows": 3, "dropped_too_long": 2}
-    with pytest.raises(UserError, match=r"pairs\.jsonl:2: \d+ tokens, but max_seq_len is 60; .* set too_long"):
+    with pytest.raises(
+        UserError, match=r"pairs\.jsonl:2: \d+ tokens, but max_seq_len is 60; .* set too_long"
+    ):
         read(PAIR, alike, max_seq_len=short, too_long="error")
     with pytest.raises(UserError, match=r"but the model takes 50; set too_long"):
         read(PAIR, alike, positions=50, too_long="error")
-    with pytest.raises(UserError, match=r"0 of 1 rows left: .*1 dropped equal when cut \(the model's window of 5 "):
+    with pytest.raises(
+        UserError, match=r"0 of 1 rows left: .*1 dropped equal when cut \(the model's window of 5 "
+    ):
         read(PAIR, max_seq_len=50, positions=5)  # nothing but the prompt's beginning
 
 
 def test_what_torchtunes_tokenizer_cuts_is_counted(open_one, tmp_path):
     """Without a template torchtune's own tokenizer renders, and cuts at max_seq_len."""
-    texts = [("It is. " * 40 + "42", "It is. " * 40 + "72"), ("It is 42. " * 20, "no"), ("yes", "no")]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"chosen": said(good), "rejected": said(bad)} for good, bad in texts])
+    texts = [
+        ("It is. " * 40 + "42", "It is. " * 40 + "72"),
+        ("It is 42. " * 20, "no"),
+        ("yes", "no"),
+    ]
+    path = write_jsonl(
+        tmp_path / "a.jsonl", [{"chosen": said(good), "rejected": said(bad)} for good, bad in texts]
+    )
     node = OmegaConf.create({"_component_": "torchtune.datasets.preference_dataset", "source": "json",
                              "data_files": str(path), "split": "train"})  # fmt: skip
     tokenizer = open_one(max_seq_len=60, chat_template="torchtune")
-    rows = tokenize(open_dataset(node, tokenizer, "truncate"), max_seq_len=60, too_long="truncate", progress=False)
+    rows = tokenize(
+        open_dataset(node, tokenizer, "truncate"),
+        max_seq_len=60,
+        too_long="truncate",
+        progress=False,
+    )
     assert counted(rows) == {"rows": 3, "truncated": 1, "dropped_equal_when_cut": 1}
 
 
@@ -331,7 +426,10 @@ def test_foreign_pairs_are_checked():
             "Foreign row 1: the prompts of the chosen and the rejected",
         ),
         ([good, {**good, "rejected_labels": [4]}], r"Foreign row 1: rejected_input_ids \(3,\)"),
-        ([{k: v for k, v in good.items() if "rejected" not in k}], "needs rejected_input_ids and rejected_labels"),
+        (
+            [{k: v for k, v in good.items() if "rejected" not in k}],
+            "needs rejected_input_ids and rejected_labels",
+        ),
         ([good, single], "pairs and single answers in one dataset"),
         ([single, good], "pairs and single answers in one dataset"),
         ([single, {**single, "side": 1}], "answers with a label and single answers in one dataset"),
@@ -344,7 +442,12 @@ def test_foreign_pairs_are_checked():
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_pair_stays_in_one_micro_batch(read, packed):
     """Sequences 2 i and 2 i + 1 of every micro-batch are the sides of one pair, on any number of ranks."""
-    rows = read(*({**PAIR, "prompt": "6*7? " * (i % 5), "chosen": f"a {i} " * (1 + i % 7)} for i in range(21)))
+    rows = read(
+        *(
+            {**PAIR, "prompt": "6*7? " * (i % 5), "chosen": f"a {i} " * (1 + i % 7)}
+            for i in range(21)
+        )
+    )
     for ranks in (1, 2):
         count = 0
         for rank in range(ranks):
@@ -357,35 +460,54 @@ def test_a_pair_stays_in_one_micro_batch(read, packed):
                 count += batch.sequences
         assert count == 2 * len(rows)
     batch = collate(rows, [0], packed, 0, 1)
-    assert batch.targets.tolist() == [label for _, labels in sides(rows) for label in labels if label != IGNORE]
+    assert batch.targets.tolist() == [
+        label for _, labels in sides(rows) for label in labels if label != IGNORE
+    ]
 
 
 # ---- validation
 def prompts_of(rows):
     """Return the prompt of each pair: the tokens before its first label."""
     chosen = [sides(rows, i)[0] for i in range(len(rows))]
-    return [tokens[: next(i for i, label in enumerate(labels) if label != IGNORE)] for tokens, labels in chosen]
+    return [
+        tokens[: next(i for i, label in enumerate(labels) if label != IGNORE)]
+        for tokens, labels in chosen
+    ]
 
 
 @pytest.mark.parametrize(("fraction", "expected"), [(0.01, 4), (0.1, 8), (0.5, 40)])
 def test_pairs_of_one_prompt_stay_on_one_side(read, fraction, expected):
     """Validation on a prompt that was trained on would measure memory; `pairs --per-prompt 4` makes four of each."""
-    rows = read(*({"prompt": f"{i % 20}+1?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(80)))
+    rows = read(
+        *({"prompt": f"{i % 20}+1?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(80))
+    )
     training, validation = rows.split(fraction, 0)
     assert (len(training), len(validation)) == (80 - expected, expected)
     held_out = {tuple(prompt) for prompt in prompts_of(validation)}
     assert len(held_out) == expected / 4
     assert not held_out & {tuple(prompt) for prompt in prompts_of(training)}
     again = rows.split(fraction, 0)
-    assert [part.fingerprint() for part in again] == [training.fingerprint(), validation.fingerprint()]
-    assert rows.split(fraction, 1)[1].fingerprint() != validation.fingerprint(), "the seed draws the prompts"
-    alike = read(*({"prompt": "1+1?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(8)))
-    with pytest.raises(UserError, match=r"validation_fraction 0\.\d+: all 8 pairs have one prompt, .* set dataset_val"):
+    assert [part.fingerprint() for part in again] == [
+        training.fingerprint(),
+        validation.fingerprint(),
+    ]
+    assert rows.split(fraction, 1)[1].fingerprint() != validation.fingerprint(), (
+        "the seed draws the prompts"
+    )
+    alike = read(
+        *({"prompt": "1+1?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(8))
+    )
+    with pytest.raises(
+        UserError,
+        match=r"validation_fraction 0\.\d+: all 8 pairs have one prompt, .* set dataset_val",
+    ):
         alike.split(fraction, 0)
 
 
 def test_pairs_of_different_prompts_split_as_rows_of_sft_do(read):
-    rows = read(*({"prompt": f"{i}+1?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(20)))
+    rows = read(
+        *({"prompt": f"{i}+1?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(20))
+    )
     drawn = sorted(np.random.default_rng(3).permutation(20)[:5].tolist())
     assert rows.split(0.25, 3)[1].fingerprint() == rows.part(drawn).fingerprint()
 
@@ -397,7 +519,9 @@ def test_equal_rows_stay_on_one_side():
 
     rows = rows_of([[1, 2, 3], [4, 5], [1, 2, 3], [6, 7], [4, 5], [1, 2, 3]])
     for seed in range(8):
-        training, validation = ({tuple(each.tolist()) for each in part.tokens} for part in rows.split(0.5, seed))
+        training, validation = (
+            {tuple(each.tolist()) for each in part.tokens} for part in rows.split(0.5, seed)
+        )
         assert not training & validation
         assert len(training | validation) == 3
     with pytest.raises(UserError, match="all 2 rows are equal"):

@@ -23,7 +23,9 @@ def asks(text):
 # ---- rows
 def test_a_row_becomes_a_prompt_with_its_columns_origin_and_id(rows):
     first = {"prompt": "2 + 2?", "answer": 4, "level": None, "topic": "sums", "id": 7}
-    source = rows(first, {"prompt": "a", "task_id": "HumanEval/0"}, {"prompt": "b", "task_id": 1, "id": "one"})
+    source = rows(
+        first, {"prompt": "a", "task_id": "HumanEval/0"}, {"prompt": "b", "task_id": 1, "id": "one"}
+    )
     prompt, *others = prompt_dataset(source=source)
     del first["level"]
     assert prompt == Prompt("7", asks("2 + 2?"), first, f"{source}:1")
@@ -35,7 +37,9 @@ def test_without_an_id_the_id_is_the_start_of_the_key_which_is_of_the_messages_a
     prompts = prompt_dataset(source=source)
     assert [p.id for p in prompts] == [p.key[:16] for p in prompts]
     assert all(re.fullmatch("[0-9a-f]{64}", p.key) for p in prompts)
-    (same,) = prompt_dataset(source=rows({"messages": [{"content": "a", "role": "user"}], "id": "x"}, name="2.jsonl"))
+    (same,) = prompt_dataset(
+        source=rows({"messages": [{"content": "a", "role": "user"}], "id": "x"}, name="2.jsonl")
+    )
     other = prompt_dataset(source=source, system_prompt="Be brief.")
     assert len({same.key, prompts[1].key, *(p.key for p in other)}) == 4
     assert same.key == prompts[0].key
@@ -61,9 +65,15 @@ def test_messages_keep_their_turns_and_the_row_has_the_last_as_prompt(rows):
 
 
 def test_prompt_and_messages_are_one_prompt_if_they_agree_or_column_map_names_one(rows):
-    agree = rows({"prompt": "a", "messages": [user("a"), assistant("b")], "answer": "1"}, name="agree.jsonl")
+    agree = rows(
+        {"prompt": "a", "messages": [user("a"), assistant("b")], "answer": "1"}, name="agree.jsonl"
+    )
     differ = rows({"prompt": "a", "messages": [user("b")]})
-    for source, column, text in ((agree, None, "a"), (differ, "prompt", "a"), (differ, "messages", "b")):
+    for source, column, text in (
+        (agree, None, "a"),
+        (differ, "prompt", "a"),
+        (differ, "messages", "b"),
+    ):
         (prompt,) = prompt_dataset(source=source, column_map={column: column} if column else None)
         assert prompt.messages == asks(text)
         assert prompt.row["prompt"] == text
@@ -73,12 +83,17 @@ def test_limit_and_split_take_the_first_rows(rows):
     source = rows(*({"prompt": str(i)} for i in range(10)))
     assert [p.row["prompt"] for p in prompt_dataset(source=source, limit=3)] == ["0", "1", "2"]
     assert len(prompt_dataset(source=source, limit=30)) == 10
-    assert [p.origin for p in prompt_dataset(source=source, split="train[8:]")] == [f"{source}:9", f"{source}:10"]
+    assert [p.origin for p in prompt_dataset(source=source, split="train[8:]")] == [
+        f"{source}:9",
+        f"{source}:10",
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])
 def test_other_files(tmp_path, suffix):
-    table = datasets.Dataset.from_list([{"prompt": "a", "answer": "x"}, {"prompt": "b", "answer": None}])
+    table = datasets.Dataset.from_list(
+        [{"prompt": "a", "answer": "x"}, {"prompt": "b", "answer": None}]
+    )
     getattr(table, f"to_{suffix}")(source := str(tmp_path / f"rows.{suffix}"))
     first, second = prompt_dataset(source=source)
     assert (first.row, second.row) == ({"prompt": "a", "answer": "x"}, {"prompt": "b"})
@@ -86,7 +101,9 @@ def test_other_files(tmp_path, suffix):
 
 
 def test_equal_rows_are_kept_once_and_counted(rows, messages):
-    source = rows({"prompt": "a", "x": 1}, {"x": 1, "prompt": "a"}, {"prompt": "b"}, {"prompt": "a", "x": 1})
+    source = rows(
+        {"prompt": "a", "x": 1}, {"x": 1, "prompt": "a"}, {"prompt": "b"}, {"prompt": "a", "x": 1}
+    )
     assert [p.origin for p in prompt_dataset(source=source)] == [f"{source}:1", f"{source}:3"]
     assert f"{source}: dropped 2 of 4 rows that repeat others" in "\n".join(messages)
 
@@ -95,9 +112,14 @@ def test_equal_rows_are_kept_once_and_counted(rows, messages):
 def test_gsm8k(rows):
     answer = "48/2 = <<48/2=24>>24 clips.\n#### 1,024"
     expected = {"prompt": "How many?", "answer": "1,024", "solution": answer}
-    (prompt,) = prompt_dataset(source=rows({"question": "How many?", "answer": answer}), format="gsm8k")
+    (prompt,) = prompt_dataset(
+        source=rows({"question": "How many?", "answer": answer}), format="gsm8k"
+    )
     assert (prompt.messages, prompt.row) == (asks("How many?"), expected)
-    columns, source = {"question": "problem", "answer": "gold"}, rows({"problem": "How many?", "gold": answer})
+    columns, source = (
+        {"question": "problem", "answer": "gold"},
+        rows({"problem": "How many?", "gold": answer}),
+    )
     assert prompt_dataset(source=source, format="gsm8k", column_map=columns)[0].row == expected
 
 
@@ -119,7 +141,13 @@ def test_mbpp_sanitized_and_with_source(rows):
     assert prompt.messages[0]["content"].endswith("tests:\n\nassert g(4) == math.sqrt(4)")
     assert prompt.row["test_setup"] == "import math\nimport re"
     assert "test_imports" not in prompt.row
-    row = {"task_id": 6, "prompt": "Find the chain.", "entry_point": "chain", "solution": "s", "tests": "def test(): 1"}
+    row = {
+        "task_id": 6,
+        "prompt": "Find the chain.",
+        "entry_point": "chain",
+        "solution": "s",
+        "tests": "def test(): 1",
+    }
     (prompt,) = prompt_dataset(source=rows(row), format="mbpp")
     assert prompt.messages == asks("Find the chain.\n\nName the function `chain`.")
     assert prompt.row == {**row, "prompt": prompt.messages[0]["content"]}
@@ -169,7 +197,9 @@ OF_FORMATS = [
 ]
 
 
-@pytest.mark.parametrize(("format", "row", "says"), [(None, *case) for case in BAD_ROWS] + OF_FORMATS, ids=str)
+@pytest.mark.parametrize(
+    ("format", "row", "says"), [(None, *case) for case in BAD_ROWS] + OF_FORMATS, ids=str
+)
 def test_malformed_rows(rows, format, row, says):
     with pytest.raises(UserError, match=f":1: .*{says}") as caught:
         prompt_dataset(source=rows(row), format=format, bad_rows="error" if "id" in row else "drop")
@@ -193,9 +223,15 @@ def test_bad_arguments(rows, arguments, says):
 
 def test_malformed_rows_are_dropped_where_asked(rows, messages):
     source = rows({"prompt": "a"}, {"prompt": ""}, {"prompt": "b", "id": [1]}, {"prompt": "c"})
-    with pytest.raises(UserError, match=r"2 of 4 rows are bad: .*:2: prompt is empty \| .*:3: id is .*bad_rows: drop"):
+    with pytest.raises(
+        UserError,
+        match=r"2 of 4 rows are bad: .*:2: prompt is empty \| .*:3: id is .*bad_rows: drop",
+    ):
         prompt_dataset(source=source)
-    assert [p.origin for p in prompt_dataset(source=source, bad_rows="drop")] == [f"{source}:1", f"{source}:4"]
+    assert [p.origin for p in prompt_dataset(source=source, bad_rows="drop")] == [
+        f"{source}:1",
+        f"{source}:4",
+    ]
     assert one_line_has(messages, "2 of 4 rows", f"{source}:3")
 
 
@@ -223,7 +259,9 @@ def prompts_of(*conversations):
 )  # fmt: skip
 def test_the_same_question_in_other_dress_overlaps(held_out):
     train = prompts_of("unrelated", "What is 2 + 2?")
-    with pytest.raises(UserError, match=r"1 of 2 held-out prompts .* first row 1 \(training: row 1\)"):
+    with pytest.raises(
+        UserError, match=r"1 of 2 held-out prompts .* first row 1 \(training: row 1\)"
+    ):
         check_disjoint(train, prompts_of("another", held_out))
 
 
@@ -237,16 +275,22 @@ def test_equal_last_turns_of_different_conversations_do_not_overlap():
 # ---- wild input
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=6,
 )
-turn = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant", "x"]), "content": json_values})
+turn = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "x"]), "content": json_values}
+)
 columns = {
     **dict.fromkeys(("id", "answer", "test_list"), json_values), "prompt": json_values | st.text(max_size=4),
     "messages": st.lists(turn | json_values, max_size=3), "question": st.text(max_size=3),
 }  # fmt: skip
 wild_rows = st.lists(st.fixed_dictionaries({}, optional=columns), min_size=1, max_size=4)
-keep_tmp_path = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+keep_tmp_path = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @keep_tmp_path
@@ -266,7 +310,9 @@ def test_any_row_is_a_prompt_or_one_line(rows, wild, format):
 
 
 @keep_tmp_path
-@given(texts=st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=6), extra=json_values)
+@given(
+    texts=st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=6), extra=json_values
+)
 def test_texts_come_back_as_they_are_and_never_disjoint_from_themselves(rows, texts, extra):
     source = rows(*({"prompt": text, "extra": extra} for text in texts))
     prompts = prompt_dataset(source=source)

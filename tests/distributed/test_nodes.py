@@ -85,7 +85,9 @@ def run_machines(main, *each: tuple) -> list[tuple[int, str]]:
     Returns:
         Exit code and messages of each machine that starts.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
               "WORLD_SIZE": str(len(each)), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # fmt: skip
     started = []
@@ -125,7 +127,14 @@ def test_two_machines_equal_one(make, alone, tmp_path):
         assert code == 0, messages
     assert seen.read_text() == "127.0.0.1\n"
     assert_same_curves(out, alone)
-    names = ["adapter", "checkpoints", "config.yaml", "hardware.jsonl", "hardware.machine1.jsonl", "metrics.jsonl"]
+    names = [
+        "adapter",
+        "checkpoints",
+        "config.yaml",
+        "hardware.jsonl",
+        "hardware.machine1.jsonl",
+        "metrics.jsonl",
+    ]
     assert sorted(os.listdir(out)) == [*names, "rows.json", "summary.json"]
     assert "earlier" not in (out / "hardware.machine1.jsonl").read_text()
     assert sorted(os.listdir(alone)) == sorted({*os.listdir(out)} - {"hardware.machine1.jsonl"})
@@ -145,15 +154,22 @@ def other_versions() -> None:
 ])  # fmt: skip
 def test_machines_that_differ_are_refused(make, top, tmp_path, monkeypatch, what, parts):
     here, there = tmp_path / "here", tmp_path / "there"
-    for place, count, seed in ((here, 24, 0), (there, 23 if what == "data" else 24, 7 if what == "model" else 0)):
+    for place, count, seed in (
+        (here, 24, 0),
+        (there, 23 if what == "data" else 24, 7 if what == "model" else 0),
+    ):
         place.mkdir()
         write_rows(place / "rows.jsonl", count)
         shutil.copytree(top / "base", place / "base")
         if seed:
-            (place / "base" / "config.json").write_text((place / "base" / "config.json").read_text() + "\n")
+            (place / "base" / "config.json").write_text(
+                (place / "base" / "config.json").read_text() + "\n"
+            )
     out = "out" if what == "folder" else str(tmp_path / "out")
     path = make(out)
-    path.write_text(path.read_text().replace(f"{top}/base", "base").replace(f"{top}/rows.jsonl", "rows.jsonl"))
+    path.write_text(
+        path.read_text().replace(f"{top}/base", "base").replace(f"{top}/rows.jsonl", "rows.jsonl")
+    )
     monkeypatch.setattr(nodes, "_PATIENCE", 0.5)
     overrides = ("batch_size=2", "epochs=3") if what == "config" else ()
     before = other_versions if what == "versions" else partial(os.chdir, there)
@@ -177,7 +193,9 @@ def remember_names(out: Path, what: str) -> None:
             return exists(path, **options)
         if path not in known:
             found = exists(path, **options)
-            if found == (what == "created"):  # a client may remember those that exist, or those that do not
+            if found == (
+                what == "created"
+            ):  # a client may remember those that exist, or those that do not
                 return found
             known[path] = found
         return known[path]
@@ -196,7 +214,9 @@ def test_a_folder_that_is_shared_with_delay_is_refused(make, tmp_path, what):
     before = partial(remember_names, tmp_path / "out", what)
     for code, messages in run_machines(SFT, (path, (), None), (path, (), before)):
         assert code == 1
-        assert_error(messages.splitlines()[-1], f"which files others have {what}", "lookupcache=none")
+        assert_error(
+            messages.splitlines()[-1], f"which files others have {what}", "lookupcache=none"
+        )
 
 
 def test_an_error_before_the_ranks_meet_is_told_on_every_machine(make, tmp_path):
@@ -269,7 +289,9 @@ def ended_by_the_watch(peers) -> int:
     """Watch ``peers``, or what ``peers()`` returns, in a fork as rank 1; return its exit code."""
     pid = os.fork()
     if not pid:
-        watch.Watch(1, peers() if callable(peers) else peers, [("trainer", 0), ("helper", 1), ("third", 2)])
+        watch.Watch(
+            1, peers() if callable(peers) else peers, [("trainer", 0), ("helper", 1), ("third", 2)]
+        )
         time.sleep(20)
         os._exit(77)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -314,7 +336,9 @@ DORA = {"use_dora": True, "apply_lora_to_output": True}
 ])  # fmt: skip
 def test_two_ranks_equal_one(tmp_path, family, lora, changes):
     base = write_model(tmp_path / "base", family, initializer_range=0.1)
-    rows = write_rows(tmp_path / "rows.jsonl", 17)  # the third step of an epoch has one row for two ranks
+    rows = write_rows(
+        tmp_path / "rows.jsonl", 17
+    )  # the third step of an epoch has one row for two ranks
     cfg = run_config(base, rows, tmp_path / "one", epochs=2, **changes)
     cfg["model"] |= lora
     cfg["dataset_val"] = cfg["dataset"]
@@ -325,13 +349,24 @@ def test_two_ranks_equal_one(tmp_path, family, lora, changes):
         cfg["dataset"] = [one, {**cfg["dataset"], "source": str(second), "weight": 2.5}]
     finetune(cfg)
 
-    forks.succeed_on_ranks(SFT, write_yaml(tmp_path / "two.yaml", {**cfg, "output_dir": str(tmp_path / "two")}))
+    forks.succeed_on_ranks(
+        SFT, write_yaml(tmp_path / "two.yaml", {**cfg, "output_dir": str(tmp_path / "two")})
+    )
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["ranks"] == 2
-    for key, tolerance in [("loss", 1e-6), ("val_loss", 1e-6), ("grad_norm", 1e-5), ("lr", 0), ("tokens", 0)]:
+    for key, tolerance in [
+        ("loss", 1e-6),
+        ("val_loss", 1e-6),
+        ("grad_norm", 1e-5),
+        ("lr", 0),
+        ("tokens", 0),
+    ]:
         found, expected = (metrics(tmp_path / name, key) for name in ("two", "one"))
         assert len(expected) == (2 if key == "val_loss" else 6)
         assert found == pytest.approx(expected, rel=tolerance, abs=0)
-    found, expected = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("two", "one"))
+    found, expected = (
+        load_file(tmp_path / name / "adapter" / "adapter_model.safetensors")
+        for name in ("two", "one")
+    )
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
@@ -398,7 +433,9 @@ def test_torchrun_loses_a_machine(make, tmp_path, what, count):
             errors = process.communicate(timeout=120)[1]
             assert process.returncode == 1, errors
             (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
-            why = "its machine does not answer" if what == "the link is cut" else "its process ended"
+            why = (
+                "its machine does not answer" if what == "the link is cut" else "its process ended"
+            )
             host = pair[1 - number].name
             assert f" on {host}: {why}" in line
             assert "Traceback" not in errors

@@ -32,10 +32,15 @@ calculator, search = load("calculator").calculator, load("search")
 
 # ---- calculator
 
-LITERALS = st.one_of(st.integers(0, 10**6).map(str), st.decimals(0, 1000, places=3).map(lambda d: f"{d:f}"))
+LITERALS = st.one_of(
+    st.integers(0, 10**6).map(str), st.decimals(0, 1000, places=3).map(lambda d: f"{d:f}")
+)
 EXPRESSIONS = st.recursive(
     LITERALS,
-    lambda inner: st.builds("({} {} {})".format, inner, st.sampled_from("+-*/%"), inner) | inner.map("-{}".format),
+    lambda inner: (
+        st.builds("({} {} {})".format, inner, st.sampled_from("+-*/%"), inner)
+        | inner.map("-{}".format)
+    ),
     max_leaves=12,
 )
 
@@ -98,10 +103,13 @@ def test_the_calculator_returns_text_or_says_what_is_wrong(expression):
 @pytest.fixture
 def texts(tmp_path):
     (tmp_path / "sub").mkdir()
-    (tmp_path / "rivers.md").write_text("# Rivers\n\nThe Danube flows to the Black Sea.\n\nThe Rhine flows north.")
+    (tmp_path / "rivers.md").write_text(
+        "# Rivers\n\nThe Danube flows to the Black Sea.\n\nThe Rhine flows north."
+    )
     (tmp_path / "sub/birds.txt").write_text("A heron stands in the river and waits for fish.")
     write_jsonl(
-        tmp_path / "more.jsonl", [{"text": "The Alps rise."}, {"text": "Zebras have stripes, stripes, stripes."}]
+        tmp_path / "more.jsonl",
+        [{"text": "The Alps rise."}, {"text": "Zebras have stripes, stripes, stripes."}],
     )
     (tmp_path / "ignored.bin").write_bytes(b"heron heron heron")
     return tmp_path
@@ -112,7 +120,10 @@ def test_search_finds_the_passages_that_fit_best(texts):
     assert find("Where do herons? HERON fish").splitlines() == [
         "sub/birds.txt: A heron stands in the river and waits for fish."
     ]
-    assert find("flows danube").split("\n\n")[0] == "rivers.md: # Rivers The Danube flows to the Black Sea."
+    assert (
+        find("flows danube").split("\n\n")[0]
+        == "rivers.md: # Rivers The Danube flows to the Black Sea."
+    )
     assert len(find("the").split("\n\n")) == 2
     assert find("stripes").startswith("more.jsonl: Zebras")
     assert find("sub") == find("birds"), "names of files count"
@@ -136,7 +147,9 @@ def test_search_ranks_as_the_formula_does(tmp_path):
         return total
 
     found = search.Search(str(tmp_path), passages=40).search("a c h").split("\n\n")
-    scores = [score(["x", "jsonl", *line.removeprefix("x.jsonl: ").split()], "ach") for line in found]
+    scores = [
+        score(["x", "jsonl", *line.removeprefix("x.jsonl: ").split()], "ach") for line in found
+    ]
     assert scores == sorted(scores, reverse=True)
     assert len(found) == sum(bool(set(p.split()) & set("ach")) for p in passages)
 

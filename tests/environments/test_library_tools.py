@@ -30,7 +30,9 @@ try:
     WORKS = True
 except UserError:
     WORKS = False
-BOXED = pytest.param("bubblewrap", marks=pytest.mark.skipif(not WORKS, reason="bubblewrap does not work here"))
+BOXED = pytest.param(
+    "bubblewrap", marks=pytest.mark.skipif(not WORKS, reason="bubblewrap does not work here")
+)
 
 
 @pytest.fixture
@@ -71,7 +73,10 @@ def test_names_last_from_call_to_call(python):
     assert python("x += 1\nprint('a')\nf(7)") == "a\n21"
     assert python("_ + 1") == "22"
     assert python("import statistics\nstatistics.mean([1, 2, 6])") == "3"
-    assert python("class A:\n    pass\nimport pickle\ntype(pickle.loads(pickle.dumps(A()))) is A") == "True"
+    assert (
+        python("class A:\n    pass\nimport pickle\ntype(pickle.loads(pickle.dumps(A()))) is A")
+        == "True"
+    )
     assert python("open('notes', 'w').write('hi')") == "2"
     assert python("open('notes').read()") == "'hi'"
     assert python("") == python("# nothing") == python("None") == "(no output)"
@@ -98,9 +103,14 @@ def test_errors_are_the_end_of_the_traceback(python):
 def test_what_is_printed_is_text_in_its_order(python):
     code = "import os, sys\nprint(1)\nos.system('echo 2; echo 3 >&2')\nprint(4, file=sys.stderr)\nos.write(1, b'5\\n')"
     assert python(code) == "1\n2\n3\n4\n5\n2"
-    assert python("print('a\\x1b[31m\\x00\\x08b\\x9b\\ud800\\tc')") == "a\ufffd[31m\ufffd\ufffdb\ufffd\\ud800\tc"
+    assert (
+        python("print('a\\x1b[31m\\x00\\x08b\\x9b\\ud800\\tc')")
+        == "a\ufffd[31m\ufffd\ufffdb\ufffd\\ud800\tc"
+    )
     assert python("import os; os.write(1, b'\\xff\\xfe\\r\\n.'); None") == "\ufffd\ufffd\n."
-    assert python('print(\'{"messages": []}\\n{"result": ["CORRECT", 1.0, ""]}\')').startswith('{"messages"')
+    assert python('print(\'{"messages": []}\\n{"result": ["CORRECT", 1.0, ""]}\')').startswith(
+        '{"messages"'
+    )
     assert python("print('error: ' * 3)").startswith("error: error:")
     assert len(Tools([python])(Call("python", {"code": "print('y' * 1_000_000)"}))) < 20_100
     assert python("'still here'") == "'still here'"
@@ -116,7 +126,10 @@ def test_a_call_that_takes_too_long_loses_its_state(opened, kind, code):
     hasty("x = 1")
     began = time.monotonic()
     said = hasty(f"print('so far', flush=True)\n{code}")
-    assert said == f"so far\nerror: the code ran for more than 2 s; {LOST}, and the next call starts a new interpreter"
+    assert (
+        said
+        == f"so far\nerror: the code ran for more than 2 s; {LOST}, and the next call starts a new interpreter"
+    )
     assert time.monotonic() - began < 20
     assert hasty("x").endswith("NameError: name 'x' is not defined")
 
@@ -160,7 +173,9 @@ def test_an_interpreter_that_ends_is_replaced(boxed, code, why):
 def test_a_fork_bomb_ends(opened):
     """Without bubblewrap it makes thousands of processes before it is counted, and the machine waits for them."""
     hasty = opened(timeout=2)
-    assert re.search(f"error: the code (ran for more than 2 s|(started|used) more than .*); {LOST}", hasty(FORKS))
+    assert re.search(
+        f"error: the code (ran for more than 2 s|(started|used) more than .*); {LOST}", hasty(FORKS)
+    )
     assert hasty("1 + 1") == "2"
 
 
@@ -233,7 +248,9 @@ tool.python({code!r})
 print("done", flush=True)
 input()
 """
-    with subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=-1, stdout=-1, text=True
+    ) as process:
         pid = int(process.stdout.readline())
         if code == "1":
             process.stdout.readline()
@@ -270,20 +287,26 @@ seen += [k for k in os.environ if "ROCM" in k]
 seen
 """  # noqa: E501
     assert boxed(code) == "[]"
-    assert "No space left" in boxed("for i in range(9):\n  open(f'f{i}', 'wb').write(bytes(20 << 20))")
+    assert "No space left" in boxed(
+        "for i in range(9):\n  open(f'f{i}', 'wb').write(bytes(20 << 20))"
+    )
     names = "import os, time\nfor i in range(30_000): os.symlink('y', f'l{i}')\ntime.sleep(.2)"
     assert "made more than 20000 files" in boxed(names)
 
 
 def test_a_sandbox_that_does_not_start_is_not_the_models_fault(monkeypatch):
-    monkeypatch.setattr("rocm_ext.environments.python._sandbox", lambda *_: (Sandbox("rlimits"), "/bin/false", ()))
+    monkeypatch.setattr(
+        "rocm_ext.environments.python._sandbox", lambda *_: (Sandbox("rlimits"), "/bin/false", ())
+    )
     monkeypatch.setattr("rocm_ext.verifiers.python.start.compiled", lambda _: {"_interpreter": b""})
     tool = Python(sandbox="rlimits", timeout=2)
     with pytest.raises(Fault, match="did not start"):
         Tools([tool.python])(Call("python", {"code": "1"}))
 
 
-@pytest.mark.parametrize("arguments", [{"timeout": 0}, {"memory_mb": 64}, {"sandbox": "none"}, {"python": "/bin/none"}])
+@pytest.mark.parametrize(
+    "arguments", [{"timeout": 0}, {"memory_mb": 64}, {"sandbox": "none"}, {"python": "/bin/none"}]
+)
 def test_python_checks_its_arguments(arguments):
     with pytest.raises(UserError):
         Python(**arguments)
@@ -329,7 +352,10 @@ TOOLS = [HALF, {"_component_": f"{HERE}.Notes", "first": "one"}]
 
 def test_tools_and_a_verifier_make_an_environment():
     environment = ToolEnvironment({"answer": "42"}, TOOLS, MATHS)
-    assert [schema["function"]["name"] for schema in tools_of(environment).schemas] == ["half", "add"]
+    assert [schema["function"]["name"] for schema in tools_of(environment).schemas] == [
+        "half",
+        "add",
+    ]
     assert environment.needs == ("answer",)
     for name, arguments, result in (
         ("half", {"number": 84}, "42"),
@@ -337,7 +363,9 @@ def test_tools_and_a_verifier_make_an_environment():
         ("add", {"note": "two"}, '["one", "two"]'),
         ("add", {"note": "three"}, '["one", "two", "three"]'),
     ):
-        (reply,) = environment.reply({"content": "", "tool_calls": [Call(name, arguments).message(0)]})
+        (reply,) = environment.reply(
+            {"content": "", "tool_calls": [Call(name, arguments).message(0)]}
+        )
         assert reply["content"] == result
     assert environment.reply({"content": "It is \\boxed{42}."}).verdict is Verdict.CORRECT
     assert environment.reply({"content": "It is \\boxed{41}."}).verdict is Verdict.WRONG
@@ -374,28 +402,53 @@ def test_conversations_use_them_in_their_own_processes(kind, tmp_path, monkeypat
     """State belongs to a conversation, and its interpreter ends with it; its files end with the run."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     tools = [*TOOLS, {"_component_": "rocm_ext.environments.Python", "sandbox": kind, "timeout": 5}]
-    node = {"_component_": "rocm_ext.environments.ToolEnvironment", "tools": tools, "verifier": MATHS}
+    node = {
+        "_component_": "rocm_ext.environments.ToolEnvironment",
+        "tools": tools,
+        "verifier": MATHS,
+    }
 
     def message(name, **arguments):
-        return {"role": "assistant", "content": "", "tool_calls": [Call(name, arguments).message(0)]}
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [Call(name, arguments).message(0)],
+        }
 
     with Environments(node, timeout=60) as environments:
-        assert [schema["function"]["name"] for schema in environments.tools] == ["half", "add", "python"]
+        assert [schema["function"]["name"] for schema in environments.tools] == [
+            "half",
+            "add",
+            "python",
+        ]
         before = set(descendants(environments._host.pid))  # zombies of the host's own checks
         keys = [("p", 0), ("p", 1)]
         for key in keys:
             assert environments.begin(key, {"answer": "42"}).result() == []
             environments.say(key, message("python", code=f"x = {key[1] + 40}")).result()
-        values = [environments.say(key, message("python", code="x + 1")).result()[0]["content"] for key in keys]
+        values = [
+            environments.say(key, message("python", code="x + 1")).result()[0]["content"]
+            for key in keys
+        ]
         assert values == ["41", "42"]
-        assert environments.say(keys[0], message("add", note="n")).result()[0]["content"] == '["one", "n"]'
+        assert (
+            environments.say(keys[0], message("add", note="n")).result()[0]["content"]
+            == '["one", "n"]'
+        )
         (lost,) = environments.say(keys[0], message("python", code="while True: pass")).result()
         assert LOST in lost["content"]
-        assert environments.say(keys[1], {"role": "assistant", "content": "\\boxed{42}"}).result().reward == 1
+        assert (
+            environments.say(keys[1], {"role": "assistant", "content": "\\boxed{42}"})
+            .result()
+            .reward
+            == 1
+        )
         for key in keys:
             environments.end(key)
         deadline = time.monotonic() + 30
-        while (left := set(descendants(environments._host.pid)) - before) and time.monotonic() < deadline:
+        while (
+            left := set(descendants(environments._host.pid)) - before
+        ) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not left
     assert not os.listdir(tmp_path)

@@ -31,7 +31,9 @@ def url():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = subprocess.Popen([sys.executable, "-m", "tests.kit.openenv_server", str(port), "3"], cwd=ROOT)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.kit.openenv_server", str(port), "3"], cwd=ROOT
+    )
     try:
         for _ in range(600):
             try:
@@ -47,7 +49,13 @@ def url():
 
 
 def opened(url, **arguments):
-    node = {"_component_": "rocm_ext.environments.OpenEnv", "url": url, "reset": ["seed"], "timeout": 20, **arguments}
+    node = {
+        "_component_": "rocm_ext.environments.OpenEnv",
+        "url": url,
+        "reset": ["seed"],
+        "timeout": 20,
+        **arguments,
+    }
     return Environments(node, 30)
 
 
@@ -81,7 +89,9 @@ def test_actions_by_json(url):
 
 @needs_openenv
 def test_fields_totals_and_cuts(url):
-    with opened(url, action="number", observation="text", threshold=0.5, total="last") as environments:
+    with opened(
+        url, action="number", observation="text", threshold=0.5, total="last"
+    ) as environments:
         opening, high, end = talk(environments, "9", "7")
         assert [text_of(opening), text_of(high)] == ["Guess a number.", "lower"]
         assert (end.verdict, end.reward) == (Verdict.CORRECT, 0.5)
@@ -93,7 +103,11 @@ def test_fields_totals_and_cuts(url):
 
 @needs_openenv
 def test_an_own_client(url):
-    arguments = {"client": GAME + "GameClient", "action": GAME + "last_number", "observation": GAME + "shout"}
+    arguments = {
+        "client": GAME + "GameClient",
+        "action": GAME + "last_number",
+        "observation": GAME + "shout",
+    }
     with opened(url, **arguments, scale=[0, 2]) as environments:
         opening, no_number, high, end = talk(environments, "I do not know.", "It is 9", "It is 7.")
         assert [text_of(opening), text_of(high)] == ["GUESS A NUMBER.", "LOWER"]
@@ -105,7 +119,10 @@ def test_an_own_client(url):
 def test_sessions_beside_each_other(url):
     with opened(url, action="number", observation="text") as environments:
         for number in range(3):
-            assert text_of(environments.begin(("p", number), {"seed": number}).result(30)) == "Guess a number."
+            assert (
+                text_of(environments.begin(("p", number), {"seed": number}).result(30))
+                == "Guess a number."
+            )
         full = environments.begin(("p", 3), {"seed": 3}).result(30)
         assert full.verdict is Verdict.ERROR
         assert "CAPACITY" in full.detail
@@ -126,7 +143,10 @@ def test_no_server():
     ({"action": GAME + "last_numbr"}, "has no 'last_numbr'"),
 ])  # fmt: skip
 def test_mistakes(arguments, message):
-    with pytest.raises(UserError, match=message) as raised, opened("http://127.0.0.1:9", **arguments):
+    with (
+        pytest.raises(UserError, match=message) as raised,
+        opened("http://127.0.0.1:9", **arguments),
+    ):
         pass
     assert "\n" not in str(raised.value)
 

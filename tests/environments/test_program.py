@@ -34,7 +34,11 @@ def said(text, *calls, ends="stop"):
 @contextlib.contextmanager
 def talking(*command, row=ROW, **arguments):
     """Begin a conversation with a program; yield a function that says or cuts, and the first reply."""
-    node = {"_component_": "rocm_ext.environments.Program", "command": ["python", *map(str, command)], **arguments}
+    node = {
+        "_component_": "rocm_ext.environments.Program",
+        "command": ["python", *map(str, command)],
+        **arguments,
+    }
     with Environments(node, 60) as environments:
         first = environments.begin(KEY, row).result(60)
         yield lambda message, how="say": getattr(environments, how)(KEY, message).result(60), first
@@ -56,15 +60,31 @@ def result(code, *messages, cut=None, tmp_path, **arguments):
 def test_openais_client_talks_with_the_model():
     pytest.importorskip("openai")
     with talking(KIT / "openai_agent.py") as (say, first):
-        assert [message["content"] for message in first.messages] == ["You may call add.", ROW["prompt"]]
+        assert [message["content"] for message in first.messages] == [
+            "You may call add.",
+            ROW["prompt"],
+        ]
         assert [tool["function"]["name"] for tool in first.tools] == ["add"]
-        second = say(said("I add.", Call("add", {"a": 3, "b": 4}).message(0), Call("add", {"a": 1, "b": 1}).message(1)))
+        second = say(
+            said(
+                "I add.",
+                Call("add", {"a": 3, "b": 4}).message(0),
+                Call("add", {"a": 1, "b": 1}).message(1),
+            )
+        )
         assert second.messages[:2] == first.messages
         call, *answers = second.messages[2:]
         assert (call["content"], len(call["tool_calls"])) == ("I add.", 2)
-        assert [(m["tool_call_id"], m["content"]) for m in answers] == [("call00000", "7"), ("call00001", "2")]
+        assert [(m["tool_call_id"], m["content"]) for m in answers] == [
+            ("call00000", "7"),
+            ("call00001", "2"),
+        ]
         last = say(said("It is 7."))
-        assert (last.messages, last.tools, last.most) == ([{"role": "user", "content": "And in short?"}], [], 5)
+        assert (last.messages, last.tools, last.most) == (
+            [{"role": "user", "content": "And in short?"}],
+            [],
+            5,
+        )
         end = say(said("Seven. Or so", ends="length"))
         assert (end.verdict, end.reward, end.parts) == (Verdict.WRONG, 0.5, {"total": 5})
         assert end.detail == "Seven stop ['model']"
@@ -78,7 +98,12 @@ ASK = 'text = ask([{"role": "user", "content": row["prompt"]}])["content"]\n'
     ("code", "verdict", "reward", "detail"),
     [
         (ASK + "print(1)", Verdict.CORRECT, 1.0, "last line: 1"),
-        (ASK + "print('{\"reward\": 0.25}')\nprint()", Verdict.WRONG, 0.25, 'last line: {"reward": 0.25}'),
+        (
+            ASK + "print('{\"reward\": 0.25}')\nprint()",
+            Verdict.WRONG,
+            0.25,
+            'last line: {"reward": 0.25}',
+        ),
         (ASK + "print(text)", Verdict.ERROR, None, "expected a reward as JSON"),
         (ASK + "print(2)", Verdict.ERROR, None, "in [0, 1]"),
         (ASK + "1 / 0", Verdict.ERROR, None, "status 1: ZeroDivisionError"),
@@ -96,7 +121,9 @@ def test_the_last_line_is_the_reward(code, verdict, reward, detail, tmp_path):
 @pytest.mark.wide
 def test_a_verifier_judges_without_showing_its_column(tmp_path):
     verifier = {"_component_": "rocm_ext.verifiers.MathAnswer"}
-    code = ASK + "import json\nprint(json.dumps({'answer': text if 'answer' not in row else 'seen'}))"
+    code = (
+        ASK + "import json\nprint(json.dumps({'answer': text if 'answer' not in row else 'seen'}))"
+    )
     for text, reward in (("It is 7.", 1.0), ("It is 8.", 0.0)):
         end = result(code, said(text), tmp_path=tmp_path, verifier=verifier)
         assert (end.reward, end.verdict is Verdict.ERROR) == (reward, False)
@@ -110,16 +137,28 @@ def test_the_pocket_models_agent_answers_with_its_tools_result(tmp_path):
     verifier = {"_component_": "rocm_ext.verifiers.ExactMatch"}
     with talking(pocket.AGENT, stock, row=row, verifier=verifier) as (say, first):
         assert first.messages == [{"role": "user", "content": row["prompt"]}]
-        calls = [Call("stock", {"item": "B", "shelf": "d"}).message(0), Call("stock", {"item": "B"}).message(1)]
-        assert [message["content"] for message in say(said("", *calls)).messages[-2:]] == ["76", "unknown"]
+        calls = [
+            Call("stock", {"item": "B", "shelf": "d"}).message(0),
+            Call("stock", {"item": "B"}).message(1),
+        ]
+        assert [message["content"] for message in say(said("", *calls)).messages[-2:]] == [
+            "76",
+            "unknown",
+        ]
         assert say(said("It is 76.")).reward == 1
 
 
-@pytest.mark.parametrize(("line", "answer"), [("1.10", "1.10"), ("[1]", "[1]"), ('"a"', "a"), ('{"answer": 7}', "7")])
+@pytest.mark.parametrize(
+    ("line", "answer"), [("1.10", "1.10"), ("[1]", "[1]"), ('"a"', "a"), ('{"answer": 7}', "7")]
+)
 def test_an_answer_is_text(line, answer, tmp_path):
     verifier = {"_component_": "rocm_ext.verifiers.ExactMatch"}
     end = result(
-        ASK + f"print({line!r})", said(""), tmp_path=tmp_path, verifier=verifier, row={**ROW, "answer": answer}
+        ASK + f"print({line!r})",
+        said(""),
+        tmp_path=tmp_path,
+        verifier=verifier,
+        row={**ROW, "answer": answer},
     )
     assert end.reward == 1, end.detail
     assert end.detail == f"the program's last line: {line}", "ExactMatch says nothing"
@@ -146,14 +185,18 @@ def test_requests_that_nobody_waits_for_are_dropped():
     with ours, theirs, gone:
         end.close()
         for text, client in (("old", gone), ("new", ours)):
-            program._asked.put(Exchange(json.dumps({"messages": [{"content": text}]}).encode(), client))
+            program._asked.put(
+                Exchange(json.dumps({"messages": [{"content": text}]}).encode(), client)
+            )
         assert program._next().messages == [{"content": "new"}]
 
 
 def test_sizes_in_a_stream_are_for_those_who_ask():
     """Others read the choice of each event."""
     asked = json.dumps({"messages": [{}], "stream": True})
-    with_sizes = json.dumps({"messages": [{}], "stream": True, "stream_options": {"include_usage": True}})
+    with_sizes = json.dumps(
+        {"messages": [{}], "stream": True, "stream_options": {"include_usage": True}}
+    )
     for body, count in ((asked, 0), (with_sizes, 1)):
         exchange = Exchange(body.encode())
         exchange.answer(said("Seven."))
@@ -180,9 +223,16 @@ def test_an_episode_of_verifiers_has_one_reward(rewards, tmp_path):
     (tmp_path / "verifiers" / "__init__.py").touch()
     (tmp_path / "verifiers" / "v1.py").write_text(f"REWARDS = {rewards}\n{_VERIFIERS}")
     program = Path(__file__).parents[2] / "examples" / "agent" / "play_verifiers.py"
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OPENAI_BASE_URL": "http://localhost/v1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(tmp_path),
+        "OPENAI_BASE_URL": "http://localhost/v1",
+    }
     ran = subprocess.run(
-        [sys.executable, program], input='{"task": 0}\n', env=environment, capture_output=True, text=True
+        [sys.executable, program],
+        input='{"task": 0}\n',
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     if len(rewards) == 1:
         assert json.loads(ran.stdout) == {"reward": 0.25, "parts": {"tests": 0.25}}, ran.stderr
@@ -332,12 +382,18 @@ def test_files_of_the_command(tmp_path):
 
 
 def test_a_tool_choice_of_none_shows_no_tools():
-    body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}], "tool_choice": "none"}
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function"}],
+        "tool_choice": "none",
+    }
     assert Exchange(json.dumps(body).encode()).ask.tools == []
 
 
 def test_a_folder_must_be_readable_in_the_sandbox(tmp_path):
     tmp_path.chmod(0o700)
-    readable = contextlib.nullcontext() if os.geteuid() else pytest.raises(UserError, match="chmod -R")
+    readable = (
+        contextlib.nullcontext() if os.geteuid() else pytest.raises(UserError, match="chmod -R")
+    )
     with readable:  # as root, the sandbox takes another user's id
         Program({}, command=["python", "-V"], folder=str(tmp_path)).check()

@@ -13,7 +13,12 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.environments import Call, Tools, calls_in
 
 
-def search(query: str, most: int = 3, kinds: list[str] | None = None, order: Literal["date", "name"] = "date") -> list:
+def search(
+    query: str,
+    most: int = 3,
+    kinds: list[str] | None = None,
+    order: Literal["date", "name"] = "date",
+) -> list:
     """Search the texts
     of a folder.
 
@@ -57,14 +62,20 @@ def described(a: int, b: str, c: bool, d: list[int], e: float = 1.0) -> int:
 def test_schemas_are_those_of_transformers(function):
     """TRL's trainers read its."""
     theirs, ours = get_json_schema(function)["function"], Tools([function]).schemas[0]["function"]
-    assert (ours["name"], ours["description"]) == (theirs["name"], " ".join(theirs["description"].split()))
+    assert (ours["name"], ours["description"]) == (
+        theirs["name"],
+        " ".join(theirs["description"].split()),
+    )
     assert ours["parameters"].get("required") == theirs["parameters"].get("required")
     assert ours["parameters"]["properties"].keys() == theirs["parameters"]["properties"].keys()
     for name, expected in theirs["parameters"]["properties"].items():
         found = ours["parameters"]["properties"][name]
         assert found["description"].partition(" (choices")[0] == expected["description"]
         assert found.get("enum") == expected.get("enum")
-        assert found.get("type") in (expected["type"], None)  # choices and alternatives say it otherwise
+        assert found.get("type") in (
+            expected["type"],
+            None,
+        )  # choices and alternatives say it otherwise
 
 
 @pytest.mark.parametrize(
@@ -119,9 +130,15 @@ def test_calls_in_reasoning_do_not_count():
     for opening, closing in (("<think>", "</think>"), ("", "</think>"), ("[THINK]", "[/THINK]")):
         thought = f"{opening}I may {call}.{closing}"
         assert calls_in(f"{thought}I will not.", TOOLS.schemas) == (f"{thought}I will not.", [])
-        assert calls_in(f"{thought}\n{call}", TOOLS.schemas) == (thought, [Call("search", {"query": "a"})])
+        assert calls_in(f"{thought}\n{call}", TOOLS.schemas) == (
+            thought,
+            [Call("search", {"query": "a"})],
+        )
         bare = '{"name": "search", "parameters": {"query": "a"}}'
-        assert calls_in(thought + bare, TOOLS.schemas) == (thought, [Call("search", {"query": "a"})])
+        assert calls_in(thought + bare, TOOLS.schemas) == (
+            thought,
+            [Call("search", {"query": "a"})],
+        )
     # gpt-oss: the template takes the reasoning of a call as content, and refuses marks in it
     call = ' to=functions.search<|channel|>commentary json<|message|>{"query":"a"}'
     said = "<|channel|>analysis<|message|>I write to=functions.plain.<|end|><|start|>assistant"
@@ -142,18 +159,36 @@ def test_ids_are_those_that_mistrals_templates_take():
 def test_arguments_without_types():
     """Text stays text where the tool takes no such number; null is null where it takes it."""
 
-    def find(year: str | None, kind: Literal["1", "2"], count: int, words: list[str], name: str = "") -> str:
+    def find(
+        year: str | None, kind: Literal["1", "2"], count: int, words: list[str], name: str = ""
+    ) -> str:
         """Find."""
         return ""
 
     schemas = Tools([find]).schemas
-    written = {"year": "2024", "kind": "1", "count": "3", "words": '["a"]', "name": '"x"', "more": "4"}
+    written = {
+        "year": "2024",
+        "kind": "1",
+        "count": "3",
+        "words": '["a"]',
+        "name": '"x"',
+        "more": "4",
+    }
     read = {"year": "2024", "kind": "1", "count": 3, "words": ["a"], "name": '"x"', "more": 4}
-    for texts, expected in ((written, read), ({"year": "null", "name": "null"}, {"year": None, "name": "null"})):
+    for texts, expected in (
+        (written, read),
+        ({"year": "null", "name": "null"}, {"year": None, "name": "null"}),
+    ):
         tags = "".join(f"<parameter={key}>\n{value}\n</parameter>" for key, value in texts.items())
-        keys = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in texts.items())
+        keys = "".join(
+            f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"
+            for key, value in texts.items()
+        )
         for body in (f"<function=find>{tags}</function>", f"find\n{keys}"):
-            assert calls_in(f"<tool_call>{body}</tool_call>", schemas) == ("", [Call("find", expected)])
+            assert calls_in(f"<tool_call>{body}</tool_call>", schemas) == (
+                "",
+                [Call("find", expected)],
+            )
 
 
 @pytest.mark.parametrize(
@@ -175,7 +210,12 @@ def test_arguments_without_types():
 def test_schemas_of_a_program(schema, expected):
     """They are read in the run's own process, so nothing in them may take long or ask the network."""
     many = {f"Many {i}": {"allOf": [{"$ref": f"#/$defs/Many {i + 1}"}] * 2} for i in range(60)}
-    kinds = {**many, "Many 60": {}, "Count": {"type": "integer"}, "Itself": {"anyOf": [{"$ref": "#/$defs/Itself"}]}}
+    kinds = {
+        **many,
+        "Many 60": {},
+        "Count": {"type": "integer"},
+        "Itself": {"anyOf": [{"$ref": "#/$defs/Itself"}]},
+    }
     parameters = {"type": "object", "properties": {"count": schema}, "$defs": kinds}
     said = "<tool_call><function=find><parameter=count>3</parameter></function></tool_call>"
     tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
@@ -204,7 +244,9 @@ def test_openers_without_an_end_take_no_longer_than_their_text(begin, repeated):
 @pytest.mark.parametrize("value", ["-" * 100_000 + "1", "{1, 2}", "b'a'", "...", "{(1, 2): 3}"])
 def test_values_that_json_lacks_are_a_problem(value):
     """Records are JSON."""
-    _, [call] = calls_in(f"<|tool_call_start|>[search(query={value})]<|tool_call_end|>", TOOLS.schemas)
+    _, [call] = calls_in(
+        f"<|tool_call_start|>[search(query={value})]<|tool_call_end|>", TOOLS.schemas
+    )
     assert call.problem
 
 
@@ -251,8 +293,24 @@ def test_results():
     assert TOOLS(Call("search", {"query": "\ud800", "most": 1})).isprintable()
 
 
-PIECES = [*'<>/[]{}":,|=_ \n1', "tool_call", "<tool_call>", "</tool_call>", "name", "[TOOL_CALLS]", "<function="]
-PIECES += ["<|python_tag|>", "to=functions.", "<|message|>", "<|tool_call_start|>", "[ARGS]", "<arg_key>", '{"name":']
+PIECES = [
+    *'<>/[]{}":,|=_ \n1',
+    "tool_call",
+    "<tool_call>",
+    "</tool_call>",
+    "name",
+    "[TOOL_CALLS]",
+    "<function=",
+]
+PIECES += [
+    "<|python_tag|>",
+    "to=functions.",
+    "<|message|>",
+    "<|tool_call_start|>",
+    "[ARGS]",
+    "<arg_key>",
+    '{"name":',
+]
 
 
 @given(st.lists(st.sampled_from(PIECES)).map("".join))

@@ -35,7 +35,9 @@ def talk(environments, *messages, row=ROW, cut=None):
 
 
 def opened(factory, **arguments):
-    return Environments({"_component_": "rocm_ext.environments.Trl", "factory": WORLDS + factory, **arguments}, 30)
+    return Environments(
+        {"_component_": "rocm_ext.environments.Trl", "factory": WORLDS + factory, **arguments}, 30
+    )
 
 
 def test_an_environment_with_a_reward_of_its_own():
@@ -84,8 +86,12 @@ def test_an_environment_with_a_reward_function():
         cut = talk(environments, said("", call("add", amount=5)), cut=said("and th"))[-1]
         assert (cut.verdict, cut.reward) == (Verdict.CORRECT, pytest.approx(0.9))
         last = said("", call("add", amount=5))
-        cut = talk(environments, last, cut=last)[-1]  # the last message of those allowed, whose result nobody reads
-        assert cut.reward == 0.0, "the function gets a conversation that ends with the tool's result"
+        cut = talk(environments, last, cut=last)[
+            -1
+        ]  # the last message of those allowed, whose result nobody reads
+        assert cut.reward == 0.0, (
+            "the function gets a conversation that ends with the tool's result"
+        )
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -122,7 +128,9 @@ def test_rewards_equal_those_of_trls_trainer(factory, tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     folder = write_model(tmp_path / "model", max_position_embeddings=4096)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = (Path(grpo.__file__).parents[1] / "chat_templates/qwen3.jinja").read_text()
+    tokenizer.chat_template = (
+        Path(grpo.__file__).parents[1] / "chat_templates/qwen3.jinja"
+    ).read_text()
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     seen, rewards = [], []
 
@@ -153,14 +161,26 @@ def test_rewards_equal_those_of_trls_trainer(factory, tmp_path, monkeypatch):
     )  # fmt: skip
     trainer._generate_and_score_completions([row, row])
 
-    with opened(factory, **({} if factory == "Rewarded" else {"reward": WORLDS + "nearness"})) as environments:
+    with opened(
+        factory, **({} if factory == "Rewarded" else {"reward": WORLDS + "nearness"})
+    ) as environments:
         opening, first, second, end = talk(
             environments, said("", call("add", amount=2)), said("", call("double")), said(SCRIPT[2])
         )
-    assert end.reward == pytest.approx(rewards[0][0, -1].item())  # the last of the trainer's rewards
+    assert end.reward == pytest.approx(
+        rewards[0][0, -1].item()
+    )  # the last of the trainer's rewards
     [prompt, _], [completion, _] = seen[0]
     assert [m["content"] for m in prompt] == [row["prompt"][0]["content"] + opening[0]["content"]]
-    assert [m["role"] for m in completion] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    assert [m["role"] for m in completion] == [
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     results = [m["content"] for m in completion if m["role"] == "tool"]
     assert results[1] == second[0]["content"]
-    assert ast.literal_eval(results[0]) == json.loads(first[0]["content"])  # Python's form there, JSON here
+    assert ast.literal_eval(results[0]) == json.loads(
+        first[0]["content"]
+    )  # Python's form there, JSON here

@@ -40,15 +40,23 @@ def run(request, tmp_path_factory) -> Path:
     """A run of SFT or DPO that has validated before its end."""
     top = tmp_path_factory.mktemp("eval")
     rows = write_rows(top / "rows.jsonl", 24)
-    cfg = run_config(write_model(top / "base", initializer_range=0.1), rows, top / "out", validation_fraction=0.3)
+    cfg = run_config(
+        write_model(top / "base", initializer_range=0.1), rows, top / "out", validation_fraction=0.3
+    )
     cfg["optimizer"] = FAST
     if request.param is DPO:
         pairs = []
         for i in range(20):
             words = " ".join(TEXT[i % 3].split()[: 4 + i * 7 % 13])
-            chosen, rejected = f"It is {i * 37 % 101}." + " So it is." * (i % 3), f"She sold {i * 53 % 89} clips."
+            chosen, rejected = (
+                f"It is {i * 37 % 101}." + " So it is." * (i % 3),
+                f"She sold {i * 53 % 89} clips.",
+            )
             pairs.append({"prompt": f"{words} {i}?", "chosen": chosen, "rejected": rejected})
-        cfg["dataset"] = {"_component_": "rocm_ext.data.preference_dataset", "source": str(write_jsonl(rows, pairs))}
+        cfg["dataset"] = {
+            "_component_": "rocm_ext.data.preference_dataset",
+            "source": str(write_jsonl(rows, pairs)),
+        }
     recipe = prepare(cfg, request.param)
     (top / "before").write_text(str(recipe.trainer.validate()))
     recipe.train()
@@ -59,29 +67,48 @@ def run(request, tmp_path_factory) -> Path:
 @pytest.mark.wide(always=1)
 def test_the_loss_is_the_recipes_own(run, tmp_path, capsys):
     said = evaluate(capsys, run, "--base", "--output", tmp_path / "kept")
-    expected = {name: metrics(run, f"val_{name}")[-1] for name in said if metrics(run, f"val_{name}")}
+    expected = {
+        name: metrics(run, f"val_{name}")[-1] for name in said if metrics(run, f"val_{name}")
+    }
     assert {"loss", "tokens"} <= expected.keys()
     assert {name: said[name] for name in expected} == pytest.approx(expected, rel=1e-5)
-    assert said["base"]["loss"] == pytest.approx(float((run.parent / "before").read_text()), rel=1e-5)
+    assert said["base"]["loss"] == pytest.approx(
+        float((run.parent / "before").read_text()), rel=1e-5
+    )
     assert said["base"]["loss"] > said["loss"]
-    rows, before = lines(tmp_path / "kept" / "rows.jsonl"), lines(tmp_path / "kept" / "base" / "rows.jsonl")
+    rows, before = (
+        lines(tmp_path / "kept" / "rows.jsonl"),
+        lines(tmp_path / "kept" / "base" / "rows.jsonl"),
+    )
     assert len(rows) == said["rows"] == len(before)
     if "loss" in rows[0]:
         nll, tokens = [row["loss"] * row["tokens"] for row in rows], [row["tokens"] for row in rows]
         assert sum(nll) / sum(tokens) == pytest.approx(said["loss"], rel=1e-5)
         assert said["perplexity"] == pytest.approx(math.exp(said["loss"]), rel=1e-4)
-        assert said["paired"]["difference"] == pytest.approx(said["loss"] - said["base"]["loss"], rel=1e-4)
+        assert said["paired"]["difference"] == pytest.approx(
+            said["loss"] - said["base"]["loss"], rel=1e-4
+        )
     else:
         assert "accuracy" in expected
         chosen = [row["logprob_chosen"] for row in rows]
         assert sum(chosen) / len(chosen) == pytest.approx(said["logprobs_chosen"], rel=1e-5)
         margins = [  # DPO's accuracy, from the rows and those of the reference
-            row["logprob_chosen"] - row["logprob_rejected"] - old["logprob_chosen"] + old["logprob_rejected"]
+            row["logprob_chosen"]
+            - row["logprob_rejected"]
+            - old["logprob_chosen"]
+            + old["logprob_rejected"]
             for row, old in zip(rows, before, strict=True)
         ]
-        assert sum(margin > 0 for margin in margins) / len(margins) == pytest.approx(said["accuracy"])
-        prefers = [[row["logprob_chosen"] > row["logprob_rejected"] for row in each] for each in (rows, before)]
-        assert said["paired"]["gained"] - said["paired"]["lost"] == sum(prefers[0]) - sum(prefers[1])
+        assert sum(margin > 0 for margin in margins) / len(margins) == pytest.approx(
+            said["accuracy"]
+        )
+        prefers = [
+            [row["logprob_chosen"] > row["logprob_rejected"] for row in each]
+            for each in (rows, before)
+        ]
+        assert said["paired"]["gained"] - said["paired"]["lost"] == sum(prefers[0]) - sum(
+            prefers[1]
+        )
     low, high = said["paired"]["interval"]
     assert low < said["paired"]["difference"] < high
 
@@ -89,15 +116,23 @@ def test_the_loss_is_the_recipes_own(run, tmp_path, capsys):
 @pytest.mark.wide
 def test_single_answers_are_measured_as_validations_are(tmp_path, capsys):
     """The perplexity is that of the good answers."""
-    rows = [{"prompt": f"{i}?", "completion": f"It is {i * 37}.", "label": i % 3 == 0} for i in range(24)]
+    rows = [
+        {"prompt": f"{i}?", "completion": f"It is {i * 37}.", "label": i % 3 == 0}
+        for i in range(24)
+    ]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     cfg = run_config(write_model(tmp_path / "base"), path, tmp_path / "out", optimizer=FAST)
-    cfg |= {"loss": {"_component_": "rocm_ext.losses.UnpairedPreference"}, "validation_fraction": 0.3}
+    cfg |= {
+        "loss": {"_component_": "rocm_ext.losses.UnpairedPreference"},
+        "validation_fraction": 0.3,
+    }
     cfg["dataset"] = {"_component_": "rocm_ext.data.preference_dataset", "source": str(path)}
     finetune(cfg, DPO)
     said = evaluate(capsys, tmp_path / "out", "--base", "--output", tmp_path / "kept")
     for name in ("loss", "accuracy", "margin", "baseline", "kl"):
-        assert said[name] == pytest.approx(metrics(tmp_path / "out", f"val_{name}")[-1], rel=1e-5), name
+        assert said[name] == pytest.approx(
+            metrics(tmp_path / "out", f"val_{name}")[-1], rel=1e-5
+        ), name
     rows = lines(tmp_path / "kept" / "rows.jsonl")
     good = [row for row in rows if row["good"]]
     assert 0 < len(good) < len(rows)
@@ -126,13 +161,19 @@ def test_rows_can_be_named(run, tmp_path, capsys):
     assert said["rows"] == 6
     assert cli.main(["eval", str(run), "--data", str(tmp_path / "some.jsonl")]) == 0
     first, worst = capsys.readouterr().out.splitlines()[:2]
-    assert first.startswith(f"loss {said['loss']:.4f}, perplexity {said['perplexity']:.3f} (6 rows, ")
-    assert worst.startswith(("highest losses: row ", "rejected answers that are the more probable ones: row "))
+    assert first.startswith(
+        f"loss {said['loss']:.4f}, perplexity {said['perplexity']:.3f} (6 rows, "
+    )
+    assert worst.startswith(
+        ("highest losses: row ", "rejected answers that are the more probable ones: row ")
+    )
 
 
 def test_bad_answers_do_not_count_in_a_comparison():
     def model(*losses: float) -> Measured:
-        return Measured({}, [{"tokens": 9 - i, "loss": loss, "good": i != 1} for i, loss in enumerate(losses)])
+        return Measured(
+            {}, [{"tokens": 9 - i, "loss": loss, "good": i != 1} for i, loss in enumerate(losses)]
+        )
 
     assert compare(model(1, 7, 2), model(1.5, 3, 2.5))["difference"] == pytest.approx(-0.5)
 
@@ -147,7 +188,9 @@ def test_an_interval_of_paired_rows_covers_the_truth_at_its_rate():
 
 @pytest.mark.wide(always=1)
 def test_rows_of_the_users_own_need_trust(run, tmp_path, capsys, monkeypatch):
-    (tmp_path / "own_rows.py").write_text("from rocm_ext.data import preference_dataset, sft_dataset\n")
+    (tmp_path / "own_rows.py").write_text(
+        "from rocm_ext.data import preference_dataset, sft_dataset\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_rows", raising=False)
@@ -179,7 +222,11 @@ def test_a_downloaded_run_runs_no_code(changes, tmp_path, capsys):
     mark, run = tmp_path / "mark", tmp_path / "run"
     (run / "adapter").mkdir(parents=True)
     (run / "adapter" / "adapter_config.json").write_text("{}")
-    content = {"recipe": "raft_rocm", "model": {"_component_": "rocm_ext.model.from_checkpoint"}, **changes}
+    content = {
+        "recipe": "raft_rocm",
+        "model": {"_component_": "rocm_ext.model.from_checkpoint"},
+        **changes,
+    }
     (run / "config.yaml").write_text(json.dumps(content).replace("MARK", str(mark)))
     assert cli.main(["eval", "--config", str(run)]) == 1
     error = capsys.readouterr().err
@@ -192,7 +239,11 @@ def test_a_downloaded_run_runs_no_code(changes, tmp_path, capsys):
 @pytest.fixture
 def few(pocket_dir, tmp_path) -> Path:
     path = tmp_path / "few.jsonl"
-    path.write_text("".join(f"{line}\n" for line in (pocket_dir / "heldout.jsonl").read_text().splitlines()[:16]))
+    path.write_text(
+        "".join(
+            f"{line}\n" for line in (pocket_dir / "heldout.jsonl").read_text().splitlines()[:16]
+        )
+    )
     return path
 
 
@@ -213,8 +264,23 @@ def test_adapter_and_base_are_compared_prompt_by_prompt(pocket_dir, few, tmp_pat
     adapter, kept = tmp_path / "adapter", tmp_path / "kept"
     write_random_adapter(pocket_dir, adapter)
     chosen = right_rows(pocket_dir, few, tmp_path, capsys)
-    arguments = ["--config", "cpu_pocket", "--verifier", "MathAnswer", "--data", chosen, "--adapter", adapter, "--base"]
-    arguments += ["max_new_tokens=32", "verify_workers=1", f"pocket={pocket_dir}", "model.lora_rank=2"]
+    arguments = [
+        "--config",
+        "cpu_pocket",
+        "--verifier",
+        "MathAnswer",
+        "--data",
+        chosen,
+        "--adapter",
+        adapter,
+        "--base",
+    ]
+    arguments += [
+        "max_new_tokens=32",
+        "verify_workers=1",
+        f"pocket={pocket_dir}",
+        "model.lora_rank=2",
+    ]
     arguments += ["model.target_modules=[q_proj]", "model.lora_alpha=32"]
     said = evaluate(capsys, *arguments, "--output", kept)
     assert said["base"]["correct"] == said["base"]["prompts"] == 16
@@ -238,7 +304,8 @@ def test_adapter_and_base_are_compared_prompt_by_prompt(pocket_dir, few, tmp_pat
     assert any(line.startswith("the adapter gains 0 prompts and loses") for line in out)
     shown = next(i for i, line in enumerate(out) if line.startswith("  lost: "))
     both = [
-        next(each for each in answers if each["prompt_id"] == wrong["prompt_id"]) for answers in (without, with_adapter)
+        next(each for each in answers if each["prompt_id"] == wrong["prompt_id"])
+        for answers in (without, with_adapter)
     ]
     assert out[shown] == f"  lost: {wrong['prompt']}"
     said = [" ⏎ ".join(each["text"].strip().splitlines()) for each in both]
@@ -255,12 +322,25 @@ def write_random_adapter(model: Path, folder: Path) -> None:
 def right_rows(model: Path, rows: Path, folder: Path, capsys) -> Path:
     """Return rows whose answers are the last numbers that the model says greedily."""
     out = folder / "said"
-    arguments = ["--config", model, "--data", rows, "--verifier", "MathAnswer", "--output", out, "hardware=cpu"]
+    arguments = [
+        "--config",
+        model,
+        "--data",
+        rows,
+        "--verifier",
+        "MathAnswer",
+        "--output",
+        out,
+        "hardware=cpu",
+    ]
     evaluate(capsys, *arguments, "max_new_tokens=32", "verify_workers=1")
     said = lines(out / "answers.jsonl")
     return write_jsonl(
         folder / "right.jsonl",
-        [{"prompt": each["prompt"], "answer": re.findall(r"\d+", each["text"])[-1]} for each in said],
+        [
+            {"prompt": each["prompt"], "answer": re.findall(r"\d+", each["text"])[-1]}
+            for each in said
+        ],
     )
 
 

@@ -55,7 +55,9 @@ def trained(tmp_path_factory, bases):
     """A run, whose base model is ``bases("llama")``, and whose files nobody but their owner and group may write."""
     before = os.umask(0o027)
     try:
-        return finetune(tmp_path_factory.mktemp("trained"), bases("llama"), save_adapter_weights_only=False)
+        return finetune(
+            tmp_path_factory.mktemp("trained"), bases("llama"), save_adapter_weights_only=False
+        )
     finally:
         os.umask(before)
 
@@ -73,8 +75,14 @@ def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
 
 def test_a_runs_files_have_the_modes_of_the_umask(trained):
     files = [path for path in trained.rglob("*") if path.is_file()]
-    assert {path.relative_to(trained).parts[0] for path in files} >= {"adapter", "checkpoints", "merged"}
-    written = [path for path in files if path.suffix in (".safetensors", ".json", ".jsonl", ".yaml", ".pt")]
+    assert {path.relative_to(trained).parts[0] for path in files} >= {
+        "adapter",
+        "checkpoints",
+        "merged",
+    }
+    written = [
+        path for path in files if path.suffix in (".safetensors", ".json", ".jsonl", ".yaml", ".pt")
+    ]
     assert {oct(path.stat().st_mode & 0o777) for path in written} == {"0o640"}
 
 
@@ -85,8 +93,14 @@ def test_the_end_of_a_run_tells_what_to_do_next(tmp_path, bases, messages, name)
     logging.getLogger("rocm_ext").setLevel(logging.INFO)  # a recipe's `main` does
     base = bases(name) if name == "llama" else write_theirs(tmp_path / "base", name)
     out = finetune(top, base, max_steps_per_epoch=1)
-    way = "--merged DIR, and to GGUF with convert_hf_to_gguf.py" if name == "gemma 2" else "--gguf FILE"
-    assert messages[-1].startswith(f"try it: rocm-ext chat '{out}'; take it elsewhere: rocm-ext export '{out}' {way}")
+    way = (
+        "--merged DIR, and to GGUF with convert_hf_to_gguf.py"
+        if name == "gemma 2"
+        else "--gguf FILE"
+    )
+    assert messages[-1].startswith(
+        f"try it: rocm-ext chat '{out}'; take it elsewhere: rocm-ext export '{out}' {way}"
+    )
 
 
 def test_the_end_of_a_run_names_no_way_out_of_metas_format(tmp_path, bases, messages, monkeypatch):
@@ -131,7 +145,9 @@ def test_the_merged_model_stops_where_the_template_ends_a_turn(bases, tmp_path, 
     out = finetune(tmp_path, base, max_steps_per_epoch=1)
     monkeypatch.setattr("rocm_ext.model.adapters.merge.replace_folder", killed)
     assert export(out, "--merged", tmp_path / "merged") == 128 + signal.SIGINT
-    assert head_of((tmp_path / "merged" / "README.md").read_text())["library_name"] == "transformers"
+    assert (
+        head_of((tmp_path / "merged" / "README.md").read_text())["library_name"] == "transformers"
+    )
     written = json.loads((tmp_path / "merged" / "generation_config.json").read_text())
     assert written == {"eos_token_id": [text, turn], "top_p": 0.9}
 
@@ -153,11 +169,19 @@ def test_what_cannot_be_exported(trained, bases, tmp_path, capsys, monkeypatch):
     assert "has no adapter to merge" in fails(bases("llama"), "--merged", tmp_path / "x")
     lone = shutil.copytree(trained, tmp_path / "lone", ignore=shutil.ignore_patterns("adapter"))
     assert "has no adapter yet" in fails(lone, "--merged", tmp_path / "x")
-    assert "no base model in nowhere" in fails(trained, "--base-model", "nowhere", "--merged", tmp_path / "x")
+    assert "no base model in nowhere" in fails(
+        trained, "--base-model", "nowhere", "--merged", tmp_path / "x"
+    )
     assert not (tmp_path / "x").exists()
     (mine := tmp_path / "full" / "mine.Modelfile").write_text("FROM me\n")
-    for option, name in (("--card", "mine"), ("--gguf", "mine.gguf"), ("--gguf-adapter", "mine.gguf")):
-        assert "exists; name another file, or add --force" in fails(trained, option, tmp_path / "full" / name)
+    for option, name in (
+        ("--card", "mine"),
+        ("--gguf", "mine.gguf"),
+        ("--gguf-adapter", "mine.gguf"),
+    ):
+        assert "exists; name another file, or add --force" in fails(
+            trained, option, tmp_path / "full" / name
+        )
     both = ("--gguf", tmp_path / "x.f16", "--gguf-adapter", tmp_path / "x.lora")
     assert "x.Modelfile would be written twice" in fails(trained, *both)
     assert mine.read_text() == "FROM me\n"
@@ -230,9 +254,13 @@ def test_a_damaged_adapter_is_refused_by_name(trained, bases, tmp_path, capsys, 
     ],
     ids=str,
 )
-def test_a_base_model_of_another_config_is_refused_by_name(trained, bases, tmp_path, capsys, changes, named):
+def test_a_base_model_of_another_config_is_refused_by_name(
+    trained, bases, tmp_path, capsys, changes, named
+):
     base = shutil.copytree(bases("llama"), tmp_path / "base")
-    (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | changes))
+    (base / "config.json").write_text(
+        json.dumps(json.loads((base / "config.json").read_text()) | changes)
+    )
     for option in ("--merged", "--gguf", "--gguf-adapter"):
         assert export(trained / "adapter", "--base-model", base, option, tmp_path / "out") == 1
         error = capsys.readouterr().err
@@ -253,16 +281,37 @@ def test_the_card_tells_base_model_data_settings_and_results(trained, bases, tmp
     base = shutil.copytree(bases("llama"), tmp_path / "base")
     (base / "README.md").write_text("---\nlicense: llama3.1\nlanguage: en\n---\n# Base\n")
     (base / "original_repo_id.json").write_text('{"repo_id": "someone/Base-1B"}')
-    assert export(trained, "--base-model", base, "--card", tmp_path / "card.md", "--merged", tmp_path / "merged") == 0
+    assert (
+        export(
+            trained,
+            "--base-model",
+            base,
+            "--card",
+            tmp_path / "card.md",
+            "--merged",
+            tmp_path / "merged",
+        )
+        == 0
+    )
     card = (tmp_path / "merged" / "README.md").read_text()
     assert card == (tmp_path / "card.md").read_text()
     assert head_of(card) == {
         "tags": ["lora", "peft", "torchtune-rocm"], "pipeline_tag": "text-generation", "library_name": "transformers",
         "base_model": "someone/Base-1B", "base_model_relation": "finetune", "license": "llama3.1",
     }  # fmt: skip
-    assert not (tmp_path / "merged" / "original_repo_id.json").exists(), "an adapter of it would name the base model"
-    losses = [json.loads(line)["loss"] for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    for row in ("rank | 4", "alpha | 8", "optimizer.lr | 0.02", "1 | rows.jsonl", "recipe | lora_finetune_rocm"):
+    assert not (tmp_path / "merged" / "original_repo_id.json").exists(), (
+        "an adapter of it would name the base model"
+    )
+    losses = [
+        json.loads(line)["loss"] for line in (trained / "metrics.jsonl").read_text().splitlines()
+    ]
+    for row in (
+        "rank | 4",
+        "alpha | 8",
+        "optimizer.lr | 0.02",
+        "1 | rows.jsonl",
+        "recipe | lora_finetune_rocm",
+    ):
         assert f"| {row} |" in card
     assert f"| training loss, first and last | {losses[0]:.4f}, {losses[-1]:.4f} |" in card
     assert str(trained.parent) not in card
@@ -270,7 +319,9 @@ def test_the_card_tells_base_model_data_settings_and_results(trained, bases, tmp
     for source, named in (("elsewhere/rows.jsonl", None), ("someone/rows", ["someone/rows"])):
         other = shutil.copytree(trained, tmp_path / source.replace("/", "_"))
         settings = (other / "config.yaml").read_text()
-        (other / "config.yaml").write_text(settings.replace(str(trained.parent / "rows.jsonl"), source))
+        (other / "config.yaml").write_text(
+            settings.replace(str(trained.parent / "rows.jsonl"), source)
+        )
         assert export(other, "--base-model", base, "--card", other / "card.md") == 0
         card = (other / "card.md").read_text()
         assert head_of(card).get("datasets") == named
@@ -287,7 +338,9 @@ class FakeHub:
 
     def model_info(self, repo_id):
         if repo_id not in self.known:
-            raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)  # its arguments differ between versions
+            raise RepositoryNotFoundError.__new__(
+                RepositoryNotFoundError
+            )  # its arguments differ between versions
         return self.known[repo_id]
 
     def create_repo(self, repo_id, *, private):
@@ -297,7 +350,9 @@ class FakeHub:
     def create_commit(self, repo_id, operations, *, commit_message):
         for each in operations:
             content = each.path_or_fileobj
-            self.files[each.path_in_repo] = content if isinstance(content, bytes) else Path(content).read_bytes()
+            self.files[each.path_in_repo] = (
+                content if isinstance(content, bytes) else Path(content).read_bytes()
+            )
 
 
 @pytest.fixture
@@ -372,19 +427,25 @@ def test_push_takes_no_paths_state_or_hidden_files_along(trained, bases, tmp_pat
 
 def test_push_to_a_repository_that_is_there(trained, pushed, messages, capsys):
     def there(private: bool, *files: str) -> SimpleNamespace:
-        return SimpleNamespace(private=private, siblings=[SimpleNamespace(rfilename=name) for name in files])
+        return SimpleNamespace(
+            private=private, siblings=[SimpleNamespace(rfilename=name) for name in files]
+        )
 
     hub, code = pushed(trained, "--push", "me/open", "--private", *BASE_NAME, open=there(False))
     assert (code, hub.files) == (1, {})
     assert "me/open exists and is public" in capsys.readouterr().err
-    hub, code = pushed(trained, "--push", "me/open", "--private", *BASE_NAME, open=there(True, "README.md"))
+    hub, code = pushed(
+        trained, "--push", "me/open", "--private", *BASE_NAME, open=there(True, "README.md")
+    )
     assert (code, hub.files.keys()) == (0, OF_AN_ADAPTER - {"README.md"})
     assert one_line_has(messages, "me/open", "README.md", "--card FILE")
     hub, code = pushed(trained, "--push", "me/open", *BASE_NAME, open=there(False, "config.json"))
     assert (code, hub.files.keys()) == (0, OF_AN_ADAPTER)
 
 
-def test_a_merged_model_takes_along_what_belongs_to_a_model(trained, bases, tmp_path, pushed, capsys):
+def test_a_merged_model_takes_along_what_belongs_to_a_model(
+    trained, bases, tmp_path, pushed, capsys
+):
     base = shutil.copytree(bases("llama"), tmp_path / "base")
     (tmp_path / "id_rsa").write_text("topsecret")
     (base / "usage.txt").symlink_to("../id_rsa")
@@ -400,7 +461,10 @@ def test_a_merged_model_takes_along_what_belongs_to_a_model(trained, bases, tmp_
     # a link that belongs to a model, out of the folder
     (base / "NOTICE").symlink_to("../id_rsa")
     assert export(trained, "--base-model", base, "--merged", tmp_path / "other") == 1
-    assert f"NOTICE is a link to {tmp_path / 'id_rsa'}, outside of its folder" in capsys.readouterr().err
+    assert (
+        f"NOTICE is a link to {tmp_path / 'id_rsa'}, outside of its folder"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "other").exists()
     # in the hub's cache all files are links
     cached = tmp_path / "models--someone--Base" / "snapshots" / ("a" * 40)
@@ -437,7 +501,11 @@ def test_a_downloaded_adapter_runs_no_code(trained, tmp_path, capsys):
         {"_component_": "os.system", "command": f"touch {mark}"},
         {"_component_": "torchtune.utils.os.system", "command": f"touch {mark}"},
         {"_component_": "rocm_ext.config.launch.subprocess.run", "args": ["touch", str(mark)]},
-        {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": "x", "trust_remote_code": True},
+        {
+            "_component_": "rocm_ext.model.from_checkpoint",
+            "checkpoint_dir": "x",
+            "trust_remote_code": True,
+        },
     ]
     for number, model in enumerate(attacks):
         run = shutil.copytree(trained, tmp_path / str(number))
@@ -470,13 +538,21 @@ def go(template: str, messages: list[dict[str, str]]) -> str:
     """Render the templates of Modelfiles, as Go does: ``if .System``, ``range .Messages``, ``if eq .Role``."""
     system = next((each["content"] for each in messages if each["role"] == "system"), "")
     head, _, rest = template.partition("{{ range .Messages }}")
-    if found := re.fullmatch(r"(.*)\{\{ if \.System \}\}(.*)\{\{ else \}\}(.*)\{\{ end \}\}", head, re.DOTALL):
+    if found := re.fullmatch(
+        r"(.*)\{\{ if \.System \}\}(.*)\{\{ else \}\}(.*)\{\{ end \}\}", head, re.DOTALL
+    ):
         head = found[1] + (found[2].replace("{{ .System }}", system) if system else found[3])
     body, _, last = rest.rpartition("{{ end }}{{ end }}")
     user, answer = body.split('{{ else if eq .Role "assistant" }}')
     user = user.removeprefix('{{ if eq .Role "user" }}')
     by_role = {"user": user, "assistant": answer, "system": ""}
-    return head + "".join(by_role[each["role"]].replace("{{ .Content }}", each["content"]) for each in messages) + last
+    return (
+        head
+        + "".join(
+            by_role[each["role"]].replace("{{ .Content }}", each["content"]) for each in messages
+        )
+        + last
+    )
 
 
 QWEN = (  # with a system message of its own
@@ -498,12 +574,21 @@ MISTRAL = (
 )
 
 
-@pytest.mark.parametrize(("text", "system"), [(CHATML, 1), (QWEN, 1), (QWEN3, 1), (LLAMA3, 1), (MISTRAL, 0)])
+@pytest.mark.parametrize(
+    ("text", "system"), [(CHATML, 1), (QWEN, 1), (QWEN3, 1), (LLAMA3, 1), (MISTRAL, 0)]
+)
 def test_ollamas_template_renders_as_the_models(text, system):
     template = ChatTemplate(text, {"bos_token": "<s>"}, date(2024, 7, 26), "a test")
     said = {"user": "Hi", "assistant": "Yes?"}
-    talk = [*({"role": role, "content": text} for role, text in said.items()), {"role": "user", "content": "Go"}]
-    for chat in [talk, talk[:1], *([[{"role": "system", "content": "Be brief."}, *talk]] if system else [])]:
+    talk = [
+        *({"role": role, "content": text} for role, text in said.items()),
+        {"role": "user", "content": "Go"},
+    ]
+    for chat in [
+        talk,
+        talk[:1],
+        *([[{"role": "system", "content": "Be brief."}, *talk]] if system else []),
+    ]:
         expected = template.render(to_turns(chat), None, prompt=True)
         assert go(parts(template).go(), chat) == expected
         assert go(parts(template, "<s>").go(), chat) == expected.removeprefix("<s>")

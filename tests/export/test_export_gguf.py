@@ -10,7 +10,15 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoModelForCausalLM
 
 from rocm_ext.data.render import render_prompt
@@ -46,12 +54,16 @@ def their_logprobs(folder: Path, tokens: list[int], adapter: Path | None = None)
         return model.eval()(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
-def check_answers(server: LlamaCpp, folder: Path, adapter: Path | None = None, within: float = 1e-4) -> list[int]:
+def check_answers(
+    server: LlamaCpp, folder: Path, adapter: Path | None = None, within: float = 1e-4
+) -> list[int]:
     """Check llama.cpp's greedy tokens and log-probs against transformers'; return the tokens."""
     tokens, told = server.greedy(PROMPT, 16)
     expected = their_logprobs(folder, PROMPT + tokens, adapter)[len(PROMPT) - 1 : -1]
     drawn = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    assert (expected.max(-1).values - drawn).max() < within, "each token is the most probable one, up to rounding"
+    assert (expected.max(-1).values - drawn).max() < within, (
+        "each token is the most probable one, up to rounding"
+    )
     assert len(told) >= 4
     at = 0
     for number, logprob in told:
@@ -67,21 +79,31 @@ def test_greedy_answers_equal_transformers(bases, tmp_path, name):  # noqa: F811
     assert export(base, "--gguf", out, "--type", "f32") == 0
     with llama_cpp(out) as server:
         check_answers(server, base)
-        assert server.tokens(TEXT) == Tokenizer.from_file(str(base / "tokenizer.json")).encode(TEXT).ids
+        assert (
+            server.tokens(TEXT)
+            == Tokenizer.from_file(str(base / "tokenizer.json")).encode(TEXT).ids
+        )
         said = (("user", "Hi  there"), ("assistant", "a\n"), ("user", "b"))
         chat = [{"role": role, "content": text} for role, text in said]
-        assert server.tokens(server.rendered(chat), special=True) == render_prompt(open_source(base).tokenizer, chat)
+        assert server.tokens(server.rendered(chat), special=True) == render_prompt(
+            open_source(base).tokenizer, chat
+        )
 
 
 def with_rows(trained: Path, top: Path) -> Path:  # noqa: F811
     """Return an adapter like the one of ``trained``, with rows of every seventh token."""
     folder = shutil.copytree(trained / "adapter", top / "rows")
-    config, state = (json.loads((folder / "adapter_config.json").read_text()), load_file(folder / WEIGHTS))
+    config, state = (
+        json.loads((folder / "adapter_config.json").read_text()),
+        load_file(folder / WEIGHTS),
+    )
     ids = list(range(5, 300, 7))
     name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
     state[name] = 0.3 * torch.randn(len(ids), 64, generator=torch.Generator().manual_seed(0))
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"trainable_token_indices": ids}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps(config | {"trainable_token_indices": ids})
+    )
     return folder
 
 
@@ -92,7 +114,17 @@ def test_the_merged_file_and_the_adapters_answer_as_the_trained_model(bases, tra
     assert export(rows, "--base-model", base, "--gguf", tmp_path / "rows.gguf", *f32) == 0
     with llama_cpp(tmp_path / "rows.gguf") as server:
         check_answers(server, base, rows)
-    assert export(trained, "--gguf", tmp_path / "merged.gguf", "--gguf-adapter", tmp_path / "adapter.gguf", *f32) == 0
+    assert (
+        export(
+            trained,
+            "--gguf",
+            tmp_path / "merged.gguf",
+            "--gguf-adapter",
+            tmp_path / "adapter.gguf",
+            *f32,
+        )
+        == 0
+    )
     assert export(base, "--gguf", tmp_path / "base.gguf", *f32) == 0
     most: list[list[float]] = []  # log-probs of the most probable token behind each beginning
     for files in (["merged.gguf"], ["base.gguf", "adapter.gguf"], ["base.gguf"]):
@@ -182,11 +214,15 @@ def test_what_llama_cpp_does_not_compute_is_refused(bases, trained, tmp_path, ca
     )
     assert "qwen2 has no adapter" in fails(bases("qwen2"), "--gguf-adapter", out)
     (tmp_path / "there.gguf").write_text("mine")
-    assert "there.gguf exists; name another file" in fails(bases("qwen2"), "--gguf", tmp_path / "there.gguf")
+    assert "there.gguf exists; name another file" in fails(
+        bases("qwen2"), "--gguf", tmp_path / "there.gguf"
+    )
 
 
 def test_the_modelfile_names_file_template_and_stops(bases, trained, tmp_path):  # noqa: F811
-    assert export(trained, "--gguf", tmp_path / "m.gguf", "--gguf-adapter", tmp_path / "a.gguf") == 0
+    assert (
+        export(trained, "--gguf", tmp_path / "m.gguf", "--gguf-adapter", tmp_path / "a.gguf") == 0
+    )
     lines = (tmp_path / "m.Modelfile").read_text()
     assert "\nFROM ./m.gguf\n" in lines
     assert '\nTEMPLATE """{{ if .System }}<|im_start|>system\n{{ .System }}' in lines
@@ -196,25 +232,41 @@ def test_the_modelfile_names_file_template_and_stops(bases, trained, tmp_path): 
 
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
-def test_the_openai_engine_samples_with_the_adapter_of_the_servers_start(bases, trained, tmp_path, endpoint):  # noqa: F811
+def test_the_openai_engine_samples_with_the_adapter_of_the_servers_start(
+    bases,  # noqa: F811
+    trained,  # noqa: F811
+    tmp_path,
+    endpoint,
+):
     base, source = bases("llama"), open_source(trained)
     assert export(base, "--gguf", tmp_path / "base.gguf") == 0
     assert export(trained, "--gguf-adapter", tmp_path / "adapter.gguf") == 0
-    chats = [({"role": "user", "content": text},) for text in ("Hi", "How many?", "It is 72.", "in May", "a", "clips")]
+    chats = [
+        ({"role": "user", "content": text},)
+        for text in ("Hi", "How many?", "It is 72.", "in May", "a", "clips")
+    ]
     prompts = [tuple(render_prompt(source.tokenizer, chat)) for chat in chats]
-    requests = [Request(f"p{i}", 0, 1, *each) for i, each in enumerate(zip(prompts, chats, strict=True))]
+    requests = [
+        Request(f"p{i}", 0, 1, *each) for i, each in enumerate(zip(prompts, chats, strict=True))
+    ]
     with llama_cpp(tmp_path / "base.gguf", tmp_path / "adapter.gguf") as server:
         engine = OpenAIEngine(source.tokenizer, urls=[server.url], endpoint=endpoint, concurrency=2)
         with engine.session(None) as session:
             found = list(session.generate(requests, Sampling(max_new_tokens=6, temperature=0.0)))
     assert len(found) == len(requests)
-    exact = [each for each in found if each.logprobs]  # the others have characters of several tokens
+    exact = [
+        each for each in found if each.logprobs
+    ]  # the others have characters of several tokens
     assert len(exact) >= 2
     for each in exact:
         prompt = list(each.request.tokens)
-        expected = their_logprobs(base, prompt + each.tokens, trained / "adapter")[len(prompt) - 1 : -1]
+        expected = their_logprobs(base, prompt + each.tokens, trained / "adapter")[
+            len(prompt) - 1 : -1
+        ]
         drawn = expected.gather(1, torch.tensor(each.tokens)[:, None])[:, 0]
-        assert (expected.max(-1).values - drawn).max() < 0.02, "each token is the most probable one, up to rounding"
+        assert (expected.max(-1).values - drawn).max() < 0.02, (
+            "each token is the most probable one, up to rounding"
+        )
         assert each.logprobs == pytest.approx(drawn.tolist(), abs=0.02)
 
 
@@ -231,24 +283,40 @@ def write_sentencepiece(folder: Path, gemma: bool = False) -> Tokenizer:
     pieces += sorted(content["vocab"], key=content["vocab"].__getitem__)
     pieces += ["\u2581\u2581", *TURNS] if gemma else []
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    merges = [tuple(each.split(" ")) if isinstance(each, str) else tuple(each) for each in content["merges"]]
+    merges = [
+        tuple(each.split(" ")) if isinstance(each, str) else tuple(each)
+        for each in content["merges"]
+    ]
     merges += [("\u2581", "\u2581")] if gemma else []
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     tokenizer.normalizer = spaces
     if gemma:
         tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
         tokenizer.add_tokens([AddedToken("\u2581\u2581", normalized=False)])
     tokenizer.add_special_tokens([*ends, *(TURNS if gemma else [])])
     begin, end = ends[1:]
-    tokenizer.post_processor = processors.TemplateProcessing(f"{begin} $A", f"{begin} $A $B", [(begin, 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        f"{begin} $A", f"{begin} $A $B", [(begin, 1)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": begin, "eos_token": end}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": begin, "eos_token": end})
+    )
     (folder / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
     (folder / "chat_template.jinja").write_text(GEMMA if gemma else MISTRAL)
     return tokenizer
 
 
-ODD = [*WORDS, "48/2 = 24", "  two  spaces ", "  three   spaces ", "\u4f60\u597d\n\n\u0001", "unseen w\u00f6rds Z"]
+ODD = [
+    *WORDS,
+    "48/2 = 24",
+    "  two  spaces ",
+    "  three   spaces ",
+    "\u4f60\u597d\n\n\u0001",
+    "unseen w\u00f6rds Z",
+]
 
 
 def test_a_tokenizer_from_sentencepiece(bases, tmp_path):  # noqa: F811

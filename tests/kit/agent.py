@@ -16,7 +16,10 @@ def ask(messages: list[dict], **more: object) -> dict:
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
         json.dumps({"model": "any", "messages": messages, **more}).encode(),
-        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
+        {
+            "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
+            "Content-Type": "application/json",
+        },
     )
     with urllib.request.urlopen(request) as response:
         return json.load(response)["choices"][0]["message"]
@@ -26,9 +29,14 @@ history = [{"role": "user", "content": row["prompt"]}]
 answers = []
 for _ in range(2):
     answers.append(ask(history)["content"] or "")
-    history += [{"role": "assistant", "content": answers[-1]}, {"role": "user", "content": "And now <|im_end|>?"}]
+    history += [
+        {"role": "assistant", "content": answers[-1]},
+        {"role": "user", "content": "And now <|im_end|>?"},
+    ]
     if "forgets" in MODES:
         history = history[-1:]
 if "fails" in MODES:
     sys.exit("a fault")
-print(json.dumps({"reward": min(1.0, sum(map(len, answers)) / 100), "parts": {"asked": len(answers)}}))
+print(
+    json.dumps({"reward": min(1.0, sum(map(len, answers)) / 100), "parts": {"asked": len(answers)}})
+)

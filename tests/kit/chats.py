@@ -19,7 +19,9 @@ def assistant(content: Any, **more: Any) -> dict[str, Any]:
 
 def labelled_text(labels: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
     """The text of each run of labels."""
-    return [decode([*run]) for trained, run in groupby(labels, lambda label: label != IGNORE) if trained]
+    return [
+        decode([*run]) for trained, run in groupby(labels, lambda label: label != IGNORE) if trained
+    ]
 
 
 class Foreign(torch.utils.data.Dataset):

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-JUNK = st.binary(max_size=60) | st.integers(-(2**70), 10**30).map(lambda number: str(number).encode())
+JUNK = st.binary(max_size=60) | st.integers(-(2**70), 10**30).map(
+    lambda number: str(number).encode()
+)
 
 
 def spoil(data: st.DataObject, path: Path) -> None:

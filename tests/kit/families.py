@@ -34,19 +34,32 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,  # so that some frequencies of this small head are low
     "rope_theta": 500.0,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 500.0}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 500.0,
+}
 MODELS = {
     "llama": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama biased": (
         "llama",
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}, "attention_bias": True},
+        {
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
+            "attention_bias": True,
+        },
     ),
     "qwen2": ("qwen2", {}),
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3": ("qwen3", {"head_dim": 24}),
     "qwen3 tied": (
         "qwen3",
-        {"rope_parameters": YARN, "head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 4},
+        {
+            "rope_parameters": YARN,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 4,
+        },
     ),
     "mistral": ("mistral", {"head_dim": 24, "sliding_window": 256}),
 }
@@ -83,10 +96,19 @@ def write_family(folder: Path, name: str, shards: int = 1, text: list[str] = TEX
     torch.manual_seed(0)
     family, own = MODELS[name]
     config_class, model_class = CLASSES[family]
-    rope = {} if "rope_parameters" in own else {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    ends = {"eos_token_id": id_of(folder, "<|im_end|>"), "pad_token_id": id_of(folder, "<|endoftext|>")}
+    rope = (
+        {}
+        if "rope_parameters" in own
+        else {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    )
+    ends = {
+        "eos_token_id": id_of(folder, "<|im_end|>"),
+        "pad_token_id": id_of(folder, "<|endoftext|>"),
+    }
     wide = {"initializer_range": 0.1, "bos_token_id": None, **ends}
-    model = model_class(config_class(**{"vocab_size": size, **SHAPE, **rope, **wide, **own, **shape}))
+    model = model_class(
+        config_class(**{"vocab_size": size, **SHAPE, **rope, **wide, **own, **shape})
+    )
     for key, parameter in model.named_parameters():
         if key.endswith(".bias"):
             nn.init.normal_(parameter, std=0.1)
@@ -108,5 +130,11 @@ def id_of(folder: Path, token: str) -> int:
 def folder_config(model: Path, rows: Path, out: Path, lora: dict | None = None, **changes) -> dict:
     """Return a run config for a model of :func:`write_family`, as a user would write it."""
     component = "rocm_ext.model.from_checkpoint"
-    node = {"_component_": component, "checkpoint_dir": str(model), "lora_rank": 4, "lora_alpha": 8, **(lora or {})}
+    node = {
+        "_component_": component,
+        "checkpoint_dir": str(model),
+        "lora_rank": 4,
+        "lora_alpha": 8,
+        **(lora or {}),
+    }
     return {**base_config(rows, out), "model": node, **changes}

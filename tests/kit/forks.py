@@ -20,7 +20,9 @@ from rocm_ext.base import files
 from rocm_ext.base.log import log
 
 RESUME = "resume_from_checkpoint=True"
-several_ranks = pytest.mark.skipif(torch.__version__ < (2, 7), reason="several ranks need torch 2.7")
+several_ranks = pytest.mark.skipif(
+    torch.__version__ < (2, 7), reason="several ranks need torch 2.7"
+)
 
 
 def forked(
@@ -101,7 +103,10 @@ def kill_and_resume(main: Callable[[], None], path: Path, prepare: Callable[[], 
 
 
 def start(
-    main: Callable[[], None], path: Path, overrides: tuple[str, ...], prepare: Callable[[], object] | None
+    main: Callable[[], None],
+    path: Path,
+    overrides: tuple[str, ...],
+    prepare: Callable[[], object] | None,
 ) -> tuple[int, int]:
     """Process id of the fork, and the end of the pipe that its messages come out of."""
     receive, send = os.pipe()  # holds 64 kB, far more than a run prints
@@ -114,7 +119,10 @@ def start(
 
 
 def run_and_exit(
-    main: Callable[[], None], path: Path, overrides: tuple[str, ...], prepare: Callable[[], object] | None
+    main: Callable[[], None],
+    path: Path,
+    overrides: tuple[str, ...],
+    prepare: Callable[[], object] | None,
 ) -> NoReturn:
     """Run ``prepare()`` and a recipe's ``main`` in this process, a fork, and end it."""
     code = 1
@@ -122,7 +130,9 @@ def run_and_exit(
         log.handlers.clear()
         torch.set_num_threads(1)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+            )
         if prepare is not None:
             prepare()
         sys.argv = ["tune", "--config", str(path), *overrides]
@@ -166,7 +176,9 @@ def kill_before(count: int) -> Callable[[], None]:
     return prepare
 
 
-def hook(owner: type, method: str, action: Callable[..., object], before: bool = False) -> Callable[[], None]:
+def hook(
+    owner: type, method: str, action: Callable[..., object], before: bool = False
+) -> Callable[[], None]:
     """Patch ``method`` so that each call is followed by ``action(self, ...)``, or begins with it."""
 
     def prepare() -> None:
@@ -186,7 +198,11 @@ def hook(owner: type, method: str, action: Callable[..., object], before: bool =
 
 
 def signal_at(
-    owner: type, method: str, when: Callable[..., object], signum: int = signal.SIGKILL, before: bool = False
+    owner: type,
+    method: str,
+    when: Callable[..., object],
+    signum: int = signal.SIGKILL,
+    before: bool = False,
 ) -> Callable[[], None]:
     """Patch ``method`` as :func:`hook` does; the first call for which ``when(self, ...)`` holds sends a signal."""
     sent: list[int] = []

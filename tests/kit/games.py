@@ -20,7 +20,9 @@ class Echo(Environment):
         fault: what happens in the second turn of every fourth conversation: ``raise``, ``exit``, ``hang``.
     """
 
-    def __init__(self, row: Any, turns: int = 3, opening: str = "", pause: float = 0.0, fault: str = "") -> None:
+    def __init__(
+        self, row: Any, turns: int = 3, opening: str = "", pause: float = 0.0, fault: str = ""
+    ) -> None:
         super().__init__(row)
         self.turns, self.opening, self.pause, self.fault = turns, opening, pause, fault
         self.said: list[str] = []

@@ -37,7 +37,9 @@ def random_blocks(kind: str, rows: int, blocks: int, rng: np.random.Generator) -
         scale = _SIZES.get(kind, 1e-2) * rng.uniform(0.5, 1.5, (rows, blocks, 1))
         made[:, :, at : at + 2] = scale.astype(np.float16).view(np.uint8)
         if other:
-            made[:, :, other[0] : other[0] + 2] = (other[1] * scale).astype(np.float16).view(np.uint8)
+            made[:, :, other[0] : other[0] + 2] = (
+                (other[1] * scale).astype(np.float16).view(np.uint8)
+            )
     return made.reshape(rows, -1)
 
 
@@ -68,17 +70,25 @@ def write_gguf(
     plain.unlink(missing_ok=True)
     write_model(open_source(folder), plain, "f32")
     reader, rng = gguf.GGUFReader(plain), np.random.default_rng(0)
-    names = [target] if parts == 1 else [target.with_name(f"{target.stem}-0000{n}-of-00002.gguf") for n in (1, 2)]
+    names = (
+        [target]
+        if parts == 1
+        else [target.with_name(f"{target.stem}-0000{n}-of-00002.gguf") for n in (1, 2)]
+    )
     architecture = reader.fields["general.architecture"].contents()
     writers = [gguf.GGUFWriter(name, architecture) for name in names]
     values = {
-        key: (field.contents(), field.types) for key, field in reader.fields.items() if not key.startswith("GGUF.")
+        key: (field.contents(), field.types)
+        for key, field in reader.fields.items()
+        if not key.startswith("GGUF.")
     }
     for key, value in (metadata or {}).items():
         like, types = values.get(key, (0, [gguf.GGUFValueType.UINT32]))
         values[key] = (
             value,
-            types if value is None or type(value) is type(like) else [gguf.GGUFValueType.get_type(value)],
+            types
+            if value is None or type(value) is type(like)
+            else [gguf.GGUFValueType.get_type(value)],
         )
     for key, (value, types) in values.items():
         if key != "general.architecture" and value is not None:
@@ -89,8 +99,12 @@ def write_gguf(
         writer.add_uint16("split.count", parts)
         writer.add_int32("split.tensors.count", len(reader.tensors))
     number, tensors = 0, {tensor.name: tensor.data.squeeze() for tensor in reader.tensors}
-    tensors = {name: data for name, data in (tensors | dict(more or {})).items() if data is not None}
-    for gate in [name for name in tensors if "ffn_gate_exps" in name] if experts == "joined" else ():
+    tensors = {
+        name: data for name, data in (tensors | dict(more or {})).items() if data is not None
+    }
+    for gate in (
+        [name for name in tensors if "ffn_gate_exps" in name] if experts == "joined" else ()
+    ):
         pair = tensors.pop(gate), tensors.pop(gate.replace("gate", "up"))
         tensors[gate.replace("gate", "gate_up")] = np.concatenate(pair, axis=1)
     for name, data in tensors.items():
@@ -98,7 +112,9 @@ def write_gguf(
         if data.ndim > 1 and kinds and not any(part in name for part in _PLAIN):
             number -= experts == "alike" and "ffn_up_exps" in name  # it follows the gate
             kind, (*before, width) = kinds[number % len(kinds)], data.shape
-            made = random_blocks(kind, math.prod(before), width // BLOCKS[kind][0], rng).reshape(*before, -1)
+            made = random_blocks(kind, math.prod(before), width // BLOCKS[kind][0], rng).reshape(
+                *before, -1
+            )
             writer.add_tensor(name, made, raw_dtype=gguf.GGMLQuantizationType[kind])
             number += 1
         else:
@@ -135,7 +151,11 @@ def write_header(config: Path, target: Path, kind_of: Callable[[str], str]) -> P
             nbytes = tensor.numel() // values * each
             writer.add_tensor_info(place, tensor.shape, np.dtype(np.float32), nbytes, kind)
             size += -(-nbytes // 32) * 32
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_ti_data_to_file):
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_ti_data_to_file,
+    ):
         write()
     writer.close()
     os.truncate(target, os.path.getsize(target) + size + 32)

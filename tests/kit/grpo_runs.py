@@ -16,7 +16,14 @@ from tests.kit.parity import finetune
 from tests.kit.raft_runs import WEIGHTS, sampling_config, write_world
 from tests.kit.tiny import metrics, write_yaml
 
-FIT = ("shuffle", "data_seed", "sequences_per_step", "gradient_accumulation_steps", "max_steps_per_epoch", "epochs")
+FIT = (
+    "shuffle",
+    "data_seed",
+    "sequences_per_step",
+    "gradient_accumulation_steps",
+    "max_steps_per_epoch",
+    "epochs",
+)
 TIMING = (
     "seconds", "tokens_per_second", "peak_memory", "sample_seconds", "wait_seconds", "hidden_seconds", "train_seconds",
 )  # fmt: skip
@@ -32,7 +39,11 @@ def write_run(folder: Path, out: Path, base: str = "base", **changes) -> Path:
         changes: other values.
     """
     cfg = {
-        **{key: value for key, value in sampling_config(folder, out, base).items() if key not in (*FIT, "loss")},
+        **{
+            key: value
+            for key, value in sampling_config(folder, out, base).items()
+            if key not in (*FIT, "loss")
+        },
         "recipe": "grpo_rocm",
         "steps": 4,
         "prompts_per_step": 4,
@@ -53,7 +64,10 @@ def outcome(out: Path) -> dict:
     """Return everything that must be equal in all runs: records, the adapter, training curves and scores."""
     found: dict = {"adapter": (out / WEIGHTS).read_bytes()}
     for name in ("samples", "verdicts", "metrics"):
-        records = [{k: v for k, v in line.items() if k not in TIMING} for line in lines(out / f"{name}.jsonl")]
+        records = [
+            {k: v for k, v in line.items() if k not in TIMING}
+            for line in lines(out / f"{name}.jsonl")
+        ]
         found[name] = sorted(map(json.dumps, records))
     return found
 
@@ -85,12 +99,18 @@ def check_grpo_and_dpo(folder: Path, tmp_path: Path, **lora: Any) -> None:
     assert min(metrics(tmp_path / "grpo", "grad_norm")) > 0
     assert max(metrics(tmp_path / "grpo", "mismatch_max")) < 1e-4
 
-    said = [{"role": "assistant", "content": text} for text in ("It is 42. So.", "She sold clips in May.")]
+    said = [
+        {"role": "assistant", "content": text}
+        for text in ("It is 42. So.", "She sold clips in May.")
+    ]
     asked = [{"role": "user", "content": f"{i}?"} for i in range(24)]
     pairs = [{"chosen": [each, said[0]], "rejected": [each, said[1]]} for each in asked]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     cfg = {**ours, "output_dir": str(tmp_path / "dpo"), "recipe": "dpo_rocm"}
-    cfg["dataset"] = {"_component_": "rocm_ext.data.preference_dataset", "source": str(tmp_path / "pairs.jsonl")}
+    cfg["dataset"] = {
+        "_component_": "rocm_ext.data.preference_dataset",
+        "source": str(tmp_path / "pairs.jsonl"),
+    }
     finetune(cfg, recipe=DPO)
     losses = metrics(tmp_path / "dpo")
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4)

@@ -12,7 +12,12 @@ from tests.kit.tiny import SHAPE, SPECIAL, TEXT, write_tokenizer
 
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}}
 BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+EXPERTS = {
+    "moe_intermediate_size": 48,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 GATED_DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -26,13 +31,26 @@ PARTLY = {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.
 # name -> model_type, whether rows are packed, values of its config
 MODELS: dict[str, tuple[str, bool, dict]] = {
     "qwen3 moe": ("qwen3_moe", True, {**EXPERTS, "head_dim": 16, "mlp_only_layers": [0], **ROPE}),
-    "qwen3.5": ("qwen3_5_text", True, {**GATED_DELTA, "rope_parameters": {**PARTLY, "mrope_section": [1, 1, 0]}}),
+    "qwen3.5": (
+        "qwen3_5_text",
+        True,
+        {**GATED_DELTA, "rope_parameters": {**PARTLY, "mrope_section": [1, 1, 0]}},
+    ),
     "qwen3 next": (
         "qwen3_next",
         True,
-        {**GATED_DELTA, **EXPERTS, "shared_expert_intermediate_size": 32, "rope_parameters": PARTLY},
+        {
+            **GATED_DELTA,
+            **EXPERTS,
+            "shared_expert_intermediate_size": 32,
+            "rope_parameters": PARTLY,
+        },
     ),
-    "gemma 2": ("gemma2", True, {**BOTH, "head_dim": 16, "sliding_window": 6, "final_logit_softcapping": 2.0, **ROPE}),
+    "gemma 2": (
+        "gemma2",
+        True,
+        {**BOTH, "head_dim": 16, "sliding_window": 6, "final_logit_softcapping": 2.0, **ROPE},
+    ),
     "gemma 3": (
         "gemma3_text",
         True,
@@ -49,21 +67,41 @@ MODELS: dict[str, tuple[str, bool, dict]] = {
         },
     ),
     "ministral": ("ministral", True, {**BOTH, "sliding_window": 6, "head_dim": 24, **ROPE}),
-    "mixtral": ("mixtral", True, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, **ROPE}),
+    "mixtral": (
+        "mixtral",
+        True,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, **ROPE},
+    ),
     "phi 3": ("phi3", True, {"sliding_window": 6, "original_max_position_embeddings": 512, **ROPE}),
     "olmo 2": ("olmo2", True, ROPE),
     "olmo 3": ("olmo3", True, {**BOTH, "sliding_window": 6, **ROPE}),
-    "glm 4": ("glm4", True, {"head_dim": 16, "rope_parameters": {**PARTLY, "partial_rotary_factor": 0.5}}),
+    "glm 4": (
+        "glm4",
+        True,
+        {"head_dim": 16, "rope_parameters": {**PARTLY, "partial_rotary_factor": 0.5}},
+    ),
     "gpt-oss": (
         "gpt_oss",
         True,
-        {**BOTH, "sliding_window": 6, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, **ROPE},
+        {
+            **BOTH,
+            "sliding_window": 6,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            **ROPE,
+        },
     ),
     "smollm 3": ("smollm3", True, {"no_rope_layers": [1, 0], **ROPE}),
     "granite": (
         "granite",
         True,
-        {"logits_scaling": 2.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
+        {
+            "logits_scaling": 2.0,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+        }
         | ROPE
         | {"tie_word_embeddings": True},
     ),
@@ -108,7 +146,12 @@ MODELS: dict[str, tuple[str, bool, dict]] = {
     "lfm 2": ("lfm2", True, {"layer_types": ["conv", "full_attention"], **ROPE}),
 }
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e3,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 # Those that llama.cpp answers like transformers, with what differs from MODELS
 GGUF: dict[str, dict] = {
     "qwen3 moe": {"mlp_only_layers": []},
@@ -126,7 +169,11 @@ GGUF: dict[str, dict] = {
 # More architectures, in this shape
 COMMON = {
     "vocab_size": 320,
-    **{key: value for key, value in SHAPE.items() if key not in ("tie_word_embeddings", "rms_norm_eps")},
+    **{
+        key: value
+        for key, value in SHAPE.items()
+        if key not in ("tie_word_embeddings", "rms_norm_eps")
+    },
     "head_dim": 16,
     "initializer_range": 0.1,
     "pad_token_id": 0,
@@ -167,9 +214,18 @@ def write_common(folder: Path, kind: str, **values) -> Path:
 
 # Architectures whose code needs care: values of their configs
 MAMBA = {"mamba_d_state": 16, "mamba_d_head": 16}
-LONG = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e3,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+}
 CARE = {
-    "bamba": {**MAMBA, "mamba_n_heads": 8, "attn_layer_indices": [1]},  # a layer returns more than hidden states
+    "bamba": {
+        **MAMBA,
+        "mamba_n_heads": 8,
+        "attn_layer_indices": [1],
+    },  # a layer returns more than hidden states
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_n_groups": 1},
     "gemma4_text": {  # two layers share the keys and values of the first two
         "num_hidden_layers": 4,
@@ -201,7 +257,11 @@ CARE = {
     "qwen3_5_moe_text": GATED_DELTA,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "gptj": {"n_head": 4, "n_layer": 2, "rotary_dim": 16},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},  # reads dt_proj's weight
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "use_mamba_kernels": False,
+    },  # reads dt_proj's weight
     # changes outputs in place; scales q by the place in the row, not by the position
     "llama4_text": {"floor_scale": 4, "attention_chunk_size": 6, "no_rope_layers": [1, 0]},
     "phi3": {"rope_parameters": {**LONG, "original_max_position_embeddings": 10}},
@@ -216,9 +276,15 @@ def write_theirs(folder: Path, name: str, shards: int = 1, text: list[str] = TEX
     size = -(-write_tokenizer(folder, text) // 64) * 64
     torch.manual_seed(0)
     kind, _, own = MODELS[name]
-    ends = {"eos_token_id": id_of(folder, SPECIAL[2]), "pad_token_id": id_of(folder, SPECIAL[0]), "bos_token_id": None}
+    ends = {
+        "eos_token_id": id_of(folder, SPECIAL[2]),
+        "pad_token_id": id_of(folder, SPECIAL[0]),
+        "bos_token_id": None,
+    }
     wide = {"initializer_range": 0.1, "use_cache": False, **ends}
-    values = deepcopy({"vocab_size": size, **SHAPE, **wide, **own, **shape})  # transformers changes some in place
+    values = deepcopy(
+        {"vocab_size": size, **SHAPE, **wide, **own, **shape}
+    )  # transformers changes some in place
     config = AutoConfig.for_model(kind, **values)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for key, parameter in model.named_parameters():

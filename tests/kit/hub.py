@@ -16,7 +16,9 @@ COMMIT = "a" * 40
 
 
 @contextmanager
-def hub(monkeypatch: pytest.MonkeyPatch, cache: Path, models: dict[str, Path], gated: str = "") -> Iterator[list[str]]:
+def hub(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, models: dict[str, Path], gated: str = ""
+) -> Iterator[list[str]]:
     """Serve ``models`` by name, let the client use this server with an empty cache, and yield the files it asks for."""
     asked: list[str] = []
 
@@ -37,12 +39,23 @@ def hub(monkeypatch: pytest.MonkeyPatch, cache: Path, models: dict[str, Path], g
             if name == gated or name not in models:
                 code, what = (403, "GatedRepo") if name == gated else (404, "RepoNotFound")
                 return self._send(code, b"{}", body, {"X-Error-Code": what})
-            files = {p.relative_to(models[name]).as_posix(): p for p in models[name].rglob("*") if p.is_file()}
+            files = {
+                p.relative_to(models[name]).as_posix(): p
+                for p in models[name].rglob("*")
+                if p.is_file()
+            }
             if api and parts[4] == "revision":
                 siblings = [{"rfilename": file} for file in files]
-                return self._send(200, json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode(), body)
+                return self._send(
+                    200,
+                    json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode(),
+                    body,
+                )
             if api and parts[4] == "tree":
-                tree = [{"type": "file", "path": f, "size": p.stat().st_size, "oid": f} for f, p in files.items()]
+                tree = [
+                    {"type": "file", "path": f, "size": p.stat().st_size, "oid": f}
+                    for f, p in files.items()
+                ]
                 return self._send(200, json.dumps(tree).encode(), body)
             file = "/".join(parts[4:])
             if file not in files:
@@ -64,7 +77,11 @@ def hub(monkeypatch: pytest.MonkeyPatch, cache: Path, models: dict[str, Path], g
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
     monkeypatch.setattr(hf_api.api, "endpoint", address)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     try:

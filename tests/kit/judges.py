@@ -26,7 +26,11 @@ class Coin(Verifier):
         value = hashlib.sha256(f"{completion} {row['answer']}".encode()).digest()[0] / 256
         parts = {"hash": value}
         right = value < self.share
-        return Result(Verdict.CORRECT, 1.0, "", parts) if right else Result(Verdict.WRONG, 0.0, f"{value:.2f}", parts)
+        return (
+            Result(Verdict.CORRECT, 1.0, "", parts)
+            if right
+            else Result(Verdict.WRONG, 0.0, f"{value:.2f}", parts)
+        )
 
 
 class Graded(Coin):

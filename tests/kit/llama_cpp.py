@@ -43,7 +43,9 @@ class LlamaCpp:
 
     def ask(self, path: str, body: dict[str, Any]) -> Any:
         """Post ``body`` and return the answer."""
-        request = Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         with urlopen(request, timeout=120) as answer:
             return json.load(answer)
 
@@ -52,11 +54,20 @@ class LlamaCpp:
 
         llama.cpp leaves out the log-probs of tokens that end within a character.
         """
-        plain = {"temperature": 0, "samplers": ["top_k"], "top_k": 1, "ignore_eos": True, "cache_prompt": False}
+        plain = {
+            "temperature": 0,
+            "samplers": ["top_k"],
+            "top_k": 1,
+            "ignore_eos": True,
+            "cache_prompt": False,
+        }
         answer = self.ask(
-            "/completion", {"prompt": prompt, "n_predict": count, "n_probs": 1, "return_tokens": True, **plain}
+            "/completion",
+            {"prompt": prompt, "n_predict": count, "n_probs": 1, "return_tokens": True, **plain},
         )
-        return answer["tokens"], [(each["id"], each["logprob"]) for each in answer.get("completion_probabilities", [])]
+        return answer["tokens"], [
+            (each["id"], each["logprob"]) for each in answer.get("completion_probabilities", [])
+        ]
 
     def logprobs(self, prompt: list[int]) -> dict[int, float] | None:
         """Return the log-probs of all next tokens; None: the most probable one ends within a character."""
@@ -67,7 +78,9 @@ class LlamaCpp:
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
         """Tokenise ``text``; ``special``: with the tokens that the model expects before it."""
-        return self.ask("/tokenize", {"content": text, "add_special": special, "parse_special": True})["tokens"]
+        return self.ask(
+            "/tokenize", {"content": text, "add_special": special, "parse_special": True}
+        )["tokens"]
 
     def rendered(self, messages: list[dict[str, str]]) -> str:
         """Render a conversation with the file's chat template."""
@@ -80,7 +93,9 @@ class LlamaCpp:
             assert self.tokens(text, special=True) == tokenizer.encode(text).ids
         chat = [("user", "In May?"), ("assistant", "No"), ("user", "Why")]
         messages = [{"role": role, "content": content} for role, content in chat]
-        assert self.tokens(self.rendered(messages), special=True) == render_prompt(source.tokenizer, messages)
+        assert self.tokens(self.rendered(messages), special=True) == render_prompt(
+            source.tokenizer, messages
+        )
 
 
 @contextmanager
@@ -88,7 +103,9 @@ def llama_cpp(model: Path, adapter: Path | None = None) -> Iterator[LlamaCpp]:
     """Serve a GGUF file, with an adapter's beside it."""
     command = [sys.executable, "-c", _PROGRAM, str(model), *([str(adapter)] if adapter else [])]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         said: list[str] = []

@@ -37,14 +37,33 @@ class Machine:
 
     def tune(self, recipe: str, path: Path, *overrides: str, ranks: int = 1) -> subprocess.Popen:
         """Start ``tune run`` on this machine, with ``ranks`` processes; its errors are text."""
-        meeting = ["--nnodes", "2", "--node_rank", str(self.number), "--rdzv_endpoint", self._endpoint]
+        meeting = [
+            "--nnodes",
+            "2",
+            "--node_rank",
+            str(self.number),
+            "--rdzv_endpoint",
+            self._endpoint,
+        ]
         tune = str(Path(sys.executable).with_name("tune"))
-        command = [tune, "run", *meeting, "--nproc_per_node", str(ranks), recipe, "--config", str(path), *overrides]
+        command = [
+            tune,
+            "run",
+            *meeting,
+            "--nproc_per_node",
+            str(ranks),
+            recipe,
+            "--config",
+            str(path),
+            *overrides,
+        ]
         if self._namespace is not None:
             named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.name]
             command = ["ip", "netns", "exec", self._namespace, *named, *command]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-        return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        return subprocess.Popen(
+            command, env=environ, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
 
     def cut(self) -> None:
         """Cut the link; skips the test where there is none."""
@@ -63,7 +82,10 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
     names = [f"tt{os.getpid()}{letter}" for letter in "ab"]
     try:
         if _join(names):
-            yield Machine(0, f"10.77.0.1:{PORT}", names[0]), Machine(1, f"10.77.0.1:{PORT}", names[1])
+            yield (
+                Machine(0, f"10.77.0.1:{PORT}", names[0]),
+                Machine(1, f"10.77.0.1:{PORT}", names[1]),
+            )
             return
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -82,7 +104,20 @@ def _join(names: list[str]) -> bool:
     try:
         for name in names:
             _ip("netns", "add", name)
-        _ip("link", "add", "veth", "netns", names[0], "type", "veth", "peer", "name", "veth", "netns", names[1])
+        _ip(
+            "link",
+            "add",
+            "veth",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "veth",
+            "netns",
+            names[1],
+        )
     except subprocess.CalledProcessError:
         return False
     for number, name in enumerate(names):

@@ -9,10 +9,20 @@ row = json.loads(sys.stdin.readline())
 client = OpenAI(max_retries=0)
 number = {"type": "number"}
 parameters = {"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]}
-tools = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": parameters}}]
-messages = [{"role": "system", "content": "You may call add."}, {"role": "user", "content": row["prompt"]}]
+tools = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Add.", "parameters": parameters},
+    }
+]
+messages = [
+    {"role": "system", "content": "You may call add."},
+    {"role": "user", "content": row["prompt"]},
+]
 while True:
-    said = client.chat.completions.create(model="any", messages=messages, tools=tools, temperature=0.3)
+    said = client.chat.completions.create(
+        model="any", messages=messages, tools=tools, temperature=0.3
+    )
     messages.append(said.choices[0].message)
     for call in said.choices[0].message.tool_calls or []:
         content = str(sum(json.loads(call.function.arguments).values()))
@@ -20,7 +30,9 @@ while True:
     if said.choices[0].finish_reason != "tool_calls":
         break
 last = [{"role": "user", "content": "And in short?"}]
-stream = client.chat.completions.create(model="any", messages=last, stream=True, stop=["."], max_tokens=5)
+stream = client.chat.completions.create(
+    model="any", messages=last, stream=True, stop=["."], max_tokens=5
+)
 chunks = [chunk.choices[0] for chunk in stream if chunk.choices]
 text = "".join(chunk.delta.content or "" for chunk in chunks)
 known = [model.id for model in client.models.list()]

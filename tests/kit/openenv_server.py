@@ -34,7 +34,10 @@ class Game(Environment):
             raise RuntimeError("the game broke")
         if action.number == self.number:
             return Hint(text="Right.", reward=0.5, done=True)
-        return Hint(text="higher" if action.number < self.number else "lower", reward=0.25 * (self.turns < 3))
+        return Hint(
+            text="higher" if action.number < self.number else "lower",
+            reward=0.25 * (self.turns < 3),
+        )
 
     @property
     def state(self):

@@ -32,6 +32,8 @@ def _count(path: Path) -> int:
     vector = (ctypes.c_ubyte * pages)()
     with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as view:
         address = ctypes.addressof(held := ctypes.c_char.from_buffer(view))
-        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), vector) == 0
+        assert (
+            ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), vector) == 0
+        )
         del held
     return sum(byte & 1 for byte in vector)

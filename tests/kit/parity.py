@@ -97,9 +97,15 @@ def finetune(cfg: dict, recipe: type = LoRAFinetune) -> Any:
 
 def our_model(folder: Path, **lora: Any) -> nn.Module:
     """Build and load our decoder, with fresh adapters."""
-    node = OmegaConf.create({"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder), **lora})
+    node = OmegaConf.create(
+        {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder), **lora}
+    )
     decoder = build_model(node, torch.float32, 0, CPU)
-    checkpointer = {"_component_": "rocm_ext.model.HFCheckpointer", "checkpoint_dir": str(folder), "model_type": "HF"}
+    checkpointer = {
+        "_component_": "rocm_ext.model.HFCheckpointer",
+        "checkpoint_dir": str(folder),
+        "model_type": "HF",
+    }
     load_weights(decoder, read_weights(OmegaConf.create(checkpointer)), Ranks(CPU))
     return decoder
 
@@ -138,7 +144,9 @@ def check_resumes(cfg: dict, name: str, moved: Callable[[], str] | None = None) 
         "function": "send",
         "argument": int(signal.SIGKILL),
     }
-    path = write_yaml(out.with_suffix(".yaml"), {**cfg, "metric_logger": logger, "output_dir": str(out)})
+    path = write_yaml(
+        out.with_suffix(".yaml"), {**cfg, "metric_logger": logger, "output_dir": str(out)}
+    )
     assert forked(main, path)[0] == -signal.SIGKILL
     again = (out / "config.yaml",) if moved is None else (path, moved())
     code, said = forked(main, *again, "resume_from_checkpoint=True", "metric_logger=null")
@@ -146,9 +154,13 @@ def check_resumes(cfg: dict, name: str, moved: Callable[[], str] | None = None) 
     assert run_files(out) == run_files(whole)
 
 
-def check_two_ranks(base: Path, rows: Path, top: Path, lora: dict | None = None, **more: Any) -> None:
+def check_two_ranks(
+    base: Path, rows: Path, top: Path, lora: dict | None = None, **more: Any
+) -> None:
     """Compare the losses, gradients and adapter of a run on two ranks with those of a run on one."""
-    cfg = folder_config(base, rows, top / "one", lora, max_steps_per_epoch=4, clip_grad_norm=0.5, **more)
+    cfg = folder_config(
+        base, rows, top / "one", lora, max_steps_per_epoch=4, clip_grad_norm=0.5, **more
+    )
     finetune(cfg)
     path = write_yaml(top / "two.yaml", {**cfg, "output_dir": str(top / "two")})
     for code, messages in forked_ranks(main, path):
@@ -165,12 +177,17 @@ def check_two_ranks(base: Path, rows: Path, top: Path, lora: dict | None = None,
 
 
 def their_model(
-    folder: Path, adapter: Path | None = None, trainable: bool = False, auto: Any = AutoModelForCausalLM
+    folder: Path,
+    adapter: Path | None = None,
+    trainable: bool = False,
+    auto: Any = AutoModelForCausalLM,
 ) -> nn.Module:
     """Open a model in transformers, by the class ``auto``, and an adapter in PEFT; neither may warn."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # PEFT warns about weights it did not use
-        warnings.filterwarnings("ignore", "Unsupported layer type .*Experts")  # PEFT 0.18 says so of each it adapts
+        warnings.filterwarnings(
+            "ignore", "Unsupported layer type .*Experts"
+        )  # PEFT 0.18 says so of each it adapts
         theirs = auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         if adapter is not None:
             theirs = peft.PeftModel.from_pretrained(theirs, adapter, is_trainable=trainable)
@@ -189,12 +206,16 @@ def transformers_own() -> Iterator[None]:
         yield
 
 
-def their_logits(folder: Path, adapter: Path | None = None, auto: Any = AutoModelForCausalLM) -> torch.Tensor:
+def their_logits(
+    folder: Path, adapter: Path | None = None, auto: Any = AutoModelForCausalLM
+) -> torch.Tensor:
     with transformers_own():
         return their_model(folder, adapter, auto=auto)(TOKENS).logits
 
 
-def their_training(theirs: nn.Module, rows: Rows, ratio: float | None = None) -> dict[str, torch.Tensor]:
+def their_training(
+    theirs: nn.Module, rows: Rows, ratio: float | None = None
+) -> dict[str, torch.Tensor]:
     """Train PEFT's model on ten steps of 8 rows, one row at a time; ``ratio`` is LoRA+'s. Return its adapter."""
     if ratio is None:
         optimizer = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=1e-3)
@@ -205,10 +226,14 @@ def their_training(theirs: nn.Module, rows: Rows, ratio: float | None = None) ->
         chunk = range(8 * step, 8 * step + 8)
         count = sum(int((torch.from_numpy(rows.labels[i][1:]) >= 0).sum()) for i in chunk)
         for i in chunk:
-            tokens, labels = (torch.from_numpy(part[i]).long() for part in (rows.tokens, rows.labels))
+            tokens, labels = (
+                torch.from_numpy(part[i]).long() for part in (rows.tokens, rows.labels)
+            )
             with transformers_own():
                 logits = theirs(tokens[None]).logits[0, :-1]
-            (F.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / count).backward()
+            (
+                F.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / count
+            ).backward()
         optimizer.step()
         optimizer.zero_grad()
     return peft.get_peft_model_state_dict(theirs, save_embedding_layers=False)
@@ -266,7 +291,10 @@ def check_exports(
         Our logits. The adapter and the merged model are in ``top / "run"``.
     """
     cfg = {**(cfg or folder_config(base, rows, top / "run", lora)), "max_steps_per_epoch": 3}
-    cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
+    cfg |= {
+        "save_adapter_weights_only": False,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2},
+    }
     ours = finetune(cfg)
     expected = our_logits(ours)
     for without in (reference(ours.learner), without_adapter(ours.learner)):
@@ -289,12 +317,21 @@ def check_exports(
 
 def local_overrides(cfg: dict, **more: Any) -> list[str]:
     """Return the command line that gives torchtune's config the small model and tokenizer of ``cfg``, and ``more``."""
-    values = {"hardware": "cpu", "output_dir": cfg["output_dir"], "seed": 1, "gradient_accumulation_steps": 2}
+    values = {
+        "hardware": "cpu",
+        "output_dir": cfg["output_dir"],
+        "seed": 1,
+        "gradient_accumulation_steps": 2,
+    }
     values |= {"optimizer.lr": 1e-3, "lr_scheduler.num_warmup_steps": 1}
     values["checkpointer.checkpoint_dir"] = cfg["checkpointer"]["checkpoint_dir"]
     for part in ("model", "tokenizer"):
         values[part] = cfg[part]["_component_"]
-        values |= {f"{part}.{key}": value for key, value in cfg[part].items() if "lora" not in key and key[0] != "_"}
+        values |= {
+            f"{part}.{key}": value
+            for key, value in cfg[part].items()
+            if "lora" not in key and key[0] != "_"
+        }
     return [f"{key}={value}" for key, value in {**values, **more}.items()]
 
 

@@ -49,17 +49,32 @@ def measured_peak(path: Path, made: Callable[..., Any] = LoRAFinetune) -> tuple[
     return sum(t.nbytes for t in there) + tally.peak, recipe
 
 
-def planned_and_measured(base: Path, out: Path, lora: dict | None = None, **changes: Any) -> tuple[int, int]:
+def planned_and_measured(
+    base: Path, out: Path, lora: dict | None = None, **changes: Any
+) -> tuple[int, int]:
     """Return the peaks that a run on long rows plans and has, in bytes; files are written beside its folder ``out``."""
     rows = out.with_name("long.jsonl")
     answer = "She sold half as many clips in May. "
-    rows.write_text("".join(json.dumps({"question": "?", "answer": answer * (20 + i % 3)}) + "\n" for i in range(64)))
-    changes = {"max_steps_per_epoch": 2, "startup_checks": False, "tokenizer": {"max_seq_len": 256}, **changes}
-    peak, recipe = measured_peak(write_yaml(out.with_suffix(".yaml"), folder_config(base, rows, out, lora, **changes)))
+    rows.write_text(
+        "".join(
+            json.dumps({"question": "?", "answer": answer * (20 + i % 3)}) + "\n" for i in range(64)
+        )
+    )
+    changes = {
+        "max_steps_per_epoch": 2,
+        "startup_checks": False,
+        "tokenizer": {"max_seq_len": 256},
+        **changes,
+    }
+    peak, recipe = measured_peak(
+        write_yaml(out.with_suffix(".yaml"), folder_config(base, rows, out, lora, **changes))
+    )
     return recipe.learner.planned_peak, peak
 
 
-def planned_and_measured_sampling(node: dict, decoder: nn.Module, slots: int, prompt: int) -> tuple[int, int]:
+def planned_and_measured_sampling(
+    node: dict, decoder: nn.Module, slots: int, prompt: int
+) -> tuple[int, int]:
     """Return the peaks that sampling in ``slots`` slots plans and has: 40 tokens to each prompt of ``prompt`` tokens.
 
     ``node`` is the config's ``model``, of which ``decoder`` was made.
@@ -71,7 +86,9 @@ def planned_and_measured_sampling(node: dict, decoder: nn.Module, slots: int, pr
         list(session.generate(ask(prompts(*[prompt] * slots)), Sampling(40)))
     engine = {"_component_": "rocm_ext.sampling.LocalEngine", "slots": slots}
     cfg = OmegaConf.merge(config.defaults("raft_rocm"), {"max_new_tokens": 40, "engine": engine})
-    empty = build_model(OmegaConf.create(node), next(decoder.parameters()).dtype, 0, torch.device("meta"))
+    empty = build_model(
+        OmegaConf.create(node), next(decoder.parameters()).dtype, 0, torch.device("meta")
+    )
     asked = Questions(slots, 0, prompt, prompt, 40, "test")
     figures = Figures("", True, {"fp32": 1e12, "bf16": 1e12}, 1e10)
     planner = SamplingPlanner(cfg, empty, torch.device("cpu"), asked, ranks=1, figures=figures)

@@ -25,7 +25,9 @@ class ForkedPopen:
         self.returncode: int | None = None
         self.stdin, read = self._ends(stdin, "w")
         self.stdout, write = self._ends(stdout, "r")
-        self.stderr, errors = (None, write) if stderr == subprocess.STDOUT else self._ends(stderr, "r")
+        self.stderr, errors = (
+            (None, write) if stderr == subprocess.STDOUT else self._ends(stderr, "r")
+        )
         self.pid = os.fork()
         if not self.pid:
             for pipe in filter(None, (self.stdin, self.stdout, self.stderr)):
@@ -61,7 +63,9 @@ class ForkedPopen:
         if wanted == subprocess.PIPE:
             read, write = os.pipe()
             return (os.fdopen(write, "w"), read) if mode == "w" else (os.fdopen(read), write)
-        return None, os.open(os.devnull, os.O_RDWR) if wanted == subprocess.DEVNULL else os.dup(wanted.fileno())
+        return None, os.open(os.devnull, os.O_RDWR) if wanted == subprocess.DEVNULL else os.dup(
+            wanted.fileno()
+        )
 
     def kill(self) -> None:
         """Kill the fork unless it has ended."""
@@ -87,4 +91,6 @@ class ForkedPopen:
 def as_forks(main: Callable[[list[str]], None]) -> SimpleNamespace:
     """What stands in for the module :mod:`subprocess` where it starts a Python program, which ``main`` replaces."""
     names = ("PIPE", "STDOUT", "DEVNULL", "TimeoutExpired")
-    return SimpleNamespace(Popen=partial(ForkedPopen, main), **{name: getattr(subprocess, name) for name in names})
+    return SimpleNamespace(
+        Popen=partial(ForkedPopen, main), **{name: getattr(subprocess, name) for name in names}
+    )

@@ -29,7 +29,10 @@ def write_quantized(source: Path, target: Path, kind: str) -> Path:
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
             "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": ["lm_head", *(f"model.layers.{n}.mlp.gate" for n in range(2))],
+            "modules_to_not_convert": [
+                "lm_head",
+                *(f"model.layers.{n}.mlp.gate" for n in range(2)),
+            ],
         },
         "rows": {
             "quant_method": "compressed-tensors",
@@ -37,15 +40,29 @@ def write_quantized(source: Path, target: Path, kind: str) -> Path:
             "config_groups": {
                 "group_0": {
                     "targets": ["Linear"],
-                    "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
-                    "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+                    "weights": {
+                        "num_bits": 8,
+                        "type": "float",
+                        "strategy": "channel",
+                        "symmetric": True,
+                    },
+                    "input_activations": {
+                        "num_bits": 8,
+                        "type": "float",
+                        "strategy": "token",
+                        "dynamic": True,
+                    },
                 }
             },
             "ignore": ["lm_head", r"re:.*\.k_proj$"],
         },
         "mxfp4": {
             "quant_method": "mxfp4",
-            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "lm_head",
+            ],
         },
     }[kind]
     (target / "config.json").write_text(json.dumps(content))
@@ -58,7 +75,9 @@ def write_quantized(source: Path, target: Path, kind: str) -> Path:
         save_file(tensors, target / file.name, metadata={"format": "pt"})
         index |= dict.fromkeys(tensors, file.name)
     if len(files) > 1:
-        (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        (target / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": index})
+        )
     return target
 
 
@@ -66,10 +85,17 @@ def _stored(name: str, weight: Tensor, kind: str) -> dict[str, Tensor]:
     if kind == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         blocks, scales = mxfp4(weight.mT)
         return {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    if kind != "mxfp4" and name.endswith("_proj.weight") and not (kind == "rows" and "k_proj" in name):
+    if (
+        kind != "mxfp4"
+        and name.endswith("_proj.weight")
+        and not (kind == "rows" and "k_proj" in name)
+    ):
         if kind == "rows":
             scale = weight.abs().amax(1, keepdim=True) / 448
-            return {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale.bfloat16()}
+            return {
+                name: (weight / scale).to(torch.float8_e4m3fn),
+                f"{name}_scale": scale.bfloat16(),
+            }
         rows, columns = -(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK)
         scale = torch.empty(rows, columns)
         packed = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)

@@ -14,7 +14,11 @@ from tests.kit.tiny import read_records, run_config, write_model, write_rows, wr
 
 SFT_ONLY = ("dataset", "dataset_val", "validation_fraction")
 WEIGHTS = "adapter/adapter_model.safetensors"
-TIMING = ("seconds", "tokens_per_second", "peak_memory")  # ends of the names of what differs between equal runs
+TIMING = (
+    "seconds",
+    "tokens_per_second",
+    "peak_memory",
+)  # ends of the names of what differs between equal runs
 
 
 def write_world(top: Path) -> Path:
@@ -31,7 +35,11 @@ def sampling_config(folder: Path, out: Path, base: str) -> dict:
 
     def prompts(name: str) -> dict:
         component = "rocm_ext.data.prompt_dataset"
-        return {"_component_": component, "source": str(folder / name), "column_map": {"prompt": "question"}}
+        return {
+            "_component_": component,
+            "source": str(folder / name),
+            "column_map": {"prompt": "question"},
+        }
 
     cfg = run_config(folder / base, folder / "prompts.jsonl", out)
     return {key: value for key, value in cfg.items() if key not in SFT_ONLY} | {
@@ -106,18 +114,28 @@ def kill_at_record(name: str, count: int) -> Callable[[], None]:
 
 def cycle_line(out: Path, cycle: int) -> dict:
     """Return the line of a cycle in ``metrics.jsonl``."""
-    (line,) = [line for line in read_lines(out / "metrics.jsonl") if line["step"] == cycle and "eval" not in line]
+    (line,) = [
+        line
+        for line in read_lines(out / "metrics.jsonl")
+        if line["step"] == cycle and "eval" not in line
+    ]
     return line
 
 
 def held_out(out: Path) -> dict[int, dict]:
     """Return the scores by cycle."""
-    return {line["step"]: line["eval"] for line in read_lines(out / "metrics.jsonl") if "eval" in line}
+    return {
+        line["step"]: line["eval"] for line in read_lines(out / "metrics.jsonl") if "eval" in line
+    }
 
 
 def records(out: Path, cycle: int, name: str, phase: str = "sample") -> list[dict]:
     """Return the samples or the verdicts of a cycle."""
-    return [line for line in read_records(out / f"{name}.jsonl") if (line["step"], line["phase"]) == (cycle, phase)]
+    return [
+        line
+        for line in read_records(out / f"{name}.jsonl")
+        if (line["step"], line["phase"]) == (cycle, phase)
+    ]
 
 
 def outcome(out: Path) -> dict:

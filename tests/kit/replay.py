@@ -14,7 +14,11 @@ from rocm_ext.model.weights.quantized import Quantized
 
 def _tensors(part: Any) -> list[Tensor]:
     """Those with memory of their own; quantised weights, which nothing writes to, have none."""
-    return [leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor) and not isinstance(leaf, Quantized)]
+    return [
+        leaf
+        for leaf in tree_leaves(part)
+        if isinstance(leaf, Tensor) and not isinstance(leaf, Quantized)
+    ]
 
 
 class Recorded(TorchDispatchMode):

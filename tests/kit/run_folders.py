@@ -20,8 +20,15 @@ CONFIG: dict[str, Any] = {
         "_component_": "torchtune.training.FullModelHFCheckpointer",
         "checkpoint_dir": "/models/Qwen2.5-7B-Instruct",
     },
-    "tokenizer": {"_component_": "torchtune.models.qwen2_5.qwen2_5_tokenizer", "path": "/models/vocab.json"},
-    "dataset": {"_component_": "rocm_ext.data.sft_dataset", "source": "train.jsonl", "train_on_input": False},
+    "tokenizer": {
+        "_component_": "torchtune.models.qwen2_5.qwen2_5_tokenizer",
+        "path": "/models/vocab.json",
+    },
+    "dataset": {
+        "_component_": "rocm_ext.data.sft_dataset",
+        "source": "train.jsonl",
+        "train_on_input": False,
+    },
     "validation_fraction": 0.0,
     "shuffle": True,
     "data_seed": 0,
@@ -59,7 +66,9 @@ def remove_lines(path: Path, step: int, phase: str) -> None:
     write_jsonl(path, [line for line in lines if (line["step"], line["phase"]) != (step, phase)])
 
 
-def step_lines(losses: Sequence[float], speed: float = 1000.0, memory: int = 40 << 30) -> list[dict[str, Any]]:
+def step_lines(
+    losses: Sequence[float], speed: float = 1000.0, memory: int = 40 << 30
+) -> list[dict[str, Any]]:
     """Return lines of ``metrics.jsonl``. The step determines its tokens, as its rows do in a real run."""
     lines = []
     for step, loss in enumerate(losses, start=1):
@@ -104,9 +113,14 @@ def sft(
     config = _config(folder, **settings)
     write_yaml(folder / "config.yaml", config)
     lines = step_lines(losses, speed, memory) if lines is None else lines
-    held_out = [{"step": s, "epoch": 1, "val_loss": v, "val_tokens": 5000} for s, v in (validation or {}).items()]
+    held_out = [
+        {"step": s, "epoch": 1, "val_loss": v, "val_tokens": 5000}
+        for s, v in (validation or {}).items()
+    ]
     answers, verdicts = [], []
-    held_out += [_evaluated(step, passed, answers, verdicts) for step, passed in (right or {}).items()]
+    held_out += [
+        _evaluated(step, passed, answers, verdicts) for step, passed in (right or {}).items()
+    ]
     write_jsonl(folder / "metrics.jsonl", [*lines, *held_out])
     if right:
         write_jsonl(folder / "samples.jsonl", answers)
@@ -125,7 +139,10 @@ def sft(
             "machine": MACHINE,
             "dtype": "bfloat16",
             "ranks": 1,
-            "data_sets": [{"name": name, "rows_given": rows} for name, rows in (("a.jsonl", 3000), ("b.jsonl", 12))],
+            "data_sets": [
+                {"name": name, "rows_given": rows}
+                for name, rows in (("a.jsonl", 3000), ("b.jsonl", 12))
+            ],
         }
         (folder / "summary.json").write_text(json.dumps(summary, indent=2))
         (folder / "adapter").mkdir()
@@ -173,7 +190,13 @@ def raft(
     for name, written in (("metrics", lines), ("samples", samples), ("verdicts", verdicts)):
         write_jsonl(folder / f"{name}.jsonl", written)
     if finished:
-        summary = {"steps": len(right) - 1, "stopped": None, "machine": MACHINE, "dtype": "bfloat16", "ranks": 1}
+        summary = {
+            "steps": len(right) - 1,
+            "stopped": None,
+            "machine": MACHINE,
+            "dtype": "bfloat16",
+            "ranks": 1,
+        }
         (folder / "summary.json").write_text(json.dumps(summary))
         (folder / "adapter").mkdir()
     return folder
@@ -213,12 +236,28 @@ def as_earlier_raft(run: Path) -> Path:
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
         head = {"cycle": line["step"]}
         if "eval" in line:
-            lines.append({**head, "phase": "eval", "eval": line["eval"], "seconds": line["seconds"], "tokens": 500})
+            lines.append(
+                {
+                    **head,
+                    "phase": "eval",
+                    "eval": line["eval"],
+                    "seconds": line["seconds"],
+                    "tokens": 500,
+                }
+            )
             continue
         counts = {key: line[key] for key in ("verdicts", "pass_rate", "filter", "kept", "entropy")}
         counts["samples"] = line["answers"]
-        sampling = {"tokens": line["sampled_tokens"], "seconds": line["sample_seconds"], "waiting": 0.1}
-        training = {"steps": line["updates"], "tokens": line["tokens"], "seconds": line["train_seconds"]}
+        sampling = {
+            "tokens": line["sampled_tokens"],
+            "seconds": line["sample_seconds"],
+            "waiting": 0.1,
+        }
+        training = {
+            "steps": line["updates"],
+            "tokens": line["tokens"],
+            "seconds": line["train_seconds"],
+        }
         lines.append({**head, "phase": "sample", "counts": counts, **sampling})
         lines.append({**head, "phase": "train", **training})
         cycles.append({**head, **counts})
@@ -293,7 +332,12 @@ def grpo(
     write_jsonl(folder / "samples.jsonl", answers)
     write_jsonl(folder / "verdicts.jsonl", verdicts)
     if finished:
-        summary = {"steps": steps, "adapter_is": "best by held-out score", "stopped": None, "machine": MACHINE}
+        summary = {
+            "steps": steps,
+            "adapter_is": "best by held-out score",
+            "stopped": None,
+            "machine": MACHINE,
+        }
         summary |= {"dtype": "bfloat16", "ranks": 1, "peak_memory": 30 << 30}
         (folder / "summary.json").write_text(json.dumps(summary))
         (folder / "adapter").mkdir()
@@ -342,38 +386,75 @@ def policy_line(step: int, answers: int, groups: int, seconds: float) -> dict[st
     }
     if step == 4:
         return {**line, "updates": 0, "flat": 1.0, "trained_groups": 0, "tokens": 0}
-    ratio = {"ratio_mean": 1.0, "ratio_max": 1.6, "clipped_low": 0.01, "clipped_high": 0.02, "kl": 0.003 * step}
-    ratio |= {"lr_sum": 3e-5 * step, "informative_answers": 96, "effective_tokens": 40.0, "improbable_share": 0.4}
+    ratio = {
+        "ratio_mean": 1.0,
+        "ratio_max": 1.6,
+        "clipped_low": 0.01,
+        "clipped_high": 0.02,
+        "kl": 0.003 * step,
+    }
+    ratio |= {
+        "lr_sum": 3e-5 * step,
+        "informative_answers": 96,
+        "effective_tokens": 40.0,
+        "improbable_share": 0.4,
+    }
     return {**line, "loss": -0.01 * step, "grad_norm": 0.3, **ratio}
 
 
-def policy_answers(step: int, prompts: int, samples: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def policy_answers(
+    step: int, prompts: int, samples: int
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return answers of a step with their verdicts: groups that are mixed, all right, all wrong and with an ERROR."""
     found = []
     for prompt in range(prompts):
         for sample in range(samples):
-            verdict = ("CORRECT" if sample % 2 else "WRONG", "CORRECT", "WRONG", "ERROR" if not sample else "CORRECT")[
-                prompt % 4
-            ]
-            answer = _sample(f"prompt{prompt}", sample, f"step {step}: {prompt} and {sample}", 20 + 5 * sample)
+            verdict = (
+                "CORRECT" if sample % 2 else "WRONG",
+                "CORRECT",
+                "WRONG",
+                "ERROR" if not sample else "CORRECT",
+            )[prompt % 4]
+            answer = _sample(
+                f"prompt{prompt}", sample, f"step {step}: {prompt} and {sample}", 20 + 5 * sample
+            )
             if prompt % 4 == 2 and sample == 1:
                 answer["finish_reason"] = "length"
             reward = {"CORRECT": 1.0, "ERROR": None}.get(verdict, 0.0)
             key = {"prompt_id": f"prompt{prompt}", "sample": sample}
-            found.append((answer, {**key, "verdict": verdict, "reward": reward, "detail": f"found {prompt}"}))
+            found.append(
+                (answer, {**key, "verdict": verdict, "reward": reward, "detail": f"found {prompt}"})
+            )
     return found
 
 
-def _evaluated(step: int, passed: Sequence[bool], answers: list, verdicts: list, drawn: int = 0) -> dict[str, Any]:
+def _evaluated(
+    step: int, passed: Sequence[bool], answers: list, verdicts: list, drawn: int = 0
+) -> dict[str, Any]:
     """Add the records of an evaluation, and return its line of ``metrics.jsonl``."""
     for i, ok in enumerate(passed):
         head = {"step": step, "phase": "eval"}
-        answers.append({**head, **_sample(f"held{i}", -1, f"held-out answer {i}", 20), "seconds": 0.5})
-        verdict = {"verdict": "CORRECT" if ok else "WRONG", "reward": float(ok), "detail": "", "seconds": 0.1}
-        verdicts += [{**head, "prompt_id": f"held{i}", "sample": sample, **verdict} for sample in (-1, *range(drawn))]
+        answers.append(
+            {**head, **_sample(f"held{i}", -1, f"held-out answer {i}", 20), "seconds": 0.5}
+        )
+        verdict = {
+            "verdict": "CORRECT" if ok else "WRONG",
+            "reward": float(ok),
+            "detail": "",
+            "seconds": 0.1,
+        }
+        verdicts += [
+            {**head, "prompt_id": f"held{i}", "sample": sample, **verdict}
+            for sample in (-1, *range(drawn))
+        ]
     share = sum(passed) / len(passed)
     at = {str(k): {"pass": share ** (1 / k), "interval": [0, 1]} for k in (1, 2, 4) if k <= drawn}
-    scores = {"prompts": len(passed), "correct": sum(passed), "pass_at_1": share, "interval": [0, 1]}
+    scores = {
+        "prompts": len(passed),
+        "correct": sum(passed),
+        "pass_at_1": share,
+        "interval": [0, 1],
+    }
     return {"step": step, "eval": {**scores, "pass_at_k": at, "truncated": 1}, "seconds": 3.0}
 
 
@@ -392,7 +473,12 @@ def hardware(folder: Path, gpus: int = 1, lines: int = 120, pause_at: int | None
         ]  # fmt: skip
         if i % 10 == 3 and cards:
             del cards[0]["power"]
-        host = {"cpu": 12.5, "memory_used": 100 << 30, "memory_total": 200 << 30, "process_memory": 9 << 30}
+        host = {
+            "cpu": 12.5,
+            "memory_used": 100 << 30,
+            "memory_total": 200 << 30,
+            "process_memory": 9 << 30,
+        }
         readings.append({"time": now, "gpus": cards, "host": host})
     write_jsonl(folder / "hardware.jsonl", readings)
     return folder

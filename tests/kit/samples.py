@@ -21,7 +21,9 @@ class Words:
         return "".join(chr(97 + token % 26) for token in tokens)
 
 
-def prompts(*lengths: int, seed: int = 1, words: tuple[int, int] = (0, 331)) -> list[tuple[int, ...]]:
+def prompts(
+    *lengths: int, seed: int = 1, words: tuple[int, int] = (0, 331)
+) -> list[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(seed)
     return [tuple(torch.randint(*words, (n,), generator=generator).tolist()) for n in lengths]
 

@@ -41,7 +41,11 @@ class Fake(ThreadingHTTPServer):
 
     def adapter_calls(self):
         """Return the requests that load and unload adapters: verb and body."""
-        return [(path.split("/")[-1].split("_")[0], body) for path, body, _ in self.asked if path in (LOAD, UNLOAD)]
+        return [
+            (path.split("/")[-1].split("_")[0], body)
+            for path, body, _ in self.asked
+            if path in (LOAD, UNLOAD)
+        ]
 
     def die(self):
         self.shutdown()
@@ -102,7 +106,9 @@ class Vllm:
         lora: whether the server was started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING.
     """
 
-    def __init__(self, answer: Callable[[str | None, dict], Any], model: str = "base", lora: bool = True):
+    def __init__(
+        self, answer: Callable[[str | None, dict], Any], model: str = "base", lora: bool = True
+    ):
         self.answer, self.model, self.lora = answer, model, lora
         self.adapters: dict[str, str] = {}
         self.version = "0.27.0"
@@ -115,7 +121,10 @@ class Vllm:
     def __call__(self, path, body):
         if path == MODELS:
             cards = [{"id": self.model, "parent": None}, {"id": "old", "parent": self.model}]
-            return {"object": "list", "data": cards + [{"id": name, "parent": self.model} for name in self.adapters]}
+            return {
+                "object": "list",
+                "data": cards + [{"id": name, "parent": self.model} for name in self.adapters],
+            }
         if path == "/version":
             return {"version": self.version}
         if path in (LOAD, UNLOAD):
@@ -136,7 +145,11 @@ class Vllm:
             said = f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
             return error(400, said + "'load_inplace' to True.", "InvalidUserInput")
         if not Path(body["lora_path"], "adapter_config.json").is_file():
-            return error(404, f"Loading lora {name} failed: No adapter found for {body['lora_path']}", "NotFoundError")
+            return error(
+                404,
+                f"Loading lora {name} failed: No adapter found for {body['lora_path']}",
+                "NotFoundError",
+            )
         self.adapters[name] = body["lora_path"]
         return 200, f"Success: LoRA adapter '{name}' added successfully.", {}
 
@@ -177,13 +190,17 @@ class Sampler:
             if self.stale == "base":
                 adapter = None
             elif self.stale:
-                adapter = next((path for path in self._weights if path and self.stale in path), adapter)
+                adapter = next(
+                    (path for path in self._weights if path and self.stale in path), adapter
+                )
             if adapter not in self._weights:
                 self._weights[adapter] = self._merged(Path(adapter))
             tokens, logprobs, tops = self._sample(self._weights[adapter], body)
         stopped = tokens[-1] in body["stop_token_ids"]
         text = to_text(self._tokenizer, tokens[:-1] if stopped else tokens)
-        answer = vllm_form(body, text, tokens, logprobs, finish_reason="stop" if stopped else "length")
+        answer = vllm_form(
+            body, text, tokens, logprobs, finish_reason="stop" if stopped else "length"
+        )
         answer["choices"][0]["logprobs"]["top_logprobs"] = [{"top": value} for value in tops]
         return answer
 
@@ -202,12 +219,16 @@ class Sampler:
     def _sample(self, weights, body):
         generator = torch.Generator().manual_seed(body["seed"])
         prompt, tokens, logprobs, tops = body["prompt"], [], [], []
-        while len(tokens) < body["max_tokens"] and not (tokens and tokens[-1] in body["stop_token_ids"]):
+        while len(tokens) < body["max_tokens"] and not (
+            tokens and tokens[-1] in body["stop_token_ids"]
+        ):
             ids = torch.tensor([prompt + tokens])
             logits = torch.func.functional_call(self._model, weights, (ids,)).logits[0, -1].float()
             noise = -torch.log(torch.empty_like(logits).exponential_(generator=generator))
             greedy = body["temperature"] == 0
-            tokens.append(int((logits if greedy else logits / body["temperature"] + noise).argmax()))
+            tokens.append(
+                int((logits if greedy else logits / body["temperature"] + noise).argmax())
+            )
             logprobs.append(float(logits.log_softmax(-1)[tokens[-1]]))
             tops.append(float(logits.log_softmax(-1).max()))
         return tokens, logprobs, tops

@@ -57,25 +57,43 @@ class _Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._overloadpacket.__name__
-        devices = [leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        devices = [
+            leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+        ]
         if name == "_local_scalar_dense" and DEVICE in devices:
             self._waits.append(_where(name))
             return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
         if name in _DATA_DEPENDENT and DEVICE in devices:
             self._waits.append(_where(name))
         out = func(*args, **kwargs)
-        if name == "_to_copy" and not kwargs.get("non_blocking") and {out.device.type, *devices} == {"cpu", DEVICE}:
+        if (
+            name == "_to_copy"
+            and not kwargs.get("non_blocking")
+            and {out.device.type, *devices} == {"cpu", DEVICE}
+        ):
             self._waits.append(_where(name))
         if name == "copy_" and not (len(args) > 2 and args[2]) and set(devices) == {"cpu", DEVICE}:
             self._waits.append(_where(name))
         return out
 
 
-_DATA_DEPENDENT = {"nonzero", "masked_select", "_unique2", "unique_dim", "bincount", "equal", "is_nonzero"}
+_DATA_DEPENDENT = {
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "bincount",
+    "equal",
+    "is_nonzero",
+}
 
 
 def _where(name: str) -> str:
-    ours = [f for f in traceback.extract_stack() if "/rocm_ext/" in f.filename or "/recipes/" in f.filename]
+    ours = [
+        f
+        for f in traceback.extract_stack()
+        if "/rocm_ext/" in f.filename or "/recipes/" in f.filename
+    ]
     return f"{name} in {Path(ours[-1].filename).name}: {ours[-1].line}" if ours else name
 
 
@@ -87,7 +105,11 @@ def counted() -> Iterator[list[str]]:
     """Context on fake tensors; gives the waits so far, as texts."""
 
     waits: list[str] = []
-    with FAKE, _Waits(waits), mock.patch.object(FakeTensor, "tolist", lambda tensor: _ones(tensor, waits)):
+    with (
+        FAKE,
+        _Waits(waits),
+        mock.patch.object(FakeTensor, "tolist", lambda tensor: _ones(tensor, waits)),
+    ):
         yield waits
 
 
@@ -162,8 +184,15 @@ def waits_of(trainer: Trainer) -> list[str]:
 
 def of_training(top: Path, key: str, recipe: type[LoRAFinetune], **changes: Any) -> list[str]:
     """Return the waits of a training step of ``recipe``."""
-    cfg = run_config(top / "base", top / "rows.jsonl", top / f"{key}_out", dtype="bf16", startup_checks=False)
-    cfg |= {"batch_size": 2, "enable_activation_checkpointing": True, "clip_grad_norm": 1.0, **changes}
+    cfg = run_config(
+        top / "base", top / "rows.jsonl", top / f"{key}_out", dtype="bf16", startup_checks=False
+    )
+    cfg |= {
+        "batch_size": 2,
+        "enable_activation_checkpointing": True,
+        "clip_grad_norm": 1.0,
+        **changes,
+    }
     (top / key).mkdir()
     return waits_of(set_up(recipe, key, top / key, cfg))
 
@@ -171,7 +200,9 @@ def of_training(top: Path, key: str, recipe: type[LoRAFinetune], **changes: Any)
 def with_a_read(top: Path) -> list[str]:
     """Return the waits of a decoding step that also asks for a value."""
     inner = NativeSampler.step
-    read = mock.patch.object(NativeSampler, "step", lambda *args: (out := inner(*args), bool((out > 0).any()))[0])
+    read = mock.patch.object(
+        NativeSampler, "step", lambda *args: (out := inner(*args), bool((out > 0).any()))[0]
+    )
     with read:
         return of_decoding(top, Sampling(8, 0.0))
 

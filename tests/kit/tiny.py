@@ -40,10 +40,15 @@ def write_tokenizer(folder: Path, text: list[str] = TEXT, size: int = 400) -> in
     """Train a Qwen2-style byte-level BPE tokenizer on ``text``, write it, and return the size of its vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(SPLIT), "isolated"), byte_level]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[], show_progress=False
+        vocab_size=size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[],
+        show_progress=False,
     )
     tokenizer.train_from_iterator(text, trainer)
     tokenizer.add_special_tokens(SPECIAL)
@@ -53,7 +58,12 @@ def write_tokenizer(folder: Path, text: list[str] = TEXT, size: int = 400) -> in
 
 
 def write_model(
-    folder: Path, family: str = "qwen2", text: list[str] = TEXT, shards: int = 1, vocab: int | None = None, **shape
+    folder: Path,
+    family: str = "qwen2",
+    text: list[str] = TEXT,
+    shards: int = 1,
+    vocab: int | None = None,
+    **shape,
 ) -> Path:
     """Write a random model with its tokenizer in Hugging Face's format. ``family``: qwen2 or llama."""
     folder.mkdir(parents=True)
@@ -61,7 +71,9 @@ def write_model(
     vocab = vocab or -(-size // 64) * 64
     torch.manual_seed(0)
     if family == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=vocab, rope_theta=1e6, **{**SHAPE, **shape}))
+        model = Qwen2ForCausalLM(
+            Qwen2Config(vocab_size=vocab, rope_theta=1e6, **{**SHAPE, **shape})
+        )
         for layer in model.model.layers:  # biases start at zero, which would hide errors
             for proj in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
                 torch.nn.init.normal_(proj.bias, std=0.1)
@@ -74,7 +86,9 @@ def write_model(
             "original_max_position_embeddings": 8192,
             "rope_theta": 500000.0,
         }
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=vocab, rope_parameters=rope, **{**SHAPE, **shape}))
+        model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=vocab, rope_parameters=rope, **{**SHAPE, **shape})
+        )
     model = model.to(shape.get("dtype", torch.float32))
     total = sum(p.nbytes for p in model.parameters())
     model.save_pretrained(folder, max_shard_size=total // shards + 1 if shards > 1 else "50GB")
@@ -86,7 +100,10 @@ def write_rows(path: Path, count: int, start: int = 0) -> Path:
     with path.open("w") as file:
         for i in range(start, start + count):
             words = " ".join(TEXT[i % 3].split()[: 4 + i * 7 % 13])
-            row = {"question": f"{words} {i}?", "answer": f"It is {i * 37 % 101}. " + "So it is. " * (i % 4)}
+            row = {
+                "question": f"{words} {i}?",
+                "answer": f"It is {i * 37 % 101}. " + "So it is. " * (i % 4),
+            }
             file.write(json.dumps(row) + "\n")
     return path
 
@@ -129,14 +146,19 @@ def run_config(model: Path, rows: Path, out: Path, **changes) -> dict:
     }
     qwen = family["model_type"] == "qwen2"
     if qwen:
-        shape |= {"intermediate_dim": family["intermediate_size"], "tie_word_embeddings": family["tie_word_embeddings"]}
+        shape |= {
+            "intermediate_dim": family["intermediate_size"],
+            "tie_word_embeddings": family["tie_word_embeddings"],
+        }
     else:
         shape |= {"intermediate_dim": family["intermediate_size"]}
     cfg = base_config(rows, out)
     return {
         **cfg,
         "model": {
-            "_component_": "torchtune.models.qwen2.lora_qwen2" if qwen else "torchtune.models.llama3_1.lora_llama3_1",
+            "_component_": "torchtune.models.qwen2.lora_qwen2"
+            if qwen
+            else "torchtune.models.llama3_1.lora_llama3_1",
             **lora,
             **shape,
         },
@@ -164,7 +186,9 @@ def tune(
     """Run ``tune ARGS`` in the folder ``cwd``."""
     command = [str(Path(sys.executable).with_name("tune")), *map(str, args)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def exit_code(main: Callable[[], object], *arguments: object) -> int:

@@ -61,11 +61,18 @@ class Timeless:
         return ""
 
 
-def nearness(prompts: Any, completions: Any, environments: Any, target: list[int], **columns: Any) -> list[float]:
+def nearness(
+    prompts: Any, completions: Any, environments: Any, target: list[int], **columns: Any
+) -> list[float]:
     """How near the counter is; 0 unless the function gets what TRL's trainers give."""
     given = [[m["role"] for m in c] for c in completions]
-    ends = all(roles[-1] == "assistant" for roles in given) and all(p[-1]["role"] == "user" for p in prompts)
-    return [float(ends) * max(0.0, 1 - abs(e.value - t) / 10) for e, t in zip(environments, target, strict=True)]
+    ends = all(roles[-1] == "assistant" for roles in given) and all(
+        p[-1]["role"] == "user" for p in prompts
+    )
+    return [
+        float(ends) * max(0.0, 1 - abs(e.value - t) / 10)
+        for e, t in zip(environments, target, strict=True)
+    ]
 
 
 def trainers_own(completion_ids: Any, **columns: Any) -> list[float]:

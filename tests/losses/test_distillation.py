@@ -44,16 +44,22 @@ def by_formula(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 def test_value_and_gradients_equal_autograd(beta, chunk, temperature, words):
     head, hidden, targets, theirs, seen = problem(words)
     both = min(WORDS, words)
-    logprobs = [(x[:, :both] / temperature).log_softmax(-1) for x in (head(hidden), theirs(seen).detach())]
+    logprobs = [
+        (x[:, :both] / temperature).log_softmax(-1) for x in (head(hidden), theirs(seen).detach())
+    ]
     whole = by_formula(*logprobs, beta).sum()
     gradients = torch.autograd.grad(whole, [hidden, *head.parameters()])
     objective = made(theirs, beta=beta, temperature=temperature, chunk_tokens=chunk)
     found = objective(head, hidden, targets, {HIDDEN: seen}, SEQUENCE)
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
-    for ours, other in zip(torch.autograd.grad(found, [hidden, *head.parameters()]), gradients, strict=True):
+    for ours, other in zip(
+        torch.autograd.grad(found, [hidden, *head.parameters()]), gradients, strict=True
+    ):
         torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-6)
     with torch.no_grad():
-        assert objective(head, hidden, targets, {HIDDEN: seen}, SEQUENCE) == pytest.approx(whole.item(), rel=1e-5)
+        assert objective(head, hidden, targets, {HIDDEN: seen}, SEQUENCE) == pytest.approx(
+            whole.item(), rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -66,9 +72,14 @@ def test_value_and_gradients_equal_trl(beta, temperature):
         student_lm_head_bias=head.bias, teacher_lm_head_bias=theirs.bias, temperature=temperature,
     )  # fmt: skip
     objective = made(theirs, beta=beta, temperature=temperature, chunk_tokens=16)
-    found = objective(head, hidden, targets, {HIDDEN: seen}, SEQUENCE) / objective.denominator(int(count), 3)
+    found = objective(head, hidden, targets, {HIDDEN: seen}, SEQUENCE) / objective.denominator(
+        int(count), 3
+    )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-    pairs = zip(*(torch.autograd.grad(loss, [hidden, *head.parameters()]) for loss in (found, expected)), strict=True)
+    pairs = zip(
+        *(torch.autograd.grad(loss, [hidden, *head.parameters()]) for loss in (found, expected)),
+        strict=True,
+    )
     for ours, other in pairs:
         torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-7)
 
@@ -76,11 +87,16 @@ def test_value_and_gradients_equal_trl(beta, temperature):
 def test_reverse_kl_of_samples_is_unbiased():
     """Over all words, weighed by their probabilities, the estimates are the divergence, and so are their gradients."""
     torch.manual_seed(0)
-    logits, teacher = torch.randn(1, 7, dtype=torch.float64, requires_grad=True), torch.randn(1, 7).log_softmax(-1)
+    logits, teacher = (
+        torch.randn(1, 7, dtype=torch.float64, requires_grad=True),
+        torch.randn(1, 7).log_softmax(-1),
+    )
     logprobs = logits.log_softmax(-1)
     whole = by_formula(logprobs, teacher, 1.0).sum()
     (gradient,) = torch.autograd.grad(whole, logits, retain_graph=True)
-    value, derivative = Distillation("reverse_kl").terms(-logprobs[0].detach(), {LOGPROBS: teacher[0]}, SEQUENCE[:7])
+    value, derivative = Distillation("reverse_kl").terms(
+        -logprobs[0].detach(), {LOGPROBS: teacher[0]}, SEQUENCE[:7]
+    )
     weights = logprobs[0].detach().exp()
     assert (weights * value).sum().item() == pytest.approx(whole.item(), rel=1e-6)
     (estimated,) = torch.autograd.grad((weights * derivative * -logprobs[0]).sum(), logits)
@@ -99,7 +115,8 @@ def test_a_model_that_is_its_teacher_has_nothing_to_learn():
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"loss": "kl"}, {"beta": 1.1}, {"beta": True}, {"temperature": 0}, {"chunk_tokens": 0}]
+    "arguments",
+    [{"loss": "kl"}, {"beta": 1.1}, {"beta": True}, {"temperature": 0}, {"chunk_tokens": 0}],
 )
 def test_bad_arguments(arguments):
     name = next(iter(arguments))

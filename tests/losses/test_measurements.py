@@ -25,12 +25,17 @@ from tests.losses.test_policy_gradient import LENGTHS, SEQUENCE, given, logprobs
 ONE = Ranks(torch.device("cpu"))
 
 
-def expected(loss: str, now, columns, sequence, on_policy: bool, low=0.2, high=0.28, dual=1.6) -> dict[str, float]:
+def expected(
+    loss: str, now, columns, sequence, on_policy: bool, low=0.2, high=0.28, dual=1.6
+) -> dict[str, float]:
     """Return the measurements of labels with the log-probs ``now`` by their definitions."""
     advantages = columns["advantages"]
     gradient = abs(advantages) * (1 - np.exp(now))
     down = (advantages < 0) & (np.exp(now) < 0.5)
-    found = {"token_gradient": gradient.mean(), "improbable_share": (gradient**2)[down].sum() / (gradient**2).sum()}
+    found = {
+        "token_gradient": gradient.mean(),
+        "improbable_share": (gradient**2)[down].sum() / (gradient**2).sum(),
+    }
     old = now if on_policy else columns["old_logprobs"]
     if not on_policy:
         log_ratio = now - old
@@ -68,7 +73,14 @@ def measured(objective, head, hidden, targets, columns, parts) -> dict[str, floa
 @pytest.mark.parametrize("mismatch", ["none", "mask"])
 @pytest.mark.parametrize(
     ("loss", "on_policy"),
-    [("grpo", False), ("grpo", True), ("gspo", False), ("gspo", True), ("cispo", False), ("reinforce", True)],
+    [
+        ("grpo", False),
+        ("grpo", True),
+        ("gspo", False),
+        ("gspo", True),
+        ("cispo", False),
+        ("reinforce", True),
+    ],
 )
 def test_measurements_equal_their_definitions(loss, on_policy, mismatch):
     head, hidden, targets, columns = problem(spread=0.6)
@@ -81,12 +93,20 @@ def test_measurements_equal_their_definitions(loss, on_policy, mismatch):
         "cispo": {"clip_high": 0.28}, "reinforce": {},
     }  # fmt: skip
     objective = PolicyGradient(
-        loss, on_policy=on_policy, mismatch=mismatch, temperature=0.7, chunk_tokens=7, **limits[loss], **given(loss)
+        loss,
+        on_policy=on_policy,
+        mismatch=mismatch,
+        temperature=0.7,
+        chunk_tokens=7,
+        **limits[loss],
+        **given(loss),
     )
     for without in ((), ("sampler_logprobs",) * (mismatch == "none"), ("reference_logprobs",)):
         kept = {name: column for name, column in columns.items() if name not in without}
         found = measured(objective, head, hidden, targets, kept, parts)
-        wanted = expected(loss, now, {name: plain[name] for name in kept}, SEQUENCE.numpy(), on_policy)
+        wanted = expected(
+            loss, now, {name: plain[name] for name in kept}, SEQUENCE.numpy(), on_policy
+        )
         if mismatch == "mask":
             gap = (now if on_policy else plain["old_logprobs"]) - plain["sampler_logprobs"]
             wanted["mismatch_limited"] = ((np.exp(gap) < 0.5) | (np.exp(gap) > 5)).mean()
@@ -109,16 +129,22 @@ def test_far_apart_policies_give_finite_numbers():
     head, hidden, targets, columns = problem()
     columns = {name: column - 200 * (name != "advantages") for name, column in columns.items()}
     columns["sampler_logprobs"] -= 200
-    found = measured(PolicyGradient("grpo", on_policy=False), head, hidden, targets, columns, [slice(None)])
+    found = measured(
+        PolicyGradient("grpo", on_policy=False), head, hidden, targets, columns, [slice(None)]
+    )
     assert np.isfinite(list(found.values())).all()
     assert found["mismatch_max"] > 190
 
 
 @pytest.mark.parametrize("measures", [False, True])
-@pytest.mark.parametrize("options", [{"loss": "gspo"}, {"loss": "grpo", "entropy_coef": 0.01}, {"loss": "dapo"}])
+@pytest.mark.parametrize(
+    "options", [{"loss": "gspo"}, {"loss": "grpo", "entropy_coef": 0.01}, {"loss": "dapo"}]
+)
 def test_planned_memory_of_the_loss_is_the_measured_one(options, measures):
     width, words, labels = 32, 4000, 300
-    objective = PolicyGradient(**options, on_policy=False, kl_coef=0.1, mismatch="truncate", chunk_tokens=64)
+    objective = PolicyGradient(
+        **options, on_policy=False, kl_coef=0.1, mismatch="truncate", chunk_tokens=64
+    )
     shape = {"vocab_size": words, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "embed_dim": width,
              "intermediate_dim": 48, "max_seq_len": 512}  # fmt: skip
     decoder = native(qwen2(**shape)).requires_grad_(False)
@@ -156,7 +182,10 @@ def test_ranks_are_combined_exactly(tmp_path):
     for code, messages in forked_ranks(main, tmp_path):
         assert code == 0, messages
     for rank in ("0", "1"):
-        assert pickle.loads((tmp_path / rank).read_bytes()) == [{"mean": 3.5, "highest": 6.0}, {"mean": 3.0}]
+        assert pickle.loads((tmp_path / rank).read_bytes()) == [
+            {"mean": 3.5, "highest": 6.0},
+            {"mean": 3.0},
+        ]
 
 
 # ---- through a recipe
@@ -169,8 +198,12 @@ class Sampled(LoRAFinetune):
         rows, _ = super().setup_data(tokenizer)
         rng = np.random.default_rng(0)
         for name in ("old_logprobs", "sampler_logprobs", "reference_logprobs"):
-            rows.columns[name] = [rng.normal(-5.9, 0.2, len(ids)).astype(np.float32) for ids in rows.tokens]
-        rows.columns["advantages"] = [np.full(len(ids), rng.normal(), np.float32) for ids in rows.tokens]
+            rows.columns[name] = [
+                rng.normal(-5.9, 0.2, len(ids)).astype(np.float32) for ids in rows.tokens
+            ]
+        rows.columns["advantages"] = [
+            np.full(len(ids), rng.normal(), np.float32) for ids in rows.tokens
+        ]
         return rows, None
 
 
@@ -188,7 +221,11 @@ def test_a_step_measures_all_its_labels(tmp_path, loss):
     write_rows(tmp_path / "rows.jsonl", 17)  # the third step has one row for two ranks
     component = {"_component_": "rocm_ext.losses.PolicyGradient", "loss": loss, "on_policy": False}
     cfg = run_config(
-        tmp_path / "base", tmp_path / "rows.jsonl", tmp_path / "one", loss=component, tokens_per_micro_batch=100
+        tmp_path / "base",
+        tmp_path / "rows.jsonl",
+        tmp_path / "one",
+        loss=component,
+        tokens_per_micro_batch=100,
     )
     one = set_up(write_yaml(tmp_path / "one.yaml", cfg))
     rows, steps = one.trainer.rows, one.trainer.steps
@@ -215,7 +252,9 @@ def test_a_step_measures_all_its_labels(tmp_path, loss):
     }
     sequence = np.concatenate([np.full(counts[i], i) for i in chosen])
     limits = {"grpo": (0.2, 0.2, 3.0), "gspo": (3e-4, 4e-4)}[loss]
-    wanted = expected(loss, np.concatenate([now[i] for i in chosen]), columns, sequence, False, *limits)
+    wanted = expected(
+        loss, np.concatenate([now[i] for i in chosen]), columns, sequence, False, *limits
+    )
     found = lines(tmp_path / "one/metrics.jsonl")
     assert {name: found[0][name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
     assert len(found) == 3

@@ -53,7 +53,9 @@ def expected(objective: str, logits, targets, columns, sequence):
     ratio = (logprobs - columns["old_logprobs"]).exp()
     if objective == "clipped":
         return -torch.minimum(ratio, ratio.clamp(max=1.28))
-    means = torch.stack([(logprobs - columns["old_logprobs"])[sequence == s].mean() for s in range(5)])
+    means = torch.stack(
+        [(logprobs - columns["old_logprobs"])[sequence == s].mean() for s in range(5)]
+    )
     return -means.exp()[sequence]
 
 
@@ -90,7 +92,9 @@ def test_value_and_gradients_equal_autograd(name, chunk, normalize, weights):
     for ours, theirs in zip(torch.autograd.grad(found, parameters), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     with torch.no_grad():
-        assert objective(head, hidden, targets, columns, sequence) == pytest.approx(summed.item(), rel=1e-6)
+        assert objective(head, hidden, targets, columns, sequence) == pytest.approx(
+            summed.item(), rel=1e-6
+        )
 
 
 def test_both_passes_draw_the_same_dropout():
@@ -102,7 +106,9 @@ def test_both_passes_draw_the_same_dropout():
     torch.manual_seed(3)
     found = SequenceRatio()(head, hidden, targets, columns, sequence)
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.autograd.grad(found, hidden)[0], gradient, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, hidden)[0], gradient, rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.wide(always=1)
@@ -114,7 +120,9 @@ def test_long_sequences_keep_their_gradient_in_fp16(lengths):
     sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     hidden, targets = torch.randn(labels, WIDTH), torch.zeros(labels, dtype=torch.long)
     weight = 1 + 0.1 * torch.randn(words, WIDTH)
-    weight[0] = 0  # the label's own row, so that only the probabilities of the others count: 1/40,000/1,000 each
+    weight[0] = (
+        0  # the label's own row, so that only the probabilities of the others count: 1/40,000/1,000 each
+    )
     gradients = []
     for dtype in (torch.float32, torch.float16):
         states = hidden.to(dtype, copy=True).requires_grad_()
@@ -139,7 +147,9 @@ def test_a_micro_batch_without_labels(name):
 
 @pytest.mark.parametrize("normalize", [0, True, "rows", None])
 def test_other_normalisations_are_refused(normalize):
-    with pytest.raises(UserError, match=r"loss.normalize is .*expected tokens or sequences, or a number above 0"):
+    with pytest.raises(
+        UserError, match=r"loss.normalize is .*expected tokens or sequences, or a number above 0"
+    ):
         CrossEntropy(normalize=normalize)
 
 
@@ -157,19 +167,28 @@ def carrying(lengths: list[tuple[int, ...]], seed: int = 0, alike: int = 0) -> R
         for start in np.cumsum((0, *each[:-1])):
             ids[start : start + alike] = np.arange(1, alike + 1)
     labels = [np.where(rng.random(len(ids)) < 0.3, IGNORE, ids).astype(np.int32) for ids in tokens]
-    columns = {name: [sign * ids.astype(np.float32) for ids in tokens] for name, sign in (("old", 1), ("ref", -1))}
+    columns = {
+        name: [sign * ids.astype(np.float32) for ids in tokens]
+        for name, sign in (("old", 1), ("ref", -1))
+    }
     return Rows(tokens, labels, lengths, {}, columns)
 
 
-packs = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple), min_size=2, max_size=12)
+packs = st.lists(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple), min_size=2, max_size=12
+)
 
 
 @settings(max_examples=60, deadline=None)
 @given(packs, st.sampled_from([(False, False), (True, False), (True, True)]), st.integers(1, 5))
 def test_columns_and_sequences_stay_with_their_labels(lengths, layout, multiple):
     packed, share = layout
-    rows = carrying([tuple(20 + n for n in each) for each in lengths] if share else lengths, alike=20 * share)
-    batch = collate(rows, list(range(len(lengths))), packed, pad_id=0, multiple=multiple, share=share)
+    rows = carrying(
+        [tuple(20 + n for n in each) for each in lengths] if share else lengths, alike=20 * share
+    )
+    batch = collate(
+        rows, list(range(len(lengths))), packed, pad_id=0, multiple=multiple, share=share
+    )
     if share:
         assert batch.tokens.numel() < 20 * len(lengths) + sum(map(sum, lengths)) + multiple
     assert batch.columns.keys() == {"old", "ref"}
@@ -195,9 +214,13 @@ def test_a_split_carries_columns(lengths, fraction, seed):
         return
     for part in rows.split(fraction, seed):
         assert len(part.columns["old"]) == len(part.columns["ref"]) == len(part)
-        for tokens, old, ref in zip(part.tokens, part.columns["old"], part.columns["ref"], strict=True):
+        for tokens, old, ref in zip(
+            part.tokens, part.columns["old"], part.columns["ref"], strict=True
+        ):
             assert tokens.tolist() == old.tolist() == (-ref).tolist()
-    other = Rows(rows.tokens, rows.labels, rows.lengths, {}, {**rows.columns, "old": rows.columns["ref"]})
+    other = Rows(
+        rows.tokens, rows.labels, rows.lengths, {}, {**rows.columns, "old": rows.columns["ref"]}
+    )
     assert other.fingerprint() != rows.fingerprint()
 
 
@@ -208,18 +231,27 @@ def test_a_split_carries_columns(lengths, fraction, seed):
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("objectives")
     write_model(root / "base")
-    rows = [json.loads(line) for line in write_rows(root / "rows.jsonl", 24).read_text().splitlines()]
-    table = [row | {f"weight_{name}": w[i % len(w)] for name, w in WEIGHTS.items()} for i, row in enumerate(rows)]
+    rows = [
+        json.loads(line) for line in write_rows(root / "rows.jsonl", 24).read_text().splitlines()
+    ]
+    table = [
+        row | {f"weight_{name}": w[i % len(w)] for name, w in WEIGHTS.items()}
+        for i, row in enumerate(rows)
+    ]
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
     return root
 
 
 def finetune(folder, out, loss: dict, weights: str = "", **changes) -> LoRAFinetune:
     """Run the recipe for two steps over 24 rows and return it."""
-    cfg = run_config(folder / "base", folder / "rows.jsonl", out, loss=loss, sequences_per_step=12, **changes)
+    cfg = run_config(
+        folder / "base", folder / "rows.jsonl", out, loss=loss, sequences_per_step=12, **changes
+    )
     if weights:
         cfg["dataset"]["column_map"]["weight"] = f"weight_{weights}"
-    recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(write_yaml(out.with_suffix(".yaml"), cfg))))
+    recipe = LoRAFinetune(
+        config.load("lora_finetune_rocm", str(write_yaml(out.with_suffix(".yaml"), cfg)))
+    )
     recipe.setup()
     recipe.train()
     recipe.cleanup()
@@ -228,16 +260,26 @@ def finetune(folder, out, loss: dict, weights: str = "", **changes) -> LoRAFinet
 
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
-    ("normalize", "weights"), [("sequences", "different"), (50.0, ""), ("tokens", "different"), ("sequences", "")]
+    ("normalize", "weights"),
+    [("sequences", "different"), (50.0, ""), ("tokens", "different"), ("sequences", "")],
 )
 def test_normalisation_is_exact_over_micro_batches(folder, tmp_path, normalize, weights):
     loss = {"_component_": "rocm_ext.losses.CrossEntropy", "normalize": normalize}
     curves = []
     for batch_size in (1, 3, 12):
         out = tmp_path / str(batch_size)
-        recipe = finetune(folder, out, loss, weights, batch_size=batch_size, validation_fraction=0.25)
+        recipe = finetune(
+            folder, out, loss, weights, batch_size=batch_size, validation_fraction=0.25
+        )
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        curves.append([line[key] for line in lines for key in ("loss", "grad_norm", "val_loss") if key in line])
+        curves.append(
+            [
+                line[key]
+                for line in lines
+                for key in ("loss", "grad_norm", "val_loss")
+                if key in line
+            ]
+        )
         assert any("val_loss" in line for line in lines)
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
     assert curves[2] == pytest.approx(curves[0], rel=1e-5)
@@ -258,15 +300,23 @@ def test_normalisation_is_exact_over_micro_batches(folder, tmp_path, normalize, 
                 )  # fmt: skip
                 weight = batch.columns["weight"][chosen][0].item() if weights else 1.0
                 labels = int(chosen.sum())
-                sums.append(weight * model(part).item() / {"tokens": 1, "sequences": labels}.get(normalize, normalize))
+                sums.append(
+                    weight
+                    * model(part).item()
+                    / {"tokens": 1, "sequences": labels}.get(normalize, normalize)
+                )
                 divisor += weight * (labels if normalize == "tokens" else 1)
     assert sum(sums) / divisor == pytest.approx(curves[2][-1], rel=1e-5)
 
 
 def test_only_ratios_of_weights_matter(folder, tmp_path):
     loss = {"_component_": "rocm_ext.losses.CrossEntropy"}
-    plain, twos, different = (finetune(folder, tmp_path / (w or "plain"), loss, w) for w in ("", "two", "different"))
-    of_plain, of_twos, others = (metrics(recipe.trainer.folder.path) for recipe in (plain, twos, different))
+    plain, twos, different = (
+        finetune(folder, tmp_path / (w or "plain"), loss, w) for w in ("", "two", "different")
+    )
+    of_plain, of_twos, others = (
+        metrics(recipe.trainer.folder.path) for recipe in (plain, twos, different)
+    )
     assert of_twos == of_plain
     assert metrics(tmp_path / "two", "grad_norm") == metrics(tmp_path / "plain", "grad_norm")
     assert others[0] != of_plain[0]
@@ -279,7 +329,9 @@ def test_a_rows_share_of_the_gradient_is_its_weights_share(rows_per_step):
     column = [np.full(4, weight, np.float32) for weight in weights]
     rows = Rows(tokens, tokens, [(4,)] * len(weights), {}, {"weight": column})
     layout = Layout(0, 1, 100, True, 0)
-    updates = StepLoader(rows, Steps(len(rows), rows_per_step), layout).range(0, len(weights) // rows_per_step)
+    updates = StepLoader(rows, Steps(len(rows), rows_per_step), layout).range(
+        0, len(weights) // rows_per_step
+    )
     of_light = of_all = 0.0
     for update in updates:
         for index in update.rows:

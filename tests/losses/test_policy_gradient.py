@@ -54,7 +54,16 @@ def over(values, mean):
 
 
 def by_autograd(
-    loss: str, now, columns, *, on_policy=False, kl=0.0, mismatch="none", level="token", limits=(0.7, 1.5), dual=True
+    loss: str,
+    now,
+    columns,
+    *,
+    on_policy=False,
+    kl=0.0,
+    mismatch="none",
+    level="token",
+    limits=(0.7, 1.5),
+    dual=True,
 ):
     """Return each label's loss [n] by the papers' formulas."""
     advantages = columns["advantages"]
@@ -69,7 +78,9 @@ def by_autograd(
     else:
         each = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
         if loss != "gspo" and dual:
-            each = torch.where(advantages < 0, torch.minimum(each, -3 * advantages), each)  # dual clip
+            each = torch.where(
+                advantages < 0, torch.minimum(each, -3 * advantages), each
+            )  # dual clip
     if mismatch != "none":
         weight = old - columns["sampler_logprobs"]
         weight = weight if level == "token" else over(weight, mean=level == "geometric")
@@ -77,7 +88,13 @@ def by_autograd(
         inside = (weight >= limits[0]) & (weight <= limits[1])
         each = each * (weight.clamp(*limits) if mismatch == "truncate" else weight * inside)
     if kl:
-        each = each + kl * (now - old).exp().detach().clamp(max=3) * (columns["reference_logprobs"] - now) ** 2 / 2
+        each = (
+            each
+            + kl
+            * (now - old).exp().detach().clamp(max=3)
+            * (columns["reference_logprobs"] - now) ** 2
+            / 2
+        )
     return each
 
 
@@ -115,8 +132,12 @@ def test_losses_equal_their_papers(loss, on_policy, chunk, dual):
     if not on_policy and loss not in RATIOS:
         return
     head, hidden, targets, columns = problem(spread=1.0)
-    objective = PolicyGradient(loss, on_policy=on_policy, chunk_tokens=chunk, clip_dual=dual, **given(loss))
-    each = by_autograd(loss, logprobs(head, hidden, targets), columns, on_policy=on_policy, dual=dual is None)
+    objective = PolicyGradient(
+        loss, on_policy=on_policy, chunk_tokens=chunk, clip_dual=dual, **given(loss)
+    )
+    each = by_autograd(
+        loss, logprobs(head, hidden, targets), columns, on_policy=on_policy, dual=dual is None
+    )
     ours = found(objective, head, hidden, targets, columns)
     assert_equal(ours, whole(each, PAPERS[loss][2]), [hidden, *head.parameters()])
 
@@ -145,7 +166,11 @@ def test_kl_in_the_reward_is_only_measured():
     objective = PolicyGradient("rloo", kl_coef=0.1)
     assert objective.columns == ("advantages", "reference_logprobs")
     each = by_autograd("rloo", logprobs(head, hidden, targets), columns, on_policy=True)
-    assert_equal(found(objective, head, hidden, targets, columns), whole(each, 1), [hidden, *head.parameters()])
+    assert_equal(
+        found(objective, head, hidden, targets, columns),
+        whole(each, 1),
+        [hidden, *head.parameters()],
+    )
 
 
 @pytest.mark.parametrize("loss", ["grpo", "reinforce", "gspo", "dr_grpo"])
@@ -159,9 +184,13 @@ def test_temperature_and_entropy_equal_autograd(loss):
     each = by_autograd(loss, logprobs(head, hidden, targets, 0.7), columns, on_policy=on_policy)
     distribution = (head(hidden) / 0.7).log_softmax(-1)
     negative = (distribution.exp() * distribution).sum(-1).mean()
-    objective.entropy_weight = objective.denominator(LABELS, len(LENGTHS)) / LABELS  # as a training step does
+    objective.entropy_weight = (
+        objective.denominator(LABELS, len(LENGTHS)) / LABELS
+    )  # as a training step does
     ours = found(objective, head, hidden, targets, columns)
-    assert_equal(ours, whole(each, objective.normalize) + 0.01 * negative, [hidden, *head.parameters()])
+    assert_equal(
+        ours, whole(each, objective.normalize) + 0.01 * negative, [hidden, *head.parameters()]
+    )
     with torch.no_grad():
         assert objective(head, hidden, targets, columns, SEQUENCE).item() == pytest.approx(
             ours[0].item() * objective.denominator(LABELS, len(LENGTHS)), rel=1e-6
@@ -187,7 +216,11 @@ def test_losses_equal_trl(loss, mismatch):
     mask = padded(torch.ones(LABELS))
     now = padded(logprobs(head, hidden, targets))
     weight = (columns["old_logprobs"] - columns["sampler_logprobs"]).exp()
-    weight = weight.clamp(0.7, 1.5) if mismatch == "truncate" else weight * ((weight >= 0.7) & (weight <= 1.5))
+    weight = (
+        weight.clamp(0.7, 1.5)
+        if mismatch == "truncate"
+        else weight * ((weight >= 0.7) & (weight <= 1.5))
+    )
     itself = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (now, torch.zeros_like(now), None),
         _entropy_bonus_enabled=False, _metrics=defaultdict(lambda: defaultdict(list)),
@@ -211,10 +244,18 @@ def test_losses_equal_trl(loss, mismatch):
     theirs = trainer.GRPOTrainer._compute_loss(itself, None, inputs)
     dual = 1.5 if loss in ("grpo", "dr_grpo", "dapo") else None
     objective = PolicyGradient(
-        loss, clip_dual=dual, kl_coef=kl, mismatch=mismatch, mismatch_limits=(0.7, 1.5), on_policy=False, **given(loss)
+        loss,
+        clip_dual=dual,
+        kl_coef=kl,
+        mismatch=mismatch,
+        mismatch_limits=(0.7, 1.5),
+        on_policy=False,
+        **given(loss),
     )
     value, gradients = found(objective, head, hidden, targets, columns)
-    assert_equal((value if not kl else theirs.detach(), gradients), theirs, [hidden, *head.parameters()])
+    assert_equal(
+        (value if not kl else theirs.detach(), gradients), theirs, [hidden, *head.parameters()]
+    )
 
 
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
@@ -229,7 +270,9 @@ def test_far_ratios_are_clamped_as_autograd_clamps(loss, advantage):
         "sampler_logprobs": torch.tensor([-9999.0, -9999.0, -0.5, -1e4]),
         "reference_logprobs": torch.tensor([-1.0, -1.0, -60.0, -1.0]),
     }
-    objective = PolicyGradient(loss, on_policy=False, kl_coef=0.1, mismatch="truncate", **given(loss))
+    objective = PolicyGradient(
+        loss, on_policy=False, kl_coef=0.1, mismatch="truncate", **given(loss)
+    )
     value, derivative = objective.terms(nll.detach(), columns, sequence)
 
     log_ratio = -nll - columns["old_logprobs"]
@@ -243,7 +286,9 @@ def test_far_ratios_are_clamped_as_autograd_clamps(loss, advantage):
         each = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
         if advantage < 0 and loss != "gspo":
             each = each.clamp(max=3)
-    each = each * (columns["old_logprobs"] - columns["sampler_logprobs"]).clamp(max=20).exp().clamp(max=2)
+    each = each * (columns["old_logprobs"] - columns["sampler_logprobs"]).clamp(max=20).exp().clamp(
+        max=2
+    )
     weight = (-nll - columns["old_logprobs"]).clamp(max=20).exp().detach().clamp(max=3)
     each = each + 0.1 * weight * (columns["reference_logprobs"] + nll) ** 2 / 2
     torch.testing.assert_close(value, each.detach())
@@ -256,7 +301,9 @@ def test_far_ratios_are_clamped_as_autograd_clamps(loss, advantage):
 @pytest.mark.parametrize("mismatch", ["truncate", "mask"])
 def test_a_sampler_without_a_probability_gives_a_limited_weight(mismatch, level):
     columns = {"advantages": torch.ones(2), "sampler_logprobs": torch.tensor([-9999.0, -1.0])}
-    objective = PolicyGradient("dapo", mismatch=mismatch, mismatch_level=level, mismatch_limits=[0.5, 2])
+    objective = PolicyGradient(
+        "dapo", mismatch=mismatch, mismatch_level=level, mismatch_limits=[0.5, 2]
+    )
     value, derivative = objective.terms(torch.ones(2), columns, torch.zeros(2, dtype=torch.long))
     weight = 0.0 if mismatch == "mask" else 2.0
     expected = torch.tensor([weight, 1.0 if level == "token" else weight])

@@ -29,7 +29,10 @@ def problem():
 
 def each_sequence(values, mean=False):
     """Return the sum or mean of each chosen answer, and of each rejected one: [3] and [3]."""
-    parts = [values[s == SEQUENCE].mean() if mean else values[s == SEQUENCE].sum() for s in range(len(LENGTHS))]
+    parts = [
+        values[s == SEQUENCE].mean() if mean else values[s == SEQUENCE].sum()
+        for s in range(len(LENGTHS))
+    ]
     return torch.stack(parts[::2]), torch.stack(parts[1::2])
 
 
@@ -93,7 +96,9 @@ def test_smoothing_margin_and_nll_equal_autograd(loss, smoothing, rpo):
     smoothing *= loss != "orpo"
     gamma = 1.4 if loss == "simpo" else None
     beta = 2.0 if loss == "simpo" else 0.1
-    objective = Preference(loss, label_smoothing=smoothing, gamma=gamma, rpo_alpha=rpo, chunk_tokens=7)
+    objective = Preference(
+        loss, label_smoothing=smoothing, gamma=gamma, rpo_alpha=rpo, chunk_tokens=7
+    )
     now, mean = logprobs(head, hidden, targets), loss != "sigmoid"
     pairs = by_autograd(
         loss, now, columns["reference_logprobs"], beta=beta, smoothing=smoothing, gamma=1.4, rpo=rpo, mean=mean
@@ -116,11 +121,15 @@ def trl_dpo(kinds: list[str], weights: list[float], now, reference):
     order = [*range(0, len(LENGTHS), 2), *range(1, len(LENGTHS), 2)]
 
     def padded(values):
-        return torch.nn.utils.rnn.pad_sequence([values[s == SEQUENCE] for s in order], batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence(
+            [values[s == SEQUENCE] for s in order], batch_first=True
+        )
 
     mask = padded(torch.ones(LABELS))
     zeros = torch.zeros_like(mask)
-    outputs = SimpleNamespace(log_probs=padded(now), entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+    outputs = SimpleNamespace(
+        log_probs=padded(now), entropy=zeros, mean_logits=zeros, is_top1=zeros.bool()
+    )
 
     class Model(torch.nn.Module):
         def forward(self, **inputs):
@@ -159,7 +168,9 @@ def test_simpo_equals_trl(smoothing):
         alpha=0.0, loss_type="simpo", simpo_gamma=1.0, beta=2.0, label_smoothing=smoothing,
         accelerator=SimpleNamespace(device="cpu"),
     )  # fmt: skip
-    losses, *_ = trainer.CPOTrainer.cpo_loss(itself, *each_sequence(logprobs(head, hidden, targets), mean=True))
+    losses, *_ = trainer.CPOTrainer.cpo_loss(
+        itself, *each_sequence(logprobs(head, hidden, targets), mean=True)
+    )
     objective = Preference("simpo", beta=2.0, gamma=1.0, label_smoothing=smoothing)
     check(objective, head, hidden, targets, columns, losses.mean())
 
@@ -175,7 +186,9 @@ def test_orpo_equals_trl():
     losses = []
     for pair in range(0, len(LENGTHS), 2):
         sides = [SEQUENCE.eq(pair), SEQUENCE.eq(pair + 1)]
-        logits = [F.pad(head(hidden[side]), (0, 0, 0, max(LENGTHS) + 1 - side.sum())) for side in sides]
+        logits = [
+            F.pad(head(hidden[side]), (0, 0, 0, max(LENGTHS) + 1 - side.sum())) for side in sides
+        ]
         batch = {}
         for name, side in zip(("chosen", "rejected"), sides, strict=True):
             tokens = F.pad(targets[side], (1, 0))[None]
@@ -183,7 +196,9 @@ def test_orpo_equals_trl():
                       f"{name}_labels": F.pad(targets[side], (1, 0), value=-100)[None]}  # fmt: skip
         width = 1 + max(LENGTHS[pair : pair + 2])
         output = SimpleNamespace(logits=torch.stack(logits)[:, :width])
-        losses.append(itself.get_batch_loss_metrics(lambda *args, output=output, **kwargs: output, batch)[0])
+        losses.append(
+            itself.get_batch_loss_metrics(lambda *args, output=output, **kwargs: output, batch)[0]
+        )
     check(Preference("orpo", beta=0.3), head, hidden, targets, columns, torch.stack(losses).mean())
 
 
@@ -250,7 +265,11 @@ def trl_kto(loss: str, weights: tuple[float, float], scores, mismatched):
     itself.loss_type, itself.beta, itself.calculate_KL = loss, 0.3, loss == "kto"
     itself.desirable_weight, itself.undesirable_weight = weights
     itself.aux_loss_enabled, itself.precompute_ref_logps = False, True
-    itself._metrics, itself._total_train_tokens, itself._tp_size = defaultdict(lambda: defaultdict(list)), 0, 1
+    itself._metrics, itself._total_train_tokens, itself._tp_size = (
+        defaultdict(lambda: defaultdict(list)),
+        0,
+        1,
+    )
     itself.accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda value: value)
 
     class Model(torch.nn.Module):
@@ -280,10 +299,17 @@ def test_losses_of_single_answers_equal_trl(loss, shift, weights, chunk):
     head, hidden, targets, columns = problem()
     columns["side"] = THUMBS
     mismatched = torch.randn(2, len(GOOD)) + torch.tensor([[shift], [0.0]])
-    scores = each_answer(logprobs(head, hidden, targets)), each_answer(columns["reference_logprobs"])
+    scores = (
+        each_answer(logprobs(head, hidden, targets)),
+        each_answer(columns["reference_logprobs"]),
+    )
     theirs = trl_kto(loss, weights, scores, mismatched)
     objective = UnpairedPreference(
-        loss, beta=0.3, desirable_weight=weights[0], undesirable_weight=weights[1], chunk_tokens=chunk
+        loss,
+        beta=0.3,
+        desirable_weight=weights[0],
+        undesirable_weight=weights[1],
+        chunk_tokens=chunk,
     )
     if loss == "kto":
         objective.baseline = max(0.0, (mismatched[0] - mismatched[1]).mean().item())

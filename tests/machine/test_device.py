@@ -17,8 +17,19 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.machine.budget import memory_budget, nominal_budget, open_device
 from rocm_ext.machine.detect import Machine, detect
-from rocm_ext.machine.environment import ALLOCATOR_VARIABLES, apply_environment, check_environment, environment_for
-from rocm_ext.machine.profile import check_locked, check_profile, choose_profile, load_profile, profile_names
+from rocm_ext.machine.environment import (
+    ALLOCATOR_VARIABLES,
+    apply_environment,
+    check_environment,
+    environment_for,
+)
+from rocm_ext.machine.profile import (
+    check_locked,
+    check_profile,
+    choose_profile,
+    load_profile,
+    profile_names,
+)
 from rocm_ext.rl.engines import free_memory
 from rocm_ext.train.lifecycle import Runtime
 
@@ -28,7 +39,9 @@ STRIX = Machine(
     "rocm", "Linux", "2.12.0+rocm7.2", "rocm", 120 * GIB, True, "gfx1151", "Radeon 8060S", 1, True,
     kernel="6.18.9", rocm="7.2", native_archs=("gfx942", "gfx1151"), amd_archs=("gfx1151",),
 )  # fmt: skip
-MI300X = replace(STRIX, arch="gfx942", name="MI300X", gpu_count=8, unified=False, total_memory=192 * GIB)
+MI300X = replace(
+    STRIX, arch="gfx942", name="MI300X", gpu_count=8, unified=False, total_memory=192 * GIB
+)
 MI50 = replace(STRIX, arch="gfx906", name="MI50", unified=False, bf16=False, torch="2.9.1+rocm6.3",
                rocm="6.3", native_archs=("gfx906",), total_memory=32 * GIB)  # fmt: skip
 CPU = Machine("cpu", "Linux", "2.13.0+cpu", "cpu", 16 * GIB, False)
@@ -49,7 +62,10 @@ def record(root: Path, archs: list, kernel: str = "6.18.9-arch1", gtt: int | Non
     if gtt is not None:
         write("sys/class/drm/card1/device/mem_info_gtt_total", str(gtt))
     write("proc/sys/kernel/osrelease", kernel)
-    write("proc/meminfo", f"MemTotal:  {124 * 2**20} kB\nMemFree: 1 kB\nMemAvailable:  {118 * 2**20} kB")
+    write(
+        "proc/meminfo",
+        f"MemTotal:  {124 * 2**20} kB\nMemFree: 1 kB\nMemAvailable:  {118 * 2**20} kB",
+    )
     write("proc/cpuinfo", "flags : fpu avx2 avx512f")
     return root
 
@@ -65,10 +81,15 @@ def fake_torch(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(archs))
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties)
+        )
 
     monkeypatch.setattr("platform.system", lambda: "Linux")
-    for name in ("HSA_OVERRIDE_GFX_VERSION", *(f"{api}_VISIBLE_DEVICES" for api in ("HIP", "ROCR", "CUDA"))):
+    for name in (
+        "HSA_OVERRIDE_GFX_VERSION",
+        *(f"{api}_VISIBLE_DEVICES" for api in ("HIP", "ROCR", "CUDA")),
+    ):
         monkeypatch.delenv(name, raising=False)
     return fake
 
@@ -78,17 +99,26 @@ def fake_torch(monkeypatch):
     ("gfx950:sramecc+:xnack-", 90500, False, True, "mi300x"), ("gfx90a:sramecc+:xnack-", 90010, False, True, "mi200"),
     ("gfx906:sramecc-:xnack-", 90006, False, False, "mi50"), ("gfx1201", 120001, False, True, "radeon"),
 ])  # fmt: skip
-def test_amd_gpus_are_found_and_get_their_profile(fake_torch, tmp_path, gcn, node, unified, bf16, profile):
+def test_amd_gpus_are_found_and_get_their_profile(
+    fake_torch, tmp_path, gcn, node, unified, bf16, profile
+):
     fake_torch(gcnArchName=gcn, name="a GPU", total_memory=32 * GIB)
     machine = detect(record(tmp_path, [(node, 80)]))
     assert machine.arch == gcn.split(":")[0] == machine.amd_archs[0]
-    assert (machine.backend, machine.unified, machine.bf16, machine.rocm) == ("rocm", unified, bf16, "7.2")
+    assert (machine.backend, machine.unified, machine.bf16, machine.rocm) == (
+        "rocm",
+        unified,
+        bf16,
+        "7.2",
+    )
     name, reason = choose_profile(machine)
     assert (name, machine.arch in reason) == (profile, True)
     check_profile(load_profile(name), machine)
 
 
-def test_sysfs_says_the_arch_where_torch_does_not_or_is_overridden(fake_torch, tmp_path, monkeypatch):
+def test_sysfs_says_the_arch_where_torch_does_not_or_is_overridden(
+    fake_torch, tmp_path, monkeypatch
+):
     root = record(tmp_path, [(100306, 4), (110501, 80)])
     fake_torch(name="a GPU", total_memory=GIB)  # no gcnArchName on some wheels
     assert detect(root).arch == "gfx1151", "the largest GPU, not the first"
@@ -97,8 +127,12 @@ def test_sysfs_says_the_arch_where_torch_does_not_or_is_overridden(fake_torch, t
     assert detect(root).arch == "gfx1151"
 
 
-@pytest.mark.parametrize(("version", "cuda", "kind"), [("2.13.0+cu130", "13.0", "CUDA"), ("2.13.0+cpu", None, "CPU")])
-def test_the_wrong_torch_on_an_amd_machine_is_named_with_the_cure(fake_torch, tmp_path, version, cuda, kind):
+@pytest.mark.parametrize(
+    ("version", "cuda", "kind"), [("2.13.0+cu130", "13.0", "CUDA"), ("2.13.0+cpu", None, "CPU")]
+)
+def test_the_wrong_torch_on_an_amd_machine_is_named_with_the_cure(
+    fake_torch, tmp_path, version, cuda, kind
+):
     fake_torch(version=version, hip=None, cuda=cuda, count=0)
     machine = detect(record(tmp_path, [(90006, 240)]))
     wanted = rf"gfx906.*{kind} build; install .*rocm6\.3"
@@ -136,7 +170,9 @@ def test_wsl_is_recognised_and_its_kernel_not_judged(fake_torch, tmp_path):
 def test_profiles_are_whole(name):
     defaults = OmegaConf.create(config.defaults("lora_finetune_rocm"))
     profile = load_profile(name)
-    assert set(profile.settings) <= set(defaults), "a profile may only set keys that the recipe reads"
+    assert set(profile.settings) <= set(defaults), (
+        "a profile may only set keys that the recipe reads"
+    )
     assert {"device", "dtype", "num_workers", "pin_memory"} <= set(profile.settings)
     assert all(lock.reason for lock in profile.locked.values())
     for variable in profile.environment.values():
@@ -165,9 +201,15 @@ def test_unknown_names_and_broken_files(tmp_path):
         ("memory: {of: device}", "memory.fraction is None, expected float"),
         (host + "typo: 1", "unknown key 'typo'; known: name, title"),
         (host + "locked: {compile: {value: 1}}", "locked.compile lacks 'reason'"),
-        (host + "environment: {A: {value: 1, reason: r}}", "environment.A.value is 1, expected str"),
+        (
+            host + "environment: {A: {value: 1, reason: r}}",
+            "environment.A.value is 1, expected str",
+        ),
         (never, "environment.A.when is 'never', expected one of always, arch_missing"),
-        (host + "chips: {X: {arch: a, memory: 8, bandwidth: 9, fp32: 1}}\nreached: {compute: 1}", "reached lacks band"),
+        (
+            host + "chips: {X: {arch: a, memory: 8, bandwidth: 9, fp32: 1}}\nreached: {compute: 1}",
+            "reached lacks band",
+        ),
         ("memory: {of", "is not YAML"),
     ):
         own.write_text("title: mine\n" + broken)
@@ -229,7 +271,9 @@ def test_ranks_and_floors():
 def test_locked_settings():
     profile = load_profile("strix_halo")
     settings = {**profile.settings, "num_workers": 4, "pin_memory": True, "quantize_base": True}
-    with pytest.raises(UserError, match=r"num_workers=4.*wants 0: .*pin_memory=True.*NF4.*_overrides: \[num"):
+    with pytest.raises(
+        UserError, match=r"num_workers=4.*wants 0: .*pin_memory=True.*NF4.*_overrides: \[num"
+    ):
         check_locked(profile, settings, [])
     lines = check_locked(profile, settings, ["num_workers", "pin_memory", "quantize_base"])
     assert [line.split("=")[0] for line in lines] == ["num_workers", "pin_memory", "quantize_base"]
@@ -237,7 +281,9 @@ def test_locked_settings():
     assert mi50.settings["dtype"] == "fp32"
     for allowed in ("fp32", "fp16", "auto"):
         assert check_locked(mi50, {"dtype": allowed}, []) == []
-    with pytest.raises(UserError, match="dtype=bf16 on mi50, which wants fp32 or fp16 or auto: gfx906"):
+    with pytest.raises(
+        UserError, match="dtype=bf16 on mi50, which wants fp32 or fp16 or auto: gfx906"
+    ):
         check_locked(mi50, {"dtype": "bf16"}, [])
     (line,) = check_locked(mi50, {}, ["num_workers"])
     assert "does not lock num_workers" in line
@@ -270,13 +316,18 @@ def test_the_combination_that_zeroes_buffers_is_refused(name, profile):
         environment_for(load_profile(profile), MI300X, user)
     for safe in ("max_split_size_mb:512,expandable_segments:False", "expandable_segments:True"):
         ours = environment_for(load_profile(profile), MI300X, {name: safe})
-        assert not set(ours) & set(ALLOCATOR_VARIABLES), "the user's settings are never mixed with ours"
+        assert not set(ours) & set(ALLOCATOR_VARIABLES), (
+            "the user's settings are never mixed with ours"
+        )
     assert environment_for(load_profile("cuda"), H200, user) == {}, "NVIDIA is not affected"
 
 
 def test_other_contradictions_and_warnings():
     profile = load_profile("mi300x")
-    two = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:1", "PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:2"}
+    two = {
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:1",
+        "PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:2",
+    }
     with pytest.raises(UserError, match=r"differ.*Keep one"):
         environment_for(profile, MI300X, two)
     user = {"HSA_OVERRIDE_GFX_VERSION": "9.4.2", "ROCR_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "0",
@@ -318,7 +369,10 @@ def test_start_runs_the_same_command_again_once_with_the_variables_set(tmp_path,
     pids = {line.split()[1] for line in [*starts, ran]}
     assert len(pids) == 1, "exec keeps the process"
     assert len(starts) == (1 if how == "stdin" else 2), "stdin is used up and cannot run again"
-    assert ran.split(maxsplit=2)[2] == "7 ['a b', '--x=1'] ['environment: FAKE_HIP=7 (`rocm-ext doctor` says why)']"
+    assert (
+        ran.split(maxsplit=2)[2]
+        == "7 ['a b', '--x=1'] ['environment: FAKE_HIP=7 (`rocm-ext doctor` says why)']"
+    )
 
 
 def test_programs_that_must_not_be_replaced_are_told_what_came_too_late(monkeypatch):
@@ -351,10 +405,16 @@ def test_the_host_s_share_of_unified_memory(tmp_path, total, available, budget):
     if available > total - 16:  # what a plan for such a machine says
         assert nominal_budget(profile, total * GIB)[0] == pytest.approx(budget * GIB, abs=2)
     for taken in (2, 20):  # the budget stays the same while the process takes its memory
-        (root / "proc/meminfo").write_text(meminfo.replace(f"{available * 2**20}", f"{(available - taken) * 2**20}"))
-        assert memory_budget(profile, machine, root, taken * GIB)[0] == pytest.approx(budget * GIB, abs=2)
+        (root / "proc/meminfo").write_text(
+            meminfo.replace(f"{available * 2**20}", f"{(available - taken) * 2**20}")
+        )
+        assert memory_budget(profile, machine, root, taken * GIB)[0] == pytest.approx(
+            budget * GIB, abs=2
+        )
     (root / "proc/meminfo").write_text(meminfo.replace(f"{available * 2**20}", f"{3 * 2**20}"))
-    with pytest.raises(UserError, match=r"MemAvailable is 3\.0 GiB, the host keeps .*Free host memory"):
+    with pytest.raises(
+        UserError, match=r"MemAvailable is 3\.0 GiB, the host keeps .*Free host memory"
+    ):
         memory_budget(profile, machine, root)
 
 
@@ -362,7 +422,10 @@ def test_a_carve_out_larger_than_gtt_is_the_budget(tmp_path):
     root = record(tmp_path, [(110501, 80)], gtt=15 * GIB)
     (root / "sys/class/drm/card1/device/mem_info_vram_total").write_text(f"{96 * GIB}\n")
     machine, profile = replace(STRIX, total_memory=96 * GIB), load_profile("strix_halo")
-    assert memory_budget(profile, machine, root) == (int(96 * GIB * 0.95), "95% of the carve-out's 96.0 GiB")
+    assert memory_budget(profile, machine, root) == (
+        int(96 * GIB * 0.95),
+        "95% of the carve-out's 96.0 GiB",
+    )
     discrete = root / "sys/class/drm/card2/device"  # beside an integrated GPU that maps host memory
     discrete.mkdir(parents=True)
     (discrete / "mem_info_vram_total").write_text(f"{96 * GIB}\n")
@@ -372,7 +435,9 @@ def test_a_carve_out_larger_than_gtt_is_the_budget(tmp_path):
 
 
 def test_other_memory_budgets(tmp_path):
-    wsl = memory_budget(load_profile("strix_halo"), replace(STRIX, total_memory=100 * GIB), record(tmp_path, []))
+    wsl = memory_budget(
+        load_profile("strix_halo"), replace(STRIX, total_memory=100 * GIB), record(tmp_path, [])
+    )
     assert wsl[0] == pytest.approx(90 * GIB, abs=2), "there is no file that says GTT"
     root = record(tmp_path, [], gtt=128 * GIB)
     assert memory_budget(load_profile("mi50"), MI50, root)[0] == int(32 * GIB * 0.9)
@@ -382,7 +447,9 @@ def test_other_memory_budgets(tmp_path):
 def test_open_device_caps_unified_memory_and_what_the_user_says(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(index))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *args: calls.append(args))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *args: calls.append(args)
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 240 * GIB))
     monkeypatch.setattr("rocm_ext.machine.budget.memory_budget", lambda *args: (60 * GIB, ""))
     strix, mi300x = load_profile("strix_halo"), load_profile("mi300x")
@@ -407,6 +474,8 @@ def test_what_is_left_of_unified_memory_for_sampling(total, taken, free, monkeyp
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: taken * GIB)
     machine, ranks = replace(STRIX, total_memory=total * GIB), Ranks(torch.device("cpu"))
-    runtime = Runtime(load_profile("strix_halo"), machine, torch.device("cuda"), torch.bfloat16, ranks)
+    runtime = Runtime(
+        load_profile("strix_halo"), machine, torch.device("cuda"), torch.bfloat16, ranks
+    )
     cfg = OmegaConf.create({"memory_fraction": None})
     assert free_memory(cfg, SimpleNamespace(runtime=runtime)) == pytest.approx(free * GIB, abs=2)

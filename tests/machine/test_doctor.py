@@ -30,7 +30,9 @@ from tests.kit.damage import spoil_some
 TREES = Path(__file__).parent / "trees"
 NAMES = sorted(tree.name for tree in TREES.iterdir())
 GIB = 2**30
-STRIX_TORCH = 'pip install --index-url https://stable.repo.amd.com/rocm/whl-next/ "torch[device-gfx1151]"'
+STRIX_TORCH = (
+    'pip install --index-url https://stable.repo.amd.com/rocm/whl-next/ "torch[device-gfx1151]"'
+)
 JOIN = "sudo usermod -aG render,video $USER  # then log out and in"
 
 
@@ -51,7 +53,11 @@ def grubby(arguments: str) -> str:
 def after(fix: str, grub: Path, text: str) -> str:
     """What /etc/default/grub holds once a fix was carried out twice, without root."""
     grub.write_text(text)
-    command = fix.replace("sudo ", "").replace("/etc/default/grub", str(grub)).replace("update-grub", "true")
+    command = (
+        fix.replace("sudo ", "")
+        .replace("/etc/default/grub", str(grub))
+        .replace("update-grub", "true")
+    )
     for _ in range(2):
         subprocess.run(["bash", "-c", command], check=True, timeout=60)
     return grub.read_text()
@@ -79,7 +85,9 @@ class Tree:
         return self.file(path, text.replace(old, new))
 
     def remove(self, path: str) -> "Tree":
-        shutil.rmtree(self.root / path) if (self.root / path).is_dir() else (self.root / path).unlink()
+        shutil.rmtree(self.root / path) if (self.root / path).is_dir() else (
+            self.root / path
+        ).unlink()
         return self
 
     def said(self) -> dict:
@@ -89,7 +97,11 @@ class Tree:
         """Change parts of rocm-ext.json, merging dicts."""
         said = self.said()
         for key, value in parts.items():
-            said[key] = {**said[key], **value} if isinstance(value, dict) and isinstance(said.get(key), dict) else value
+            said[key] = (
+                {**said[key], **value}
+                if isinstance(value, dict) and isinstance(said.get(key), dict)
+                else value
+            )
         return self.file("rocm-ext.json", json.dumps(said))
 
 
@@ -101,7 +113,15 @@ def doctor_twice(capsys, name: str, tmp_path: Path) -> tuple[int, dict[str, dict
     return found
 
 
-EVERYWHERE = {"platform", "host memory", "memory budget", "torch", "torchtune, torchao", "canary: allocator", "BLAS"}
+EVERYWHERE = {
+    "platform",
+    "host memory",
+    "memory budget",
+    "torch",
+    "torchtune, torchao",
+    "canary: allocator",
+    "BLAS",
+}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +154,9 @@ def test_a_misconfigured_strix_halo(capsys, tmp_path):
         options = f"{quote}quiet ttm.pages_limit=9 amdttm.pages_limit=7{quote}"
         text = f"GRUB_CMDLINE_LINUX_DEFAULT={options}\nGRUB_TIMEOUT=0\n"
         done = after(parameters, tmp_path / "grub", text)
-        assert done == text.replace(" ttm.pages_limit=9", "").replace(f"7{quote}", f"7 {wanted}{quote}")
+        assert done == text.replace(" ttm.pages_limit=9", "").replace(
+            f"7{quote}", f"7 {wanted}{quote}"
+        )
     assert {check: (level, rows[check]["fix"]) for check, level in problems(rows).items()} == {
         "device files": ("error", JOIN),
         "kernel": ("warning", "sudo do-release-upgrade  # then reboot"),  # 24.10 gets no newer one
@@ -148,7 +170,9 @@ def test_a_misconfigured_strix_halo(capsys, tmp_path):
 
 
 def with_host_memory(tree: Tree, total: int, available: int) -> None:
-    tree.swap("proc/meminfo", "131024388", str(total)).swap("proc/meminfo", "126310544", str(available))
+    tree.swap("proc/meminfo", "131024388", str(total)).swap(
+        "proc/meminfo", "126310544", str(available)
+    )
 
 
 def half_the_memory(tree: Tree) -> None:
@@ -184,10 +208,15 @@ def add_gpu(tree: Tree, arch: str, first: bool = False) -> None:
     gpus = tree.said()["torch"]["gpus"]
     other = [{"name": "another", "total_memory": 32 * GIB, "arch": arch}]
     tree.say(torch={"gpus": other + gpus if first else gpus + other})
-    tree.file("sys/class/drm/card2/device/vendor", "0x1002\n").file("sys/class/drm/card2/device/device", "0x7551\n")
+    tree.file("sys/class/drm/card2/device/vendor", "0x1002\n").file(
+        "sys/class/drm/card2/device/device", "0x7551\n"
+    )
     tree.file("sys/class/drm/card2/device/mem_info_vram_total", f"{32 * GIB}\n")
     version = {"gfx1201": 120001, "gfx1036": 100306}[arch]
-    tree.file("sys/class/kfd/kfd/topology/nodes/2/properties", f"simd_count 128\ngfx_target_version {version}\n")
+    tree.file(
+        "sys/class/kfd/kfd/topology/nodes/2/properties",
+        f"simd_count 128\ngfx_target_version {version}\n",
+    )
 
 
 def hide_gpu(tree: Tree) -> None:
@@ -203,8 +232,16 @@ def lose_gpu(tree: Tree) -> None:
 
 def give_one(tree: Tree) -> None:
     said = tree.said()
-    kept = {path: node for path, node in said["device_nodes"].items() if path in ("/dev/kfd", "/dev/dri/renderD128")}
-    said |= {"container": True, "device_nodes": kept, "torch": {**said["torch"], "gpus": said["torch"]["gpus"][:1]}}
+    kept = {
+        path: node
+        for path, node in said["device_nodes"].items()
+        if path in ("/dev/kfd", "/dev/dri/renderD128")
+    }
+    said |= {
+        "container": True,
+        "device_nodes": kept,
+        "torch": {**said["torch"], "gpus": said["torch"]["gpus"][:1]},
+    }
     tree.file("rocm-ext.json", json.dumps(said))
 
 
@@ -213,7 +250,9 @@ def without_driver(tree: Tree) -> None:
     lose_gpu(tree)
     tree.remove("sys/class/drm/card8")
     for i in range(8):
-        tree.file(f"sys/bus/pci/devices/{i}/class", "0x120000\n").file(f"sys/bus/pci/devices/{i}/vendor", "0x1002\n")
+        tree.file(f"sys/bus/pci/devices/{i}/class", "0x120000\n").file(
+            f"sys/bus/pci/devices/{i}/vendor", "0x1002\n"
+        )
 
 
 def without_kfd_and_driver(tree: Tree) -> None:
@@ -238,7 +277,10 @@ def canary(check: str, level: str, found: str, fix: str):
 UNSAID = {"torch": None, "canaries": None, "blas": "", "hip_memory": None}
 OTHER_KERNELS = {"kernels": ["gfx942", "gfx1100"]}
 A_ROCM_BUILD = {"version": "2.12.0+rocm7.2", "hip": "7.2"}
-NO_KERNELS = {"environment": "not recorded", "torch kernels": ("warning", "install a torch built for gfx1036")}
+NO_KERNELS = {
+    "environment": "not recorded",
+    "torch kernels": ("warning", "install a torch built for gfx1036"),
+}
 
 
 def kernel(version: str):
@@ -268,7 +310,9 @@ PARAMETER = grubby("--args='ttm.pages_limit=33554432'")
 WITHOUT_GTTSIZE = grubby("--remove-args='amdgpu.gttsize' --args='ttm.pages_limit=33554432'")
 OLD_KERNEL = grubby("--args='amd_iommu=off amdgpu.gttsize=131072 ttm.pages_limit=33554432'")
 SMALL_PARAMETERS = grubby("--args='amd_iommu=off amdgpu.gttsize=65536 ttm.pages_limit=16777216'")
-NO_TORCH = dict.fromkeys(("torch", "GPU memory", "memory budget", "canaries", "BLAS"), "not recorded")
+NO_TORCH = dict.fromkeys(
+    ("torch", "GPU memory", "memory budget", "canaries", "BLAS"), "not recorded"
+)
 UPGRADE = "sudo dnf upgrade --refresh  # then reboot"
 APT = "sudo apt update && sudo apt full-upgrade  # then reboot"
 AGAIN = f"pip uninstall -y torch && {STRIX_TORCH}"
@@ -487,16 +531,24 @@ def test_in_a_container_the_fix_is_of_the_program_that_made_it(capsys, tmp_path,
     tree.say(container=True, user={"groups": []}, **nodes(group="992"))
     _, rows = doctor(capsys, "--root", tree.root)
     assert problems(rows) == {"device files": "error"}
-    assert rows["device files"]["fix"].startswith("docker run --device /dev/kfd --device /dev/dri --group-add video")
+    assert rows["device files"]["fix"].startswith(
+        "docker run --device /dev/kfd --device /dev/dri --group-add video"
+    )
     tree.say(rootless=True, **nodes(owner="nobody", group="nogroup"))
     _, rows = doctor(capsys, "--root", tree.root)
-    assert rows["device files"]["fix"].startswith("podman run --device /dev/kfd --device /dev/dri --group-add keep")
+    assert rows["device files"]["fix"].startswith(
+        "podman run --device /dev/kfd --device /dev/dri --group-add keep"
+    )
     # names of groups are not enough there (kyuz0/amd-strix-halo-toolboxes#53)
     monkeypatch.setattr(this_machine, "ROOT", tree.root)
     monkeypatch.setattr(this_machine, "PROBE", ("-c", ""))
     monkeypatch.setattr(this_machine, "_sandbox", lambda: None)
     found = []
-    for text in (None, 'engine="podman-5.4.0"\nname="tune"\nrootless=1\n', ""):  # the last: podman as root
+    for text in (
+        None,
+        'engine="podman-5.4.0"\nname="tune"\nrootless=1\n',
+        "",
+    ):  # the last: podman as root
         if text is not None:
             tree.file("run/.containerenv", text)
         said = this_machine.live_facts().recorded
@@ -510,12 +562,18 @@ def test_a_mere_copy_of_files_is_judged_as_far_as_it_goes(capsys, tmp_path):
     code, rows = doctor(capsys, "--root", tree.root)
     assert code == 0
     assert set(problems(rows).values()) == {"not recorded"}
-    assert {"kernel", "kernel parameters", "firmware", "carve-out"} <= rows.keys() - problems(rows).keys()
-    assert {"torch", "device files", "canaries", "sandbox", "disk", "environment"} <= problems(rows).keys()
+    assert {"kernel", "kernel parameters", "firmware", "carve-out"} <= rows.keys() - problems(
+        rows
+    ).keys()
+    assert {"torch", "device files", "canaries", "sandbox", "disk", "environment"} <= problems(
+        rows
+    ).keys()
     (tmp_path / "rocm-ext.json").write_text((TREES / "mi300x/rocm-ext.json").read_text())
     assert doctor(capsys, "--root", tmp_path)[1]["GPU driver"]["found"] == "torch sees the GPU"
     assert main(["doctor", "--root", str(tree.root)]) == 0
-    assert re.search("as far as recorded, .* 0 errors, 0 warnings", capsys.readouterr().out.splitlines()[-1])
+    assert re.search(
+        "as far as recorded, .* 0 errors, 0 warnings", capsys.readouterr().out.splitlines()[-1]
+    )
 
 
 def test_files_alone_tell_of_an_nvidia_gpu_and_facts_win_over_files(capsys, tmp_path):
@@ -529,12 +587,19 @@ def test_files_alone_tell_of_an_nvidia_gpu_and_facts_win_over_files(capsys, tmp_
 def test_saving_leaves_out_what_is_nobody_s_business(capsys, tmp_path):
     tree = Tree("strix_halo", tmp_path)
     tree.say(user={"name": "alice"}, **nodes(owner="alice"))
-    tree.file("etc/group", "wheel:x:10:alice,bob\nvideo:x:39:bob,alice\nrender:x:105:alice\nsecret:x:7:alice\n")
-    tree.swap("sys/class/kfd/kfd/topology/nodes/1/properties", "unique_id 0", "unique_id 4711081547110815")
+    tree.file(
+        "etc/group",
+        "wheel:x:10:alice,bob\nvideo:x:39:bob,alice\nrender:x:105:alice\nsecret:x:7:alice\n",
+    )
+    tree.swap(
+        "sys/class/kfd/kfd/topology/nodes/1/properties", "unique_id 0", "unique_id 4711081547110815"
+    )
     tree.file("etc/passwd", "alice:x:1000:1000::/home/alice:/bin/sh\n")
     tree.swap("proc/cpuinfo", "model name", "Serial\t\t: 10000000deadbeef\nmodel name")
     assert doctor(capsys, "--root", tree.root, "--save", tmp_path / "saved")[0] == 0
-    texts = "\n".join(path.read_text() for path in (tmp_path / "saved").rglob("*") if path.is_file())
+    texts = "\n".join(
+        path.read_text() for path in (tmp_path / "saved").rglob("*") if path.is_file()
+    )
     for private in ("alice", "bob", "4711081547110815", "secret", "root=UUID", "deadbeef"):
         assert private not in texts
     assert "ttm.pages_limit=33554432" in texts
@@ -600,7 +665,9 @@ def whole(root: Path) -> None:
     assert json.dumps([vars(row) for row in rows])
     assert verdict(facts, rows).endswith(("errors", "error", "warnings", "warning", "not recorded"))
     assert main(["doctor", "--root", str(root)]) == exit_code(rows)
-    assert main(["doctor", "--json", "--root", str(root), "--save", str(root.parent / "saved")]) in (0, 1, 2)
+    assert main(
+        ["doctor", "--json", "--root", str(root), "--save", str(root.parent / "saved")]
+    ) in (0, 1, 2)
     shutil.rmtree(root.parent / "saved", ignore_errors=True)
 
 
@@ -615,14 +682,22 @@ def test_random_damage_to_files_is_never_a_traceback(tmp_path_factory, data):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
 
 def places(value, path=()):
     yield path
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, item in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         yield from places(item, (*path, key))
 
 
@@ -635,7 +710,9 @@ def test_random_changes_to_the_recording_are_never_a_traceback(tmp_path_factory,
     holder = said
     for key in way:
         holder = holder[key]
-    same_kind = {str: st.text(max_size=30), int: st.integers(0, 2**63)}.get(type(holder[last]), JSON)
+    same_kind = {str: st.text(max_size=30), int: st.integers(0, 2**63)}.get(
+        type(holder[last]), JSON
+    )
     holder[last] = data.draw(same_kind | JSON)
     root = Tree(name, tmp_path_factory.mktemp("said")).root
     (root / "rocm-ext.json").write_text(json.dumps(said))
@@ -654,7 +731,9 @@ def test_output_for_people(capsys, tmp_path, monkeypatch):
     assert all(len(line) <= 80 for line in lines if not line.startswith("  fix: "))
     assert not any("\x1b" in line for line in lines)
     assert "[bold]x[/bold]" in "".join(line.strip() for line in lines)
-    assert [line.split()[0] for line in lines if line.startswith(("warning ", "error "))][-1] == "error", "worst last"
+    assert [line.split()[0] for line in lines if line.startswith(("warning ", "error "))][
+        -1
+    ] == "error", "worst last"
 
 
 # ------------------------------------------------------------------------------------------------ this machine
@@ -662,7 +741,14 @@ def test_this_machine(tmp_path, capsys):
     code, rows = doctor(capsys, "--save", tmp_path / "saved")
     assert code in (0, 1, 2)
     assert rows["torch"]["found"].startswith(ask_torch().version)
-    assert {"platform", "host memory", "torchtune, torchao", "canary: copy", "canary: allocator", "BLAS"} <= rows.keys()
+    assert {
+        "platform",
+        "host memory",
+        "torchtune, torchao",
+        "canary: copy",
+        "canary: allocator",
+        "BLAS",
+    } <= rows.keys()
     assert rows["torchtune, torchao"]["level"] == "ok"
     assert doctor(capsys, "--root", tmp_path / "saved") == (code, rows)
 
@@ -676,7 +762,9 @@ def test_this_machine(tmp_path, capsys):
         ("import time; time.sleep(60)", "no answer in 1 s"),
     ],
 )  # fmt: skip
-def test_a_torch_that_does_not_import_crashes_or_hangs_is_a_row(capsys, tmp_path, monkeypatch, code, why):
+def test_a_torch_that_does_not_import_crashes_or_hangs_is_a_row(
+    capsys, tmp_path, monkeypatch, code, why
+):
     (tmp_path / "torch.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(this_machine, "PATIENCE", 1 if "sleep" in code else 60)
@@ -688,7 +776,9 @@ def test_a_torch_that_does_not_import_crashes_or_hangs_is_a_row(capsys, tmp_path
 
 def test_a_machine_without_torch_gets_the_one_line_that_installs_it(tmp_path):
     """Neither doctor nor its help imports torch; the check of a recording does not either."""
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    (tmp_path / "torch.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
+    )
     code = f"""
 import contextlib, sys
 from pathlib import Path

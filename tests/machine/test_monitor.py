@@ -77,11 +77,21 @@ def test_strix_halo(tmp_path, capsys):
 def test_eight_mi300x(tmp_path, capsys):
     (reading,) = monitor(capsys, "--count", 1, "--root", sysfs.mi300x(tmp_path))
     found = reading["gpus"]
-    assert [gpu["id"] for gpu in found] == [f"0000:{slot}:00.0" for slot in sysfs.MI300X_SLOTS], "PCI order, no others"
+    assert [gpu["id"] for gpu in found] == [f"0000:{slot}:00.0" for slot in sysfs.MI300X_SLOTS], (
+        "PCI order, no others"
+    )
     for number, gpu in enumerate(found):
         assert gpu["name"] == "AMD Instinct MI300X OAM"
-        assert (gpu["busy"], gpu["vram_used"], gpu["vram_total"]) == (number * 10, number * GIB, 192 * GIB)
-        assert (gpu["power"], gpu["temperature"], gpu["memory_temperature"]) == (140 + number, 40 + number, 30 + number)
+        assert (gpu["busy"], gpu["vram_used"], gpu["vram_total"]) == (
+            number * 10,
+            number * GIB,
+            192 * GIB,
+        )
+        assert (gpu["power"], gpu["temperature"], gpu["memory_temperature"]) == (
+            140 + number,
+            40 + number,
+            30 + number,
+        )
         assert (gpu["clock"], gpu["memory_clock"]) == (2100, 1300)
         assert "fan" not in gpu
 
@@ -161,7 +171,9 @@ def test_the_host(monkeypatch, capsys):
     assert host["swap_used"] >= 0
     assert "process_memory" not in host, "the monitor's own means nothing"
     for name in ("cpu_percent", "virtual_memory", "swap_memory"):
-        monkeypatch.setattr(f"psutil.{name}", lambda: (_ for _ in ()).throw(PermissionError("masked")))
+        monkeypatch.setattr(
+            f"psutil.{name}", lambda: (_ for _ in ()).throw(PermissionError("masked"))
+        )
     (reading,) = monitor(capsys, "--count", 1)
     assert reading["host"] == {}
 
@@ -187,15 +199,26 @@ def fake_nvml(names: list = ["NVIDIA H200"], broken: tuple = ()) -> SimpleNamesp
         "nvmlDeviceGetCount": lambda: len(names),
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetName": lambda handle: names[handle],
-        "nvmlDeviceGetPciInfo": lambda handle: SimpleNamespace(busId=f"00000000:{0xF0 - handle:02X}:00.0"),
+        "nvmlDeviceGetPciInfo": lambda handle: SimpleNamespace(
+            busId=f"00000000:{0xF0 - handle:02X}:00.0"
+        ),
         "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=99, memory=40),
-        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(used=70 * GIB, total=141 * GIB, free=71 * GIB),
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(
+            used=70 * GIB, total=141 * GIB, free=71 * GIB
+        ),
         "nvmlDeviceGetPowerUsage": lambda handle: 612345,
         "nvmlDeviceGetTemperature": lambda handle, sensor: 64,
         "nvmlDeviceGetClockInfo": lambda handle, kind: {1: 1980, 2: 3201}[kind],
     }
-    constants = {"NVML_TEMPERATURE_GPU": 0, "NVML_CLOCK_SM": 1, "NVML_CLOCK_MEM": 2, "NVMLError": NVMLError}
-    return SimpleNamespace(**{name: call(name, function) for name, function in functions.items()}, **constants)
+    constants = {
+        "NVML_TEMPERATURE_GPU": 0,
+        "NVML_CLOCK_SM": 1,
+        "NVML_CLOCK_MEM": 2,
+        "NVMLError": NVMLError,
+    }
+    return SimpleNamespace(
+        **{name: call(name, function) for name, function in functions.items()}, **constants
+    )
 
 
 @pytest.fixture
@@ -213,12 +236,24 @@ def test_nvidia(nvidia, capsys):
     nvidia(fake_nvml(["NVIDIA H200", b"NVIDIA H100"]))
     (reading,) = monitor(capsys, "--count", 1)
     first, second = reading["gpus"]
-    assert (first["id"], first["name"], second["id"]) == ("0000:ef:00.0", "NVIDIA H100", "0000:f0:00.0")
+    assert (first["id"], first["name"], second["id"]) == (
+        "0000:ef:00.0",
+        "NVIDIA H100",
+        "0000:f0:00.0",
+    )
     assert {k: v for k, v in second.items() if k not in ("id", "name")} == {
         "busy": 99, "vram_used": 70 * GIB, "vram_total": 141 * GIB, "power": 612.345, "temperature": 64,
         "clock": 1980, "memory_clock": 3201,
     }  # fmt: skip
-    nvidia(fake_nvml(broken=("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetPowerUsage")))
+    nvidia(
+        fake_nvml(
+            broken=(
+                "nvmlDeviceGetUtilizationRates",
+                "nvmlDeviceGetMemoryInfo",
+                "nvmlDeviceGetPowerUsage",
+            )
+        )
+    )
     (gpu,) = gpus(Path("/"))
     assert set(gpu) == {"id", "name", "temperature", "clock", "memory_clock"}
     nvml = fake_nvml(["NVIDIA H200"] * 3)
@@ -238,7 +273,9 @@ def test_nvidia_without_its_package(nvidia, capsys):
     assert err.count("pip install nvidia-ml-py") == 1
 
 
-def test_where_nvidia_s_driver_fails_is_missing_or_of_another_machine(nvidia, tmp_path, capsys, monkeypatch):
+def test_where_nvidia_s_driver_fails_is_missing_or_of_another_machine(
+    nvidia, tmp_path, capsys, monkeypatch
+):
     nvidia(fake_nvml(broken=("nvmlInit",)))
     assert cli.main(["monitor", "--json", "--count", "1"]) == 0
     assert "NVML" in capsys.readouterr().err
@@ -267,7 +304,9 @@ def test_lines_where_there_is_no_terminal(tmp_path, capsys):
         "GPU 0: load 97 %, memory 0.2 of 0.5 GiB, GTT 61.0 of 120 GiB, power 120 W, temperature 89 °C, clock 2876 MHz"
     )
     assert cli.main(["monitor", "--count", "1"]) == 0
-    assert re.search(r"Host: load \d+ %, memory \d+\.\d of \d+(\.\d)? GiB$", capsys.readouterr().out.strip())
+    assert re.search(
+        r"Host: load \d+ %, memory \d+\.\d of \d+(\.\d)? GiB$", capsys.readouterr().out.strip()
+    )
 
 
 @pytest.mark.parametrize(("arguments", "message", "code"), [
@@ -340,9 +379,13 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)]
+)
 def test_live_until_it_is_stopped(tmp_path, signum, code):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "epoch": 1, "loss": 0.5, "tokens_per_second": 1234}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 7, "epoch": 1, "loss": 0.5, "tokens_per_second": 1234}\n'
+    )
     root = sysfs.strix_halo(tmp_path / "root")
     terminal = Terminal("--root", root, "--interval", 0.1, "--run", tmp_path)
     terminal.wait_for("GPU 0: Radeon 8060S Graphics", "97 %", "61.0 of 120", "120", "2876")
@@ -375,9 +418,14 @@ def run_of(capsys, out: Path) -> dict:
 
 def test_progress_of_sft(tmp_path, capsys):
     assert run_of(capsys, tmp_path) == {"problem": f"no run in {tmp_path}"}
-    assert run_of(capsys, tmp_path / "nosuch") == {"problem": f"{tmp_path / 'nosuch'} does not exist"}
+    assert run_of(capsys, tmp_path / "nosuch") == {
+        "problem": f"{tmp_path / 'nosuch'} does not exist"
+    }
     lines = [{"step": 1, "epoch": 1, "loss": 2.5, "lr": 1e-3, "tokens_per_second": 10.0}]
-    lines += [{"step": 1, "epoch": 1, "val_loss": 2.25, "val_tokens": 9}, {**lines[0], "step": 2, "loss": 2.0}]
+    lines += [
+        {"step": 1, "epoch": 1, "val_loss": 2.25, "val_tokens": 9},
+        {**lines[0], "step": 2, "loss": 2.0},
+    ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 3, "loss": 1.')
     run = run_of(capsys, tmp_path)
@@ -396,7 +444,10 @@ def test_progress_of_sft_with_evaluations(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").touch()
     os.utime(tmp_path / "metrics.jsonl", (1e9, 1e9))
     assert run_of(capsys, tmp_path)["phase"] == "evaluating"
-    lines = [{"step": 0, "epoch": 0, "eval": {"prompts": 4, "correct": 3}}, {"step": 1, "epoch": 1, "loss": 2.5}]
+    lines = [
+        {"step": 0, "epoch": 0, "eval": {"prompts": 4, "correct": 3}},
+        {"step": 1, "epoch": 1, "loss": 2.5},
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     os.utime(tmp_path / "samples.jsonl", (1e9, 1e9))
     run = run_of(capsys, tmp_path)
@@ -420,9 +471,15 @@ def test_progress_of_raft(tmp_path, capsys):
     assert run_of(capsys, tmp_path)["phase"] == "evaluating"
     (tmp_path / "cycle_9").mkdir()
     touch("verdicts.jsonl", 300, '{"step": 10, "phase": "sample"}\n')
-    assert (run_of(capsys, tmp_path)["cycle"], run_of(capsys, tmp_path)["phase"]) == (10, "sampling")
+    assert (run_of(capsys, tmp_path)["cycle"], run_of(capsys, tmp_path)["phase"]) == (
+        10,
+        "sampling",
+    )
     touch("cycle_10/kept.jsonl", 200)
-    assert (run_of(capsys, tmp_path)["cycle"], run_of(capsys, tmp_path)["phase"]) == (10, "training")
+    assert (run_of(capsys, tmp_path)["cycle"], run_of(capsys, tmp_path)["phase"]) == (
+        10,
+        "training",
+    )
     touch("cycle_10/metrics.jsonl", 100, '{"step": 3, "epoch": 1, "loss": 0.25}\n')
     run = run_of(capsys, tmp_path)
     assert (run["cycle"], run["phase"], run["step"], run["loss"]) == (10, "training", 3, 0.25)
@@ -430,10 +487,18 @@ def test_progress_of_raft(tmp_path, capsys):
     touch("verdicts.jsonl", 50, '{"step": 10, "phase": "eval"}\n')
     assert run_of(capsys, tmp_path)["phase"] == "evaluating"
     assert cli.main(["monitor", "--count", "1", "--run", str(tmp_path)]) == 0
-    assert "run: cycle 10 of 11, evaluating, step 3, epoch 1, loss 0.2500, 5" in capsys.readouterr().out
+    assert (
+        "run: cycle 10 of 11, evaluating, step 3, epoch 1, loss 0.2500, 5"
+        in capsys.readouterr().out
+    )
     touch("metrics.jsonl", 40, '{"step": 10, "reward": 0.5, "updates": 3, "seconds": 60}\n')
     run = run_of(capsys, tmp_path)
-    assert (run["cycle"], run["seconds_left"], run["finished"], "phase" in run) == (10, 60.0, False, False)
+    assert (run["cycle"], run["seconds_left"], run["finished"], "phase" in run) == (
+        10,
+        60.0,
+        False,
+        False,
+    )
     touch("summary.json", 30, '{"steps": 10, "stopped": null}')
     assert run_of(capsys, tmp_path)["finished"] is False
     touch("config.yaml", 900, "cycles: 10\n")
@@ -482,7 +547,9 @@ def test_recording_nothing_and_a_run_that_ends(tmp_path):
     assert no_thread()
 
 
-@pytest.mark.parametrize("content", [b"\xff\0" * 1_500_000, b"", b"\n", b"no newline", b"{}\n" * 600_000])
+@pytest.mark.parametrize(
+    "content", [b"\xff\0" * 1_500_000, b"", b"\n", b"no newline", b"{}\n" * 600_000]
+)
 def test_what_is_torn_goes(tmp_path, content):
     path = tmp_path / "hardware.jsonl"
     path.write_bytes(content)
@@ -529,7 +596,9 @@ def make(folder, tmp_path) -> Callable[..., Path]:
     """Write the YAML of a run of 8 steps into ``tmp_path / "out"``."""
 
     def make(**changes) -> Path:
-        cfg = run_config(folder / "base", folder / "rows.jsonl", tmp_path / "out", epochs=2, startup_checks=False)
+        cfg = run_config(
+            folder / "base", folder / "rows.jsonl", tmp_path / "out", epochs=2, startup_checks=False
+        )
         return write_yaml(tmp_path / "run.yaml", {**cfg, "sequences_per_step": 8, **changes})
 
     return make
@@ -549,7 +618,10 @@ def test_one_rank_of_a_machine_records(tmp_path, main):
 def test_a_run_writes_its_hardware_and_computes_the_same(make, tmp_path):
     path, out = make(hardware_log_seconds=0.1), tmp_path / "out"
     sft(path)
-    first, adapter = read_lines(out / "hardware.jsonl"), (out / "adapter/adapter_model.safetensors").read_bytes()
+    first, adapter = (
+        read_lines(out / "hardware.jsonl"),
+        (out / "adapter/adapter_model.safetensors").read_bytes(),
+    )
     assert first
     assert all(set(line) == {"time", "gpus", "host"} for line in first)
     assert first[0]["host"]["process_memory"] > 50 * 2**20, "the process that trains"
@@ -561,7 +633,9 @@ def test_a_run_writes_its_hardware_and_computes_the_same(make, tmp_path):
     assert len(second) > len(first)
     assert second[len(first)]["time"] >= first[-1]["time"]
     sft(make(), "overwrite_output_dir=True")
-    assert read_lines(out / "hardware.jsonl")[0]["time"] > second[-1]["time"], "begun anew, and by default"
+    assert read_lines(out / "hardware.jsonl")[0]["time"] > second[-1]["time"], (
+        "begun anew, and by default"
+    )
     sft(path, "overwrite_output_dir=True", "hardware_log_seconds=null")
     assert not (out / "hardware.jsonl").exists(), "the file of another run would mislead"
     assert (out / "adapter/adapter_model.safetensors").read_bytes() == adapter

@@ -38,7 +38,9 @@ def test_pick_dtype_refuses():
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_canaries_pass_on_a_sound_device_and_leave_the_random_state_alone(dtype, head_dim):
     before = torch.get_rng_state()
-    checks = canaries(CPU, HOST, dtype, head_dim=head_dim, convolution=True, compiled=True)  # compiled: on GPUs
+    checks = canaries(
+        CPU, HOST, dtype, head_dim=head_dim, convolution=True, compiled=True
+    )  # compiled: on GPUs
     assert len(checks) == 7
     assert require(checks) == []
     assert torch.equal(before, torch.get_rng_state())
@@ -55,8 +57,16 @@ def test_canaries_notice_what_has_gone_wrong_on_real_devices(monkeypatch):
     to = torch.Tensor.to
     zeroing = lambda self, arg: to(self, arg) * (0 if arg is HOST else 1)  # noqa: E731
     monkeypatch.setattr(torch.Tensor, "to", zeroing)
-    failed = {check.name: check.found for check in canaries(CPU, HOST, torch.bfloat16) if not check.ok}
-    assert set(failed) == {"copy", "bf16 round trip", "bf16 matmul", "fp32 logits", "bf16 attention, head_dim 128"}
+    failed = {
+        check.name: check.found for check in canaries(CPU, HOST, torch.bfloat16) if not check.ok
+    }
+    assert set(failed) == {
+        "copy",
+        "bf16 round trip",
+        "bf16 matmul",
+        "fp32 logits",
+        "bf16 attention, head_dim 128",
+    }
     assert "words changed" in failed["copy"]
     assert "became zero" in failed["bf16 round trip"]
     assert "relative error 1.0" in failed["bf16 matmul"]
@@ -68,7 +78,9 @@ def test_a_run_that_names_its_kernel_is_tried_with_that(monkeypatch):
     sound = numerics.scaled_dot_product_attention
 
     def attention(*args, **kwargs):
-        return sound(*args, **kwargs) * (float("nan") if torch.backends.cuda.flash_sdp_enabled() else 1)
+        return sound(*args, **kwargs) * (
+            float("nan") if torch.backends.cuda.flash_sdp_enabled() else 1
+        )
 
     monkeypatch.setattr(numerics, "scaled_dot_product_attention", attention)
     with pytest.raises(UserError, match=r"fp32 attention.*fix: set attention=math; "):
@@ -78,11 +90,22 @@ def test_a_run_that_names_its_kernel_is_tried_with_that(monkeypatch):
 
 
 def test_canaries_notice_convolutions_and_logits_that_are_wrong(monkeypatch):
-    monkeypatch.setattr(numerics, "conv1d", lambda x, weight, groups: x[..., 3:] * weight[:, :, 0].view(1, groups, 1))
+    monkeypatch.setattr(
+        numerics,
+        "conv1d",
+        lambda x, weight, groups: x[..., 3:] * weight[:, :, 0].view(1, groups, 1),
+    )
     to = torch.Tensor.to
-    rounding = lambda self, arg: to(self, torch.bfloat16).to(torch.float32) if arg is HOST else to(self, arg)  # noqa: E731
+
+    def rounding(self, arg):
+        return to(self, torch.bfloat16).to(torch.float32) if arg is HOST else to(self, arg)
+
     monkeypatch.setattr(torch.Tensor, "to", rounding)
-    failed = {check.name: check.found for check in canaries(CPU, HOST, torch.float32, convolution=True) if not check.ok}
+    failed = {
+        check.name: check.found
+        for check in canaries(CPU, HOST, torch.float32, convolution=True)
+        if not check.ok
+    }
     assert "log-probs differ from fp64's by " in failed["fp32 logits"]
     assert float(failed["fp32 logits"].split()[5].rstrip(",")) < 1
     assert "relative error" in failed["fp32 convolution"]
@@ -90,7 +113,10 @@ def test_canaries_notice_convolutions_and_logits_that_are_wrong(monkeypatch):
 
 def test_a_compiled_kernel_that_writes_nothing(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: torch.zeros_like)
-    assert numerics._compiled(HOST) == (False, "16384 of 16384 values of a compiled kernel are wrong")
+    assert numerics._compiled(HOST) == (
+        False,
+        "16384 of 16384 values of a compiled kernel are wrong",
+    )
     monkeypatch.setattr(torch, "compile", lambda function: function)
     assert numerics._compiled(HOST)[0]
 
@@ -143,8 +169,12 @@ def test_the_allocator_s_canary_notices_buffers_that_lose_their_contents(monkeyp
 
 def test_require_names_every_failure_and_lets_slow_ones_pass(monkeypatch):
     slow = Check("fused attention", False, "math", "newer torch", fatal=False)
-    assert require([slow, Check("copy", True, "", "")]) == ["fused attention: math (fix: newer torch)"]
-    with pytest.raises(UserError, match=r"copy: 3 wrong \(fix: A\); matmul: NaN \(fix: B\).*startup_checks"):
+    assert require([slow, Check("copy", True, "", "")]) == [
+        "fused attention: math (fix: newer torch)"
+    ]
+    with pytest.raises(
+        UserError, match=r"copy: 3 wrong \(fix: A\); matmul: NaN \(fix: B\).*startup_checks"
+    ):
         require([slow, Check("copy", False, "3 wrong", "A"), Check("matmul", False, "NaN", "B")])
 
     def broken(*args, **kwargs):

@@ -39,7 +39,9 @@ class Machine:
         self.used += seconds * busy
 
     def install(self, set_attribute=setattr) -> "Machine":
-        clock = SimpleNamespace(monotonic=lambda: self.now, process_time=lambda: 0.0, sleep=self.sleep)
+        clock = SimpleNamespace(
+            monotonic=lambda: self.now, process_time=lambda: 0.0, sleep=self.sleep
+        )
         cpus = lambda percpu: [SimpleNamespace(idle=self.idle / self._cores)] * self._cores  # noqa: E731
         for name, value in {
             "time": clock,
@@ -63,7 +65,12 @@ def folder(tmp_path_factory) -> Path:
 
 
 def train(
-    folder: Path, out: Path, *overrides: str, others: float = 0, cores: int = 2, environ: dict[str, str] | None = None
+    folder: Path,
+    out: Path,
+    *overrides: str,
+    others: float = 0,
+    cores: int = 2,
+    environ: dict[str, str] | None = None,
 ) -> tuple[int, str]:
     """Train two steps an epoch, for one epoch, beside programs that keep ``others`` of ``cores`` cores busy."""
     cfg = run_config(folder / "base", folder / "rows.jsonl", out, epochs=1, startup_checks=False)
@@ -86,7 +93,12 @@ def recorded(out: Path) -> int | str:
 def test_a_run_leaves_cores_to_other_programs_and_resumes_with_its_number(folder, tmp_path):
     out, resumed = tmp_path / "out", "resume_from_checkpoint=True"
     for overrides, machine, number, says in (
-        (["max_steps_per_epoch=1"], {"others": 1}, 1, "cpu_threads 1 (other programs leave 1.0 cores)"),
+        (
+            ["max_steps_per_epoch=1"],
+            {"others": 1},
+            1,
+            "cpu_threads 1 (other programs leave 1.0 cores)",
+        ),
         ([resumed], {}, 1, "cpu_threads 1 (as the run began)"),
         (["overwrite_output_dir=True"], {}, 2, "cpu_threads 2"),
         ([resumed], {"cores": 1}, 2, "cpu_threads=1 is faster"),
@@ -152,7 +164,10 @@ def test_a_program_that_ends_meanwhile_costs_no_thread(monkeypatch):
 
 def test_a_quota_limits_the_threads_and_other_programs_share_it(tmp_path, monkeypatch):
     group = tmp_path / "sys/fs/cgroup/box"
-    for path, text in (("proc/self/cgroup", "0::/box"), ("sys/fs/cgroup/box/cpu.max", "350000 100000")):
+    for path, text in (
+        ("proc/self/cgroup", "0::/box"),
+        ("sys/fs/cgroup/box/cpu.max", "350000 100000"),
+    ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text + "\n")
     for inside, expected in ((0, 3), (2, 2), (3.5, 1)):
@@ -162,7 +177,9 @@ def test_a_quota_limits_the_threads_and_other_programs_share_it(tmp_path, monkey
             (group / "cpu.stat").write_text(f"usage_usec {int(1e6 * inside * machine.now)}\nnr 1\n")
             return cpu_quota(tmp_path).used()
 
-        monkeypatch.setattr(threads, "cpu_quota", lambda used=used: SimpleNamespace(cpus=3.5, used=used))
+        monkeypatch.setattr(
+            threads, "cpu_quota", lambda used=used: SimpleNamespace(cpus=3.5, used=used)
+        )
         assert cpu_quota(tmp_path).cpus == 3.5
         assert threads.cores() == 3.5
         assert threads.choose_threads({})[0] == expected, inside

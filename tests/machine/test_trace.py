@@ -38,7 +38,13 @@ def sft(folder, tmp_path):
 
     def sft(out: str, *overrides: str, **changes) -> Path:
         cfg = run_config(folder / "base", rows, tmp_path / out) | changes
-        run(LoRAFinetune(config.load("lora_finetune_rocm", str(write_yaml(tmp_path / "run.yaml", cfg)), overrides)))
+        run(
+            LoRAFinetune(
+                config.load(
+                    "lora_finetune_rocm", str(write_yaml(tmp_path / "run.yaml", cfg)), overrides
+                )
+            )
+        )
         return tmp_path / out
 
     return sft
@@ -75,13 +81,18 @@ def test_a_run_records_steps_after_its_warm_up(sft, messages):
     operators = Counter(names(events, "cpu_op"))
     assert operators["aten::mm"] > 10
     assert any("Backward" in name for name in operators)
-    arrows = Counter((event["ph"], event["id"]) for event in events if event.get("ph") in ("s", "f"))
+    arrows = Counter(
+        (event["ph"], event["id"]) for event in events if event.get("ph") in ("s", "f")
+    )
     assert arrows
     assert set(arrows.values()) == {1}, "arrows of different steps must differ"
     assert "aten::mm" in operators_by_time
     spans = [event["dur"] for event in events if event["name"] in ("training 4", "training 5")]
     (said,) = [line for line in messages if line.startswith("profile of training, steps 4 to 5, ")]
-    assert f", {sum(spans) / 1e6:.3g} s: open {out}/profile/training.rank0.trace.json.gz in https://ui" in said
+    assert (
+        f", {sum(spans) / 1e6:.3g} s: open {out}/profile/training.rank0.trace.json.gz in https://ui"
+        in said
+    )
     assert sorted(path.name for path in (out / "profile").iterdir()) == [
         "training.rank0.trace.json.gz", "training.rank0.txt",
     ]  # fmt: skip
@@ -93,9 +104,15 @@ def test_short_and_resumed_runs(sft, messages):
     assert one_line_has(messages, "training", "did 3 such steps")
     assert not (out / "profile").exists()
     sft("out", epochs=3, profile_steps=4, resume_from_checkpoint=True)
-    assert steps(read(out, "training")[0]) == ["training 4", "training 5", "training 6"], "those of this process"
+    assert steps(read(out, "training")[0]) == ["training 4", "training 5", "training 6"], (
+        "those of this process"
+    )
     assert one_line_has(messages, "profile_steps", "3 of 4 steps", "the run ended")
-    theirs = {"_component_": "torchtune.training.setup_torch_profiler", "enabled": False, "active_steps": 2}
+    theirs = {
+        "_component_": "torchtune.training.setup_torch_profiler",
+        "enabled": False,
+        "active_steps": 2,
+    }
     sft("out", overwrite_output_dir=True, profiler=theirs)
     assert not (out / "profile").exists(), "of another run"
 
@@ -105,7 +122,13 @@ def test_short_and_resumed_runs(sft, messages):
     ("runs", "recipe", "changes"),
     [
         pytest.param(raft_runs, RAFT, {"cycles": 1, "seed": 1}, id="raft"),
-        pytest.param(grpo_runs, GRPO, {"steps": 5, "eval_every_n_steps": 5}, id="grpo", marks=pytest.mark.wide),
+        pytest.param(
+            grpo_runs,
+            GRPO,
+            {"steps": 5, "eval_every_n_steps": 5},
+            id="grpo",
+            marks=pytest.mark.wide,
+        ),
     ],
 )
 def test_sampling(folder, tmp_path, messages, runs, recipe, changes):

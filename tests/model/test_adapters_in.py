@@ -44,7 +44,13 @@ def folders(tmp_path_factory):
 @torch.no_grad()
 def peft_adapter(base: Path, out: Path, **options) -> torch.Tensor:
     """Save an adapter with random weights as PEFT does; return the logits that PEFT computes with it."""
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **options}
+    settings = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": TARGETS,
+        "task_type": "CAUSAL_LM",
+        **options,
+    }
     model = peft.get_peft_model(their_model(base), peft.LoraConfig(**settings))
     torch.manual_seed(3)
     for name, parameter in model.named_parameters():
@@ -59,9 +65,20 @@ def peft_adapter(base: Path, out: Path, **options) -> torch.Tensor:
 
 
 def prepare(folders, base: str, out: Path, adapter: Path | None, **changes) -> LoRAFinetune:
-    model, more = changes.pop("model", {}), {"max_steps_per_epoch": 3, "save_adapter_weights_only": False}
+    model, more = (
+        changes.pop("model", {}),
+        {"max_steps_per_epoch": 3, "save_adapter_weights_only": False},
+    )
     if PATTERNS.keys() & model.keys() or changes.pop("native", False):
-        cfg = folder_config(folders[base], folders["rows"], out, model, checkpointer={}, chat_template=CHATML, **more)
+        cfg = folder_config(
+            folders[base],
+            folders["rows"],
+            out,
+            model,
+            checkpointer={},
+            chat_template=CHATML,
+            **more,
+        )
     else:
         cfg = run_config(folders[base], folders["rows"], out, **more)
         cfg["model"] |= model
@@ -69,7 +86,9 @@ def prepare(folders, base: str, out: Path, adapter: Path | None, **changes) -> L
     cfg["optimizer"]["lr"] = 2e-2
     if adapter is not None:
         cfg["checkpointer"]["adapter_checkpoint"] = str(adapter)
-    recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(write_yaml(out.with_suffix(".yaml"), cfg | changes))))
+    recipe = LoRAFinetune(
+        config.load("lora_finetune_rocm", str(write_yaml(out.with_suffix(".yaml"), cfg | changes)))
+    )
     recipe.setup()
     return recipe
 
@@ -113,10 +132,16 @@ def test_rslora_is_trained_and_exported(folders, tmp_path, model):
     assert (their_logits(folders["qwen2"]) - expected).abs().max() > 0.1
     assert json.loads((adapter / "adapter_config.json").read_text())["use_rslora"] is True
     torch.testing.assert_close(their_logits(folders["qwen2"], adapter), expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(their_logits(tmp_path / "run" / "merged"), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        their_logits(tmp_path / "run" / "merged"), expected, rtol=0, atol=1e-4
+    )
 
 
-NAMES = [f"model.layers.{i}.{end}" for i in (0, 1, 11) for end in ("self_attn.q_proj", "mlp.experts.down_proj")]
+NAMES = [
+    f"model.layers.{i}.{end}"
+    for i in (0, 1, 11)
+    for end in ("self_attn.q_proj", "mlp.experts.down_proj")
+]
 NAMES += ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj.weight"]
 KEYS = ["q_proj", "down_proj", "experts.down_proj", r"layers\.1\..*", r".*\.1\..*", "^model.layers.0.*", "lm_.*|q_proj",
         "proj", "layers.11.self_attn.q_proj", "down_proj.weight", "model"]  # fmt: skip
@@ -124,23 +149,32 @@ KEYS = ["q_proj", "down_proj", "experts.down_proj", r"layers\.1\..*", r".*\.1\..
 
 @given(pattern=st.dictionaries(st.sampled_from(KEYS), st.integers(1, 3)))
 def test_patterns_match_as_pefts(pattern):
-    sizes = Sizes(rank=9, alpha=9, rank_pattern=pattern, alpha_pattern=dict(reversed(pattern.items())))
+    sizes = Sizes(
+        rank=9, alpha=9, rank_pattern=pattern, alpha_pattern=dict(reversed(pattern.items()))
+    )
     for name in NAMES:
-        keys = (get_pattern_key(each.keys(), name) for each in (sizes.rank_pattern, sizes.alpha_pattern))
+        keys = (
+            get_pattern_key(each.keys(), name) for each in (sizes.rank_pattern, sizes.alpha_pattern)
+        )
         assert sizes.of(name) == tuple(pattern.get(key, 9) for key in keys)
 
 
 def test_a_pattern_that_would_match_for_ever_is_named():
     """An adapter may come from anybody."""
     endless = r"(?:(.*)(.*)(.*)(.*)(.*)(.*)(.*)(.*)(.*)\w){5}\3q"
-    with pytest.raises(UserError, match=r"regular expression .* takes more than 1 s on model\.layers\.11\.self_attn"):
+    with pytest.raises(
+        UserError,
+        match=r"regular expression .* takes more than 1 s on model\.layers\.11\.self_attn",
+    ):
         Sizes(rank=1, alpha=1, rank_pattern={endless: 2}).of("model.layers.11.self_attn.q_proj")
     with pytest.raises(UserError, match="takes more than 1 s"):
         StoredFormat("fp8", (0, 0), (f"re:{endless}",)).skips("model.layers.11.self_attn.q_proj")
 
 
 @given(
-    sizes=st.dictionaries(st.sampled_from(NAMES), st.tuples(st.integers(1, 3), st.sampled_from([1, 2.5])), min_size=1)
+    sizes=st.dictionaries(
+        st.sampled_from(NAMES), st.tuples(st.integers(1, 3), st.sampled_from([1, 2.5])), min_size=1
+    )
 )
 def test_what_is_written_of_layers_is_read_of_them(sizes):
     said = described(sizes)
@@ -150,13 +184,20 @@ def test_what_is_written_of_layers_is_read_of_them(sizes):
 
 @pytest.mark.parametrize(
     ("tied", "tokens"),
-    [(False, [99, 5, 17]), (True, [99, 5, 17]), (False, {"embed_tokens": [99, 5], "lm_head": [61, 8, 5]})],
+    [
+        (False, [99, 5, 17]),
+        (True, [99, 5, 17]),
+        (False, {"embed_tokens": [99, 5], "lm_head": [61, 8, 5]}),
+    ],
     ids=str,
 )
 @torch.no_grad()
 def test_rows_of_tokens(tmp_path, tied, tokens):
     """PEFT's order of tokens is free. Its list trains the embeddings, which may be the output layer, too."""
-    base, theirs = write_model(tmp_path / "base", initializer_range=0.1, tie_word_embeddings=tied), tmp_path / "theirs"
+    base, theirs = (
+        write_model(tmp_path / "base", initializer_range=0.1, tie_word_embeddings=tied),
+        tmp_path / "theirs",
+    )
     expected = peft_adapter(base, theirs, trainable_token_indices=tokens)
     chosen = find_target(str(base), theirs).content["model"]
     decoder = our_model(base, **{key: chosen[key] for key in TAKEN})
@@ -166,7 +207,12 @@ def test_rows_of_tokens(tmp_path, tied, tokens):
     if tied:  # old files have the layer twice
         state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
         save_file(state, base / "model.safetensors", metadata={"format": "pt"})
-    assert cli.main(["export", str(theirs), "--base-model", str(base), "--merged", str(tmp_path / "merged")]) == 0
+    assert (
+        cli.main(
+            ["export", str(theirs), "--base-model", str(base), "--merged", str(tmp_path / "merged")]
+        )
+        == 0
+    )
     torch.testing.assert_close(their_logits(tmp_path / "merged"), expected, rtol=0, atol=1e-4)
     with pytest.raises(UserError, match=r"Set 'model.trainable_tokens=\{.embed_tokens.: \[5, "):
         peft_files.read_adapter(theirs, our_model(base, lora_rank=4, lora_alpha=8), "HF")
@@ -174,20 +220,42 @@ def test_rows_of_tokens(tmp_path, tied, tokens):
     state = load_file(weights)
     name = next(name for name in state if name.endswith(peft_files.ROWS))
     for rows in ([], state[name][1:]):
-        save_file({**{k: v for k, v in state.items() if k != name}, **({name: rows} if len(rows) else {})}, weights)
-        assert cli.main(["export", str(theirs), "--base-model", str(base), "--merged", str(tmp_path / "never")]) == 1
+        save_file(
+            {
+                **{k: v for k, v in state.items() if k != name},
+                **({name: rows} if len(rows) else {}),
+            },
+            weights,
+        )
+        assert (
+            cli.main(
+                [
+                    "export",
+                    str(theirs),
+                    "--base-model",
+                    str(base),
+                    "--merged",
+                    str(tmp_path / "never"),
+                ]
+            )
+            == 1
+        )
 
 
 @pytest.fixture
 def refused(folders, tmp_path, monkeypatch):
     """Change an adapter, start from it, and return the error, which comes before the base weights are read."""
     peft_adapter(folders["qwen2"], tmp_path / "adapter")
-    monkeypatch.setattr("rocm_ext.train.learner.Learner.read_weights", lambda self: pytest.fail("they were read"))
+    monkeypatch.setattr(
+        "rocm_ext.train.learner.Learner.read_weights", lambda self: pytest.fail("they were read")
+    )
 
     def refused(change: dict | str = "", **changes) -> str:
         path = tmp_path / "adapter" / "adapter_config.json"
         content = json.loads(path.read_text())
-        path.write_text(change if isinstance(change, str) and change else json.dumps(content | (change or {})))
+        path.write_text(
+            change if isinstance(change, str) and change else json.dumps(content | (change or {}))
+        )
         with pytest.raises(UserError) as found:
             prepare(folders, "qwen2", tmp_path / "run", tmp_path / "adapter", **changes)
         assert "\n" not in str(found.value)
@@ -216,10 +284,22 @@ def test_what_is_not_computed_is_refused_by_name(refused, change):
     [
         ({"lora_alpha": 16}, {}, "Set model.lora_alpha=16"),
         ({"r": 8, "lora_alpha": 16}, {}, "Set model.lora_rank=8 model.lora_alpha=16"),
-        ({"rank_pattern": {"q_proj": 8}}, {"native": True}, "Set 'model.rank_pattern={\"q_proj\": 8}'"),
-        ({"r": 8, "rank_pattern": {"(k|v|o|up|gate|down)_proj": 4, "q_proj": 8}}, {"model": PATTERNS}, "=null"),
+        (
+            {"rank_pattern": {"q_proj": 8}},
+            {"native": True},
+            "Set 'model.rank_pattern={\"q_proj\": 8}'",
+        ),
+        (
+            {"r": 8, "rank_pattern": {"(k|v|o|up|gate|down)_proj": 4, "q_proj": 8}},
+            {"model": PATTERNS},
+            "=null",
+        ),
         ({"alpha_pattern": {"layers.0.*": 4}}, {"native": True}, "Set model.lora_alpha=4"),
-        ({"alpha_pattern": {"q_proj": -1}}, {}, "has alpha_pattern={'q_proj': -1}; expected layers' names"),
+        (
+            {"alpha_pattern": {"q_proj": -1}},
+            {},
+            "has alpha_pattern={'q_proj': -1}; expected layers' names",
+        ),
         ({"rank_pattern": {"(": 1}}, {}, "has rank_pattern={'(': 1}; expected layers' names"),
         ({"use_rslora": True}, {"use_rslora": False}, "Set use_rslora=True"),
         ({}, {"use_rslora": True}, "Set use_rslora=False"),
@@ -230,7 +310,11 @@ def test_what_is_not_computed_is_refused_by_name(refused, change):
         ({"base_model_name_or_path": "a\nb"}, {}, "base_model_name_or_path='a"),
         ({"base_model_name_or_path": "a" * 300}, {}, "has base_model_name_or_path='aaa"),
         ({"use_dora": "no"}, {}, "has use_dora='no'"),
-        ({"trainable_token_indices": {"embed_tokens": [3, 3]}}, {}, "expected different ids of tokens"),
+        (
+            {"trainable_token_indices": {"embed_tokens": [3, 3]}},
+            {},
+            "expected different ids of tokens",
+        ),
         ({"use_rslora": 1}, {}, "has use_rslora=1"),
         ("[1, 2]", {}, "must hold a JSON object"),
         ("{torn", {}, "cannot read the adapter"),
@@ -244,12 +328,29 @@ def test_settings_that_differ_from_the_model(refused, change, changes, cure):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: {name.replace("layers.0", "h.0"): t for name, t in state.items()}, "belongs to no layer"),
-        (lambda state: state | {"base_model.model.lm_head.weight": torch.ones(2, 2)}, "neither LoRA nor DoRA"),
-        (lambda state: {name: t[:-1] if "q_proj.lora_B" in name else t for name, t in state.items()}, "q_proj"),
-        (lambda state: {name: t.flatten() for name, t in state.items()}, "expected [4, inputs], [outputs, 4]"),
+        (
+            lambda state: {name.replace("layers.0", "h.0"): t for name, t in state.items()},
+            "belongs to no layer",
+        ),
+        (
+            lambda state: state | {"base_model.model.lm_head.weight": torch.ones(2, 2)},
+            "neither LoRA nor DoRA",
+        ),
+        (
+            lambda state: {
+                name: t[:-1] if "q_proj.lora_B" in name else t for name, t in state.items()
+            },
+            "q_proj",
+        ),
+        (
+            lambda state: {name: t.flatten() for name, t in state.items()},
+            "expected [4, inputs], [outputs, 4]",
+        ),
         (lambda state: {name: t * float("nan") for name, t in state.items()}, "not finite"),
-        (lambda state: {name: t for name, t in state.items() if ".1." not in name}, "missing layers.1."),
+        (
+            lambda state: {name: t for name, t in state.items() if ".1." not in name},
+            "missing layers.1.",
+        ),
     ],
 )
 def test_weights_that_do_not_fit(refused, tmp_path, change, message):
@@ -261,10 +362,16 @@ def test_weights_that_do_not_fit(refused, tmp_path, change, message):
 @pytest.mark.parametrize("native", [True, False])
 def test_fewer_target_modules_are_named_as_in_peft(refused, tmp_path, native):
     path = tmp_path / "adapter" / "adapter_model.safetensors"
-    save_file({name: t for name, t in load_file(path).items() if "q_proj" in name or "v_proj" in name}, path)
+    save_file(
+        {name: t for name, t in load_file(path).items() if "q_proj" in name or "v_proj" in name},
+        path,
+    )
     message = refused(native=native)
     assert "adapts q_proj, v_proj; the config adapts down_proj, gate_proj, k_proj" in message
-    assert f"Set model.{'target_modules=[q_proj,v_proj]' if native else 'lora_attn_modules'}" in message
+    assert (
+        f"Set model.{'target_modules=[q_proj,v_proj]' if native else 'lora_attn_modules'}"
+        in message
+    )
 
 
 @pytest.mark.wide

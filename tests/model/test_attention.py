@@ -17,7 +17,12 @@ from tests.recipes.test_parity import decoder_pair
 from tests.sampling.test_generation import Words, model
 
 FLASH, MATH, SOFTMAX = "_scaled_dot_product_flash_attention_for_cpu", "_safe_softmax", "_softmax"
-KERNELS = {"auto": FLASH, "flash": FLASH, "math": MATH, "eager": SOFTMAX}  # and an operation that only it runs
+KERNELS = {
+    "auto": FLASH,
+    "flash": FLASH,
+    "math": MATH,
+    "eager": SOFTMAX,
+}  # and an operation that only it runs
 
 
 class Names(TorchDispatchMode):
@@ -58,7 +63,9 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize("own", [True, False], ids=["native", "transformers"])
 @pytest.mark.parametrize("kernel", ["flash", "math", "eager"])
 def test_a_model_computes_the_same_with_every_kernel(folders, kernel, own):
-    ours, same = (decoder_pair("qwen2")[1] if own else our_model(folders["olmo 2"]) for _ in range(2))
+    ours, same = (
+        decoder_pair("qwen2")[1] if own else our_model(folders["olmo 2"]) for _ in range(2)
+    )
     expected, gradients, _ = step(ours, "auto")
     found, theirs, names = step(same, kernel)
     assert names == {KERNELS[kernel]}
@@ -76,7 +83,14 @@ def test_capped_scores_are_computed_eagerly_or_not_at_all(folders):
 
 
 def test_attention_in_a_models_own_code_is_refused():
-    shape = {"vocab_size": 64, "num_layers": 2, "num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "embed_dim": 32}
+    shape = {
+        "vocab_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "head_dim": 8,
+        "num_kv_heads": 2,
+        "embed_dim": 32,
+    }
     decoder = native(gemma2(**shape, intermediate_dim=48, max_seq_len=64))
     assert not decoder.packs
     choose_attention(decoder, "auto")
@@ -92,7 +106,9 @@ def test_the_sampler_uses_the_same_kernel(kernel):
         requests = [Request(str(i), 0, i, tuple(range(i, i + 9)), ()) for i in range(3)]
         with sampler_of(decoder) as made:
             session = LocalSession(made, Words(), lambda: 2**30, 4, False)
-            done, names = ran(lambda: list(session.generate(requests, Sampling(8, temperature=0.0))))
+            done, names = ran(
+                lambda: list(session.generate(requests, Sampling(8, temperature=0.0)))
+            )
         return {each.request.prompt_id: each.tokens for each in done}, names
 
     expected, _ = answers("auto")
@@ -114,7 +130,9 @@ def test_masks_and_scales_are_those_of_torch():
     allowed = torch.rand(2, 1, 4, 6, generator=generator) > 0.3
     allowed[..., 0] = True
     added = torch.zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=0.2)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=allowed, scale=0.2
+    )
     for kernel in KERNELS:
         for mask in (allowed, added):
             found = sdpa(q, k, v, kernel, mask=mask, scale=0.2)

@@ -30,9 +30,20 @@ from tests.kit.plans import planned_and_measured
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
 BOTH = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-MOE = ["qwen3 moe", "mixtral", "gpt-oss", "deepseek 3", "granite moe", "qwen3 next", "granite hybrid"]
+MOE = [
+    "qwen3 moe",
+    "mixtral",
+    "gpt-oss",
+    "deepseek 3",
+    "granite moe",
+    "qwen3 next",
+    "granite hybrid",
+]
 # of one of both weights, and of a linear layer
-PATTERNS = {"rank_pattern": {"experts.down_proj": 2, "o_proj": 6}, "alpha_pattern": {r".*\.1\..*\.gate_up_proj": 20}}
+PATTERNS = {
+    "rank_pattern": {"experts.down_proj": 2, "o_proj": 6},
+    "alpha_pattern": {r".*\.1\..*\.gate_up_proj": 20},
+}
 OLD, NEW = "0.18.1", "0.19.1"  # versions of PEFT with other layouts
 
 
@@ -112,7 +123,9 @@ def test_gradients_are_those_of_autograd(folder_of, name):
         lora, base = experts.get_submodule(f"{key}_lora"), experts.get_parameter(key)
         a = lora.lora_a.weight.view(4, 3, -1)
         b = lora.lora_b.weight.view(-1, 3, 4)
-        return base + lora.scale * torch.einsum("ore,eri->eio" if lora.transposed else "ore,eri->eoi", b, a)
+        return base + lora.scale * torch.einsum(
+            "ore,eri->eio" if lora.transposed else "ore,eri->eoi", b, a
+        )
 
     eager = {"dtype": torch.float32, "experts_implementation": "eager"}
     alone = AutoModelForCausalLM.from_pretrained(folder_of(name), **eager).eval()
@@ -129,11 +142,19 @@ def test_gradients_are_those_of_autograd(folder_of, name):
 @torch.no_grad()
 def test_routers_are_as_precise_as_transformers(folder_of):
     """In bf16, the router's parameters and buffers have transformers' dtypes; the logits are as near to fp32's."""
-    node = OmegaConf.create({"_component_": FROM_CHECKPOINT, "checkpoint_dir": str(folder_of("deepseek 3"))})
+    node = OmegaConf.create(
+        {"_component_": FROM_CHECKPOINT, "checkpoint_dir": str(folder_of("deepseek 3"))}
+    )
     ours = build_model(node, torch.bfloat16, 0, torch.device("cpu"))
-    reader = {"_component_": "rocm_ext.model.HFCheckpointer", "checkpoint_dir": node.checkpoint_dir, "model_type": "HF"}
+    reader = {
+        "_component_": "rocm_ext.model.HFCheckpointer",
+        "checkpoint_dir": node.checkpoint_dir,
+        "model_type": "HF",
+    }
     load_weights(ours, read_weights(OmegaConf.create(reader)), Ranks(torch.device("cpu")))
-    theirs = AutoModelForCausalLM.from_pretrained(folder_of("deepseek 3"), dtype=torch.bfloat16).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder_of("deepseek 3"), dtype=torch.bfloat16
+    ).eval()
     name = "model.layers.1.mlp.gate"
     for key, tensor in theirs.get_submodule(name).state_dict().items():
         found = ours.get_submodule(name).state_dict()[key]
@@ -153,7 +174,13 @@ def test_exports_give_our_logits_and_the_adapter_comes_back(folder_of, rows, tmp
     assert shapes(tmp_path / "run" / "merged") == shapes(folder_of(name))
 
 
-LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 LATENT |= {"num_key_value_heads": 4}
 ALSO_DENSE = {  # models with dense or shared layers beside experts, and values of their configs
     "glm4_moe": {},
@@ -184,7 +211,10 @@ def test_peft_opens_dense_and_shared_layers_beside_experts(tmp_path, kind):
     settings = json.loads((adapter / "adapter_config.json").read_text())
     assert {name.partition(".")[0] for name in settings["target_parameters"]} & {"down_proj", "w2"}
     # with the adapter's own settings, as `chat MODEL --adapter` does
-    own = {key: settings[key] for key in ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")}
+    own = {
+        key: settings[key]
+        for key in ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
+    }
     own |= {"lora_rank": settings["r"], "lora_alpha": settings["lora_alpha"]}
     again = our_model(base, **own).eval()
     again.load_state_dict(read_adapter(adapter, again, "HF"), strict=False)
@@ -192,11 +222,18 @@ def test_peft_opens_dense_and_shared_layers_beside_experts(tmp_path, kind):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("targets", "modules"), [(BOTH["target_parameters"], []), (["experts.down_proj"], ["o_proj"])])
+@pytest.mark.parametrize(
+    ("targets", "modules"), [(BOTH["target_parameters"], []), (["experts.down_proj"], ["o_proj"])]
+)
 @pytest.mark.parametrize("name", some("qwen3 moe", "gpt-oss"))
 def test_an_adapter_of_pefts_opens_here(folder_of, tmp_path, name, targets, modules):
     theirs = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
-    sizes = {"r": 3, "lora_alpha": 6, "rank_pattern": {"experts.down_proj": 2}, "alpha_pattern": {"down_proj": 4}}
+    sizes = {
+        "r": 3,
+        "lora_alpha": 6,
+        "rank_pattern": {"experts.down_proj": 2},
+        "alpha_pattern": {"down_proj": 4},
+    }
     config = peft.LoraConfig(**sizes, target_modules=modules, target_parameters=targets)
     torch.manual_seed(0)
     theirs = peft.get_peft_model(theirs, config)
@@ -204,8 +241,12 @@ def test_an_adapter_of_pefts_opens_here(folder_of, tmp_path, name, targets, modu
         if "lora_B" in key:
             torch.nn.init.normal_(parameter, std=0.1)
     theirs.save_pretrained(tmp_path)
-    chosen = find_target(str(folder_of(name)), tmp_path).content["model"]  # as chat and eval open it
-    lora = {key: value for key, value in chosen.items() if key not in ("_component_", "checkpoint_dir")}
+    chosen = find_target(str(folder_of(name)), tmp_path).content[
+        "model"
+    ]  # as chat and eval open it
+    lora = {
+        key: value for key, value in chosen.items() if key not in ("_component_", "checkpoint_dir")
+    }
     ours = our_model(folder_of(name), **lora)
     ours.load_state_dict(read_adapter(tmp_path, ours, "HF"), strict=False)
     expected = theirs.eval()(TOKENS).logits
@@ -216,7 +257,9 @@ def test_an_adapter_of_pefts_opens_here(folder_of, tmp_path, name, targets, modu
 @torch.no_grad()
 @pytest.mark.parametrize("square", [False, True])
 def test_both_layouts_of_pefts_are_written_and_read(folder_of, tmp_path, monkeypatch, square):
-    shape = {"moe_intermediate_size": 32} if square else {}  # then gate_up_proj is [64, 64], as is its transpose
+    shape = (
+        {"moe_intermediate_size": 32} if square else {}
+    )  # then gate_up_proj is [64, 64], as is its transpose
     base = write_theirs(tmp_path / "base", "qwen3 moe", **shape)
     ours = with_update(our_model(base, lora_rank=3, **BOTH))
     expected = ours(TOKENS)
@@ -233,7 +276,10 @@ def test_both_layouts_of_pefts_are_written_and_read(folder_of, tmp_path, monkeyp
         written[version] = load_file(folder / "adapter_model.safetensors")
     name = "base_model.model.model.layers.1.mlp.experts.base_layer.lora_A.weight"
     sizes = (64, 64) if square else (96, 64)  # rows and columns of gate_up_proj
-    assert [list(written[version][name].shape) for version in (OLD, NEW)] == [[12, sizes[0]], [12, sizes[1]]]
+    assert [list(written[version][name].shape) for version in (OLD, NEW)] == [
+        [12, sizes[0]],
+        [12, sizes[1]],
+    ]
 
 
 @torch.no_grad()
@@ -260,14 +306,23 @@ def test_small_changes_of_experts_survive_in_16_bits(tmp_path):
 
 def test_linears_stored_in_pieces_and_together_are_merged(rows, tmp_path, monkeypatch):
     """A family whose files hold q, k and v in one tensor, and a layer of the MLP in two."""
-    together = WeightConverter("attn.qkv.weight", [f"self_attn.{part}_proj.weight" for part in "qkv"], [Chunk(0)])
-    pieces = WeightConverter(["mlp.a.weight", "mlp.b.weight"], "mlp.gate_proj.weight", [Concatenate(0)])
+    together = WeightConverter(
+        "attn.qkv.weight", [f"self_attn.{part}_proj.weight" for part in "qkv"], [Chunk(0)]
+    )
+    pieces = WeightConverter(
+        ["mlp.a.weight", "mlp.b.weight"], "mlp.gate_proj.weight", [Concatenate(0)]
+    )
     conversion_mapping.get_checkpoint_conversion_mapping("olmo2")  # fills the cache
-    monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "olmo2", [together, pieces])
+    monkeypatch.setitem(
+        conversion_mapping._checkpoint_conversion_mapping_cache, "olmo2", [together, pieces]
+    )
     base = write_theirs(tmp_path / "base", "olmo 2", shards=2, num_key_value_heads=4)
     lora = {"target_modules": ["q_proj", "gate_proj", "o_proj"]}
     cfg = folder_config(base, rows, tmp_path / "run", lora, max_steps_per_epoch=2)
-    cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
+    cfg |= {
+        "save_adapter_weights_only": False,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2},
+    }
     expected = our_logits(finetune(cfg))
     whole = tmp_path / "run" / "merged"
     assert shapes(whole) == shapes(base)
@@ -281,9 +336,13 @@ def test_what_cannot_be_merged_is_refused_at_the_start(folder_of, rows, tmp_path
     def none(_):
         raise NotImplementedError("no way back")
 
-    cfg = folder_config(folder_of("qwen3 moe"), rows, tmp_path / "run", BOTH, save_adapter_weights_only=False)
+    cfg = folder_config(
+        folder_of("qwen3 moe"), rows, tmp_path / "run", BOTH, save_adapter_weights_only=False
+    )
     monkeypatch.setattr(MergeModulelist, "reverse_op", property(none))
-    with pytest.raises(UserError, match=r"cannot be taken apart.*no way back.*set save_adapter_weights_only=True"):
+    with pytest.raises(
+        UserError, match=r"cannot be taken apart.*no way back.*set save_adapter_weights_only=True"
+    ):
         prepare(cfg)
     prepare(cfg | {"model": {**cfg["model"], "target_parameters": None}})
 
@@ -297,10 +356,14 @@ def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):
 
 
 @pytest.mark.usefixtures("cpu_of_known_speed")
-@pytest.mark.parametrize("changes", [{}, {"enable_activation_checkpointing": True, "dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"enable_activation_checkpointing": True, "dtype": "bf16"}], ids=str
+)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.wide) for name in MOE])
 def test_planned_peak_is_the_measured_one(tmp_path, name, changes):
-    planned, peak = planned_and_measured(write_wider(tmp_path / "base", name), tmp_path / "run", BOTH, **changes)
+    planned, peak = planned_and_measured(
+        write_wider(tmp_path / "base", name), tmp_path / "run", BOTH, **changes
+    )
     assert planned == pytest.approx(peak, rel=0.1)
 
 
@@ -310,15 +373,31 @@ def test_planned_peak_is_the_measured_one(tmp_path, name, changes):
 @pytest.mark.parametrize(
     ("name", "lora", "message"),
     [
-        ("qwen3 moe", {"target_parameters": ["experts.gate_proj"]}, "'experts.gate_proj', which is no parameter; did"),
+        (
+            "qwen3 moe",
+            {"target_parameters": ["experts.gate_proj"]},
+            "'experts.gate_proj', which is no parameter; did",
+        ),
         ("qwen3 moe", {"target_parameters": []}, "target_parameters is empty"),
-        ("qwen3 moe", {"target_parameters": ["mlp.gate.weight"]}, r"layers.1.mlp.gate.weight of Qwen3MoeTopKRouter is"),
+        (
+            "qwen3 moe",
+            {"target_parameters": ["mlp.gate.weight"]},
+            r"layers.1.mlp.gate.weight of Qwen3MoeTopKRouter is",
+        ),
         ("qwen3 moe", {"target_modules": []}, "target_modules is empty"),
         ("qwen3 moe", {**BOTH, "use_dora": True}, "not with DoRA"),
-        ("qwen3 moe", {"use_dora": True}, "gate_proj, up_proj of this model for its experts'.*use_dora=False"),
+        (
+            "qwen3 moe",
+            {"use_dora": True},
+            "gate_proj, up_proj of this model for its experts'.*use_dora=False",
+        ),
         ("qwen3 moe", {**BOTH, "lora_dropout": 0.1}, r"set lora_dropout=0\.0"),
         ("olmo 2", {"target_parameters": "all-experts"}, "Olmo2ForCausalLM has no fused experts"),
-        ("gpt-oss", {"target_parameters": ["experts.gate_up_proj_bias"]}, "is no fused weight of experts"),
+        (
+            "gpt-oss",
+            {"target_parameters": ["experts.gate_up_proj_bias"]},
+            "is no fused weight of experts",
+        ),
     ],
     ids=str,
 )
@@ -350,6 +429,9 @@ def test_damaged_adapters(folder_of, tmp_path, change, message):
     state = load_file(tmp_path / "adapter_model.safetensors")
     change(config, state)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    save_file({key: tensor.contiguous() for key, tensor in state.items()}, tmp_path / "adapter_model.safetensors")
+    save_file(
+        {key: tensor.contiguous() for key, tensor in state.items()},
+        tmp_path / "adapter_model.safetensors",
+    )
     with pytest.raises(UserError, match=message):
         read_adapter(tmp_path, ours, "HF")

@@ -29,7 +29,16 @@ from tests.data.test_chat_template import CHATS, FAMILIES, config_for, model_fol
 from tests.kit import parity
 from tests.kit.families import LLAMA3, MODELS, PATTERNS, folder_config, id_of, write_family
 from tests.kit.forks import forked, several_ranks
-from tests.kit.parity import CPU, TOKENS, finetune, load, our_model, prepare, their_logits, their_model
+from tests.kit.parity import (
+    CPU,
+    TOKENS,
+    finetune,
+    load,
+    our_model,
+    prepare,
+    their_logits,
+    their_model,
+)
 from tests.kit.plans import planned_and_measured
 from tests.kit.raft_runs import held_out, write_run
 from tests.kit.tiny import metrics, run_config, write_rows, write_yaml
@@ -41,7 +50,10 @@ pytestmark = pytest.mark.usefixtures("any_torchao")
 def folders(tmp_path_factory):
     """Folders of base models by name, and ``rows`` with 80 rows."""
     top = tmp_path_factory.mktemp("families")
-    found = {name: write_family(top / name.replace(" ", "_"), name, shards=1 + (name == "qwen3")) for name in MODELS}
+    found = {
+        name: write_family(top / name.replace(" ", "_"), name, shards=1 + (name == "qwen3"))
+        for name in MODELS
+    }
     return {**found, "rows": write_rows(top / "rows.jsonl", 80)}
 
 
@@ -55,14 +67,19 @@ def test_logits_and_gradients_equal_transformers(folders, name):
 
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(0))
     pairs = {"tok_embeddings.weight": "model.embed_tokens.weight"}
-    for norm, their_norm in (("sa_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")):
+    for norm, their_norm in (
+        ("sa_norm", "input_layernorm"),
+        ("mlp_norm", "post_attention_layernorm"),
+    ):
         pairs[f"layers.0.{norm}.scale"] = f"model.layers.0.{their_norm}.weight"
     if "qwen3" in name:
         pairs["layers.0.attn.q_norm.scale"] = "model.layers.0.self_attn.q_norm.weight"
         pairs["layers.0.attn.k_norm.scale"] = "model.layers.0.self_attn.k_norm.weight"
     parameters = [ours.get_parameter(own).requires_grad_() for own in pairs]
     gradients = torch.autograd.grad((ours(TOKENS) * weights).sum(), parameters)
-    wanted = torch.autograd.grad((expected * weights).sum(), [theirs.get_parameter(p) for p in pairs.values()])
+    wanted = torch.autograd.grad(
+        (expected * weights).sum(), [theirs.get_parameter(p) for p in pairs.values()]
+    )
     for gradient, want in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
 
@@ -74,7 +91,9 @@ def test_a_pack_equals_its_sequences_alone(folders, name):
     lengths = [7, 1, 12, 4]
     sequences = parity.random_sequences(lengths, 3)
     found = packed.output(packed.hidden_states(parity.pack(sequences, 8)))[0, : sum(lengths)]
-    torch.testing.assert_close(found, torch.cat([plain(s[None])[0] for s in sequences]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found, torch.cat([plain(s[None])[0] for s in sequences]), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_padded_rows_mask_as_told(folders):
@@ -112,10 +131,17 @@ def test_equals_torchtunes_builder(folders, tmp_path, name):
     [
         ("qwen3", {**PATTERNS, "trainable_tokens": ["<|im_end|>", 17]}, None),
         ("qwen2", {"use_dora": True}, 4),
-        ("llama", {"target_modules": ["q_proj", "down_proj"], "trainable_tokens": ["<|im_start|>", "e"]}, 0.5),
+        (
+            "llama",
+            {"target_modules": ["q_proj", "down_proj"], "trainable_tokens": ["<|im_start|>", "e"]},
+            0.5,
+        ),
         (
             "mistral",
-            {"target_modules": ["k_proj", "lm_head"], "trainable_tokens": {"embed_tokens": ["<|im_end|>"]}},
+            {
+                "target_modules": ["k_proj", "lm_head"],
+                "trainable_tokens": {"embed_tokens": ["<|im_end|>"]},
+            },
             None,
         ),
         ("llama", {"use_dora": True, **PATTERNS}, None),
@@ -128,11 +154,15 @@ def test_equals_torchtunes_builder(folders, tmp_path, name):
 )
 def test_ten_steps_equal_peft(folders, tmp_path, name, lora, ratio):
     """Also with layers of other sizes, and with LoRA+."""
-    cfg = folder_config(folders[name], folders["rows"], tmp_path / "run", lora, loraplus_lr_ratio=ratio)
+    cfg = folder_config(
+        folders[name], folders["rows"], tmp_path / "run", lora, loraplus_lr_ratio=ratio
+    )
     first, found, expected = parity.ten_steps(cfg, folders[name], tmp_path)
     for key, tensor in found.items():
         assert (tensor - first[key]).abs().max() > 1e-3, key
-        torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(
+            tensor, expected[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
+        )
 
 
 # ---- sampling
@@ -161,7 +191,9 @@ def greedy(decoder, prompts, count: int, merge=None) -> list[tuple[list[int], li
 @pytest.mark.parametrize("merge", [True, False])
 @torch.no_grad()
 def test_greedy_answers_equal_transformers(folders, tmp_path, name, merge):
-    ours = our_model(folders[name], lora_rank=4, lora_alpha=8, trainable_tokens=[3, 60, 200], **PATTERNS).eval()
+    ours = our_model(
+        folders[name], lora_rank=4, lora_alpha=8, trainable_tokens=[3, 60, 200], **PATTERNS
+    ).eval()
     generator = torch.Generator().manual_seed(1)
     for layer in (module for module in ours.modules() if hasattr(module, "lora_b")):
         layer.lora_b.weight.normal_(std=0.1, generator=generator)
@@ -171,9 +203,13 @@ def test_greedy_answers_equal_transformers(folders, tmp_path, name, merge):
     theirs = their_model(folders[name], tmp_path)
     prompts = [s.tolist() for s in parity.random_sequences([3, 20, 9], 5)]
     found = greedy(ours, prompts, 16, merge)
-    assert greedy(our_model(folders[name]).eval(), prompts, 16, merge) != found, "the adapter matters"
+    assert greedy(our_model(folders[name]).eval(), prompts, 16, merge) != found, (
+        "the adapter matters"
+    )
     for prompt, (tokens, logprobs) in zip(prompts, found, strict=True):
-        expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None)
+        expected = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None
+        )
         assert tokens == expected[0, len(prompt) :].tolist()
         logits = theirs(expected).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         wanted = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -187,7 +223,9 @@ def test_a_bf16_sampler_normalises_heads_as_training_does(folders):
     (tokens, logprobs) = greedy(decoder, [TOKENS[0].tolist()], 12)[0]
     row = torch.cat([TOKENS[0], torch.tensor(tokens)])
     logits = decoder.output(decoder.hidden_states(parity.pack([row])))[0].float().log_softmax(-1)
-    expected = logits[len(TOKENS[0]) - 1 : len(row) - 1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    expected = logits[len(TOKENS[0]) - 1 : len(row) - 1].gather(1, torch.tensor(tokens)[:, None])[
+        :, 0
+    ]
     assert (torch.tensor(logprobs) - expected).abs().max() < 0.1
 
 
@@ -206,8 +244,14 @@ def test_a_bf16_sampler_normalises_heads_as_training_does(folders):
     ids=str,
 )
 def test_exports_give_our_logits_and_the_adapter_comes_back(folders, tmp_path, name, lora):
-    expected, whole = parity.check_exports(folders[name], folders["rows"], tmp_path, lora), tmp_path / "run" / "merged"
-    files = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (whole, folders[name])]
+    expected, whole = (
+        parity.check_exports(folders[name], folders["rows"], tmp_path, lora),
+        tmp_path / "run" / "merged",
+    )
+    files = [
+        sorted(path.name for path in folder.glob("*.safetensors"))
+        for folder in (whole, folders[name])
+    ]
     assert files[0] == files[1]
     # what was exported is a base model, too
     torch.testing.assert_close(our_model(whole).eval()(TOKENS), expected, rtol=0, atol=1e-4)
@@ -227,7 +271,9 @@ def test_old_files_are_read(folders, tmp_path):
     torch.testing.assert_close(our_model(folder)(TOKENS), our_model(base)(TOKENS), rtol=0, atol=0)
     cfg = folder_config(folder, folders["rows"], tmp_path / "run", max_steps_per_epoch=1)
     ours = finetune(cfg | {"save_adapter_weights_only": False})
-    torch.testing.assert_close(their_logits(tmp_path / "run" / "merged"), parity.our_logits(ours), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        their_logits(tmp_path / "run" / "merged"), parity.our_logits(ours), rtol=0, atol=1e-4
+    )
 
 
 def test_a_file_of_torchtunes_adapter_is_refused(folders, tmp_path):
@@ -235,7 +281,9 @@ def test_a_file_of_torchtunes_adapter_is_refused(folders, tmp_path):
     torch.save({}, tmp_path / "adapter_model.pt")
     adapter = {"adapter_checkpoint": str(tmp_path / "adapter_model.pt")}
     with pytest.raises(UserError, match="a file of torchtune's"):
-        prepare(folder_config(folders["llama"], folders["rows"], tmp_path / "run", checkpointer=adapter))
+        prepare(
+            folder_config(folders["llama"], folders["rows"], tmp_path / "run", checkpointer=adapter)
+        )
 
 
 # ---- whole runs
@@ -251,12 +299,16 @@ def test_killed_and_resumed(folders, tmp_path):
         loraplus_lr_ratio=4,
     )
     parity.check_resumes(cfg, "recorded")
-    parity.check_resumes(cfg, "moved", lambda: f"model.checkpoint_dir={base.rename(tmp_path / 'elsewhere')}")
+    parity.check_resumes(
+        cfg, "moved", lambda: f"model.checkpoint_dir={base.rename(tmp_path / 'elsewhere')}"
+    )
 
 
 def test_another_config_json_is_another_model(folders, tmp_path):
     base = shutil.copytree(folders["llama"], tmp_path / "base")
-    cfg = folder_config(base, folders["rows"], tmp_path / "run", max_steps_per_epoch=2, save_every_n_steps=1)
+    cfg = folder_config(
+        base, folders["rows"], tmp_path / "run", max_steps_per_epoch=2, save_every_n_steps=1
+    )
     finetune(cfg)
     content = json.loads((base / "config.json").read_text())
     content["rope_parameters"]["factor"] = 4.0
@@ -268,14 +320,24 @@ def test_another_config_json_is_another_model(folders, tmp_path):
 @pytest.mark.wide
 def test_a_4_bit_base_model(folders, tmp_path):
     """QLoRA trains over weights near the exact ones, and its adapter opens in PEFT."""
-    base = write_family(tmp_path / "base", "qwen3", hidden_size=128, intermediate_size=256, head_dim=64)
+    base = write_family(
+        tmp_path / "base", "qwen3", hidden_size=128, intermediate_size=256, head_dim=64
+    )
     lora = {"quantize_base": True, "lora_dropout": 0.0}
-    cfg = folder_config(base, folders["rows"], tmp_path / "run", lora, max_steps_per_epoch=2, dtype="bf16")
+    cfg = folder_config(
+        base, folders["rows"], tmp_path / "run", lora, max_steps_per_epoch=2, dtype="bf16"
+    )
     ours = finetune(cfg)
     expected = their_logits(base, tmp_path / "run" / "adapter")
     assert (parity.our_logits(ours).float() - expected).norm() < 0.5 * expected.norm()
     losses = metrics(tmp_path / "run")
-    whole = finetune({**cfg, "output_dir": str(tmp_path / "whole"), "model": cfg["model"] | {"quantize_base": False}})
+    whole = finetune(
+        {
+            **cfg,
+            "output_dir": str(tmp_path / "whole"),
+            "model": cfg["model"] | {"quantize_base": False},
+        }
+    )
     assert losses == pytest.approx(metrics(whole.trainer.folder.path), rel=0.1)
     assert losses != metrics(whole.trainer.folder.path)
 
@@ -298,13 +360,19 @@ def test_two_ranks_equal_one(folders, tmp_path, name):
 @pytest.mark.parametrize(
     "changes",
     # the fast tests of plan have these of Qwen2; bf16 is slow on a CPU
-    [{}, {"enable_activation_checkpointing": True}, {"enable_activation_checkpointing": True, "dtype": "bf16"}],
+    [
+        {},
+        {"enable_activation_checkpointing": True},
+        {"enable_activation_checkpointing": True, "dtype": "bf16"},
+    ],
     ids=str,
 )
 def test_planned_peak_is_the_measured_one(tmp_path, changes, capsys):
     wide = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "head_dim": 64}
     base = write_family(tmp_path / "base", "qwen3", **wide)
-    at_start, peak = planned_and_measured(base, tmp_path / "run", {"trainable_tokens": list(range(50))}, **changes)
+    at_start, peak = planned_and_measured(
+        base, tmp_path / "run", {"trainable_tokens": list(range(50))}, **changes
+    )
     for file in base.glob("*.safetensors"):
         file.unlink()  # a plan reads config.json alone
     assert cli.main(["plan", "--json", "--config", str(tmp_path / "run.yaml")]) == 0
@@ -321,7 +389,9 @@ def test_raft_and_eval(folders, tmp_path, capsys):
         write_rows(tmp_path / f"{name}.jsonl", count, start)
     path = write_run(tmp_path, tmp_path / "run", cycles=1, epochs=1)
     cfg = yaml.safe_load(path.read_text())
-    ours = folder_config(tmp_path / "base", path, tmp_path / "run", {"trainable_tokens": [*range(100), "<|im_end|>"]})
+    ours = folder_config(
+        tmp_path / "base", path, tmp_path / "run", {"trainable_tokens": [*range(100), "<|im_end|>"]}
+    )
     cfg |= {key: ours[key] for key in ("model", "tokenizer")}
     del cfg["checkpointer"]
     path = write_yaml(path, cfg)
@@ -338,9 +408,20 @@ def test_raft_and_eval(folders, tmp_path, capsys):
 def test_what_a_config_may_leave_out(folders, tmp_path):
     cfg = folder_config(folders["qwen3"], folders["rows"], tmp_path / "run")
     loaded = load(cfg)
-    folder, own = str(folders["qwen3"]), {"_component_": "rocm_ext.model.HFCheckpointer", "model_type": "HF"}
-    assert loaded.checkpointer == {**own, "checkpoint_dir": folder, "output_dir": str(tmp_path / "run")}
-    tokenizer = {"_component_": "rocm_ext.data.HFTokenizer", "path": f"{folder}/tokenizer.json", "max_seq_len": 128}
+    folder, own = (
+        str(folders["qwen3"]),
+        {"_component_": "rocm_ext.model.HFCheckpointer", "model_type": "HF"},
+    )
+    assert loaded.checkpointer == {
+        **own,
+        "checkpoint_dir": folder,
+        "output_dir": str(tmp_path / "run"),
+    }
+    tokenizer = {
+        "_component_": "rocm_ext.data.HFTokenizer",
+        "path": f"{folder}/tokenizer.json",
+        "max_seq_len": 128,
+    }
     assert loaded.tokenizer == tokenizer
     del cfg["tokenizer"]
     assert "max_seq_len" not in load(cfg).tokenizer
@@ -349,11 +430,17 @@ def test_what_a_config_may_leave_out(folders, tmp_path):
     moved = config.load("lora_finetune_rocm", str(path), overrides)
     assert moved.checkpointer.checkpoint_dir == "/elsewhere"
     assert moved.tokenizer == tokenizer | {"path": "/elsewhere/tokenizer.json", "max_seq_len": 64}
-    with pytest.raises(UserError, match=r"unknown key tokenizer.max_seq_length.*did you mean tokenizer.max_seq_len"):
+    with pytest.raises(
+        UserError, match=r"unknown key tokenizer.max_seq_length.*did you mean tokenizer.max_seq_len"
+    ):
         load({**cfg, "tokenizer": {"max_seq_length": 64}})
     with pytest.raises(UserError, match="checkpointer, tokenizer must be set"):
         load({**cfg, "model": run_config(folders["qwen2"], path, tmp_path)["model"]})
-    own = {"_component_": "torchtune.models.qwen2_5.qwen2_5_tokenizer", "path": "vocab.json", "merges_file": "m.txt"}
+    own = {
+        "_component_": "torchtune.models.qwen2_5.qwen2_5_tokenizer",
+        "path": "vocab.json",
+        "merges_file": "m.txt",
+    }
     assert load({**cfg, "tokenizer": own}).tokenizer == own
 
 
@@ -368,9 +455,13 @@ def test_the_tokenizer_is_the_folders(folders, tmp_path):
     end = id_of(folders["qwen3"], "<|im_end|>")
     assert [token for token in labels if token >= 0] == [*theirs.encode("24."), end]
     assert tokenizer.stop_tokens == [end]
-    assert tokenizer.decode(tokens).split() == theirs.decode(tokens, skip_special_tokens=True).split()
+    assert (
+        tokenizer.decode(tokens).split() == theirs.decode(tokens, skip_special_tokens=True).split()
+    )
     assert tokenizer.pad_id == id_of(folders["qwen3"], "<|endoftext|>")
-    assert to_text(tokenizer, [*tokens, 10_000, 2**40]) == tokenizer.decode(tokens), "ids beyond the vocabulary"
+    assert to_text(tokenizer, [*tokens, 10_000, 2**40]) == tokenizer.decode(tokens), (
+        "ids beyond the vocabulary"
+    )
     assert "<|im_end|>" in tokenizer.reserved
     assert "<tool_call>" in tokenizer.special_tokens
 
@@ -411,7 +502,8 @@ def test_a_base_model_with_bos(folders, tmp_path):
     bos, end = (id_of(base, token) for token in ("<|im_start|>", "<|endoftext|>"))
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", bos), ("<|im_end|>", bos + 1)]
+        single="<|im_start|> $A <|im_end|>",
+        special_tokens=[("<|im_start|>", bos), ("<|im_end|>", bos + 1)],
     )
     tokenizer.save(str(base / "tokenizer.json"))
     for name in ("config.json", "generation_config.json"):
@@ -421,7 +513,9 @@ def test_a_base_model_with_bos(folders, tmp_path):
     cfg = folder_config(base, folders["rows"], tmp_path / "run", max_steps_per_epoch=1)
     with pytest.raises(UserError, match="names an EOS token"):
         prepare(cfg | {"chat_template": "none"})
-    (base / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
+    (base / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<|endoftext|>"}})
+    )
     with pytest.raises(UserError, match=r"base has no chat template; set chat_template: none"):
         prepare(cfg)
     with pytest.raises(UserError, match="chat_template torchtune needs a tokenizer of torchtune's"):
@@ -436,13 +530,19 @@ def test_a_base_model_with_bos(folders, tmp_path):
 def test_builder_and_checkpointer_must_agree(folders, tmp_path):
     ours = folder_config(folders["llama"], folders["rows"], tmp_path / "run")
     theirs = run_config(folders["llama"], folders["rows"], tmp_path / "run")
-    own = {"_component_": "rocm_ext.model.HFCheckpointer", "checkpoint_dir": str(folders["llama"]), "model_type": "HF"}
+    own = {
+        "_component_": "rocm_ext.model.HFCheckpointer",
+        "checkpoint_dir": str(folders["llama"]),
+        "model_type": "HF",
+    }
     for cfg in ({**ours, "checkpointer": theirs["checkpointer"]}, {**theirs, "checkpointer": own}):
         with pytest.raises(UserError, match="leave checkpointer and tokenizer out"):
             prepare({**cfg, "tokenizer": theirs["tokenizer"]})
     # weights of another folder that fit in shape would be computed with this folder's RoPE
     other = shutil.copytree(folders["llama"], tmp_path / "other")
-    with pytest.raises(UserError, match=rf"checkpointer.checkpoint_dir is {other}, but model.checkpoint_dir is "):
+    with pytest.raises(
+        UserError, match=rf"checkpointer.checkpoint_dir is {other}, but model.checkpoint_dir is "
+    ):
         prepare({**ours, "checkpointer": {"checkpoint_dir": str(other)}})
 
 
@@ -454,7 +554,9 @@ def changed(folders, tmp_path):
     def change(name: str = "qwen3", **keys) -> Path:
         folder = shutil.copytree(folders[name], tmp_path / "Qwen3-8B", dirs_exist_ok=True)
         content = json.loads((folder / "config.json").read_text()) | keys
-        (folder / "config.json").write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+        (folder / "config.json").write_text(
+            json.dumps({k: v for k, v in content.items() if v is not None})
+        )
         return folder
 
     return change
@@ -463,10 +565,22 @@ def changed(folders, tmp_path):
 @pytest.mark.parametrize(
     ("key", "pattern", "message"),
     [
-        ("rank_pattern", {"q_prj": 2}, "'q_prj', which matches no adapted layer; did you mean q_proj?"),
-        ("rank_pattern", {"lm_head": 2}, "'lm_head', which matches no adapted layer; known: down_proj, "),
+        (
+            "rank_pattern",
+            {"q_prj": 2},
+            "'q_prj', which matches no adapted layer; did you mean q_proj?",
+        ),
+        (
+            "rank_pattern",
+            {"lm_head": 2},
+            "'lm_head', which matches no adapted layer; known: down_proj, ",
+        ),
         ("alpha_pattern", {"q_proj": 2, r"layers\.2\..*": 2}, "which matches no adapted layer"),
-        ("rank_pattern", {"(q_proj": 2}, "expected layers' names or regular expressions, with a whole number"),
+        (
+            "rank_pattern",
+            {"(q_proj": 2},
+            "expected layers' names or regular expressions, with a whole number",
+        ),
         ("rank_pattern", {"q_proj": 0}, "expected layers' names"),
         ("rank_pattern", {"q_proj": 2.0}, "expected layers' names"),
         ("rank_pattern", {"q_proj": 2**16 + 1}, "expected layers' names"),
@@ -493,7 +607,10 @@ def rope(kind: str, **more) -> dict:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"architectures": ["Gemma3ForCausalLM"]}, "names Gemma3ForCausalLM, but transformers builds"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"]},
+            "names Gemma3ForCausalLM, but transformers builds",
+        ),
         ({"architectures": None, "model_type": "never"}, "cannot build this model: .*`never`"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "brings its own code"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\)"),
@@ -507,12 +624,21 @@ def rope(kind: str, **more) -> dict:
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         (rope("longrope"), "rope_type 'longrope' is not supported"),
-        (rope("yarn", factor=4.0, beta_fast=1), "beta_fast 1.0, beta_slow 1.0; expected beta_fast over"),
+        (
+            rope("yarn", factor=4.0, beta_fast=1),
+            "beta_fast 1.0, beta_slow 1.0; expected beta_fast over",
+        ),
         (rope("default", partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
         (rope("llama3", low_freq_factor=4.0, high_freq_factor=4.0), "are both 4.0"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one set of parameters for all layers"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "one set of parameters for all layers",
+        ),
         ({"rope_parameters": None, "rope_scaling": "x2"}, "rope_scaling is 'x2'"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling: rope_type 'dynamic'"),  # by hand
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope_scaling: rope_type 'dynamic'",
+        ),  # by hand
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -528,19 +654,27 @@ def test_keys_of_earlier_transformers(folders, changed):
     old = {key: value for key, value in LLAMA3.items() if key not in ("rope_type", "rope_theta")}
     old = {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": {"type": "llama3", **old}}
     folder = changed("llama", **old, architectures=None)
-    torch.testing.assert_close(our_model(folder)(TOKENS), our_model(folders["llama"])(TOKENS), rtol=0, atol=0)
+    torch.testing.assert_close(
+        our_model(folder)(TOKENS), our_model(folders["llama"])(TOKENS), rtol=0, atol=0
+    )
     folder = changed("llama", rope_scaling={"rope_type": "linear", "factor": 4.0}, rope_theta=300.0)
-    torch.testing.assert_close(our_model(folder)(TOKENS), their_model(folder)(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        our_model(folder)(TOKENS), their_model(folder)(TOKENS).logits, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_biases_of_llamas_mlp_are_computed_by_transformers(tmp_path):
     folder = write_family(tmp_path / "base", "llama", mlp_bias=True)
     assert any(name.endswith("gate_proj.bias") for name in load_file(folder / "model.safetensors"))
-    torch.testing.assert_close(our_model(folder).eval()(TOKENS), their_logits(folder), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        our_model(folder).eval()(TOKENS), their_logits(folder), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_layer_that_nf4_does_not_take_is_named(folders):
-    with pytest.raises(UserError, match=r"o_proj \[64, 96\] cannot be stored in 4 bits.*leave it out of"):
+    with pytest.raises(
+        UserError, match=r"o_proj \[64, 96\] cannot be stored in 4 bits.*leave it out of"
+    ):
         our_model(folders["qwen3"], quantize_base=True, target_modules=["o_proj"])
 
 
@@ -555,10 +689,36 @@ def test_mistrals_window_where_the_key_is_missing(changed):
         ("mistral", {}, 256),
         ("mistral", {"sliding_window": None}, 512),
         ("qwen3", {"sliding_window": 64}, 512),
-        ("qwen3", {"sliding_window": 64, "use_sliding_window": True, "layer_types": None, "max_window_layers": 1}, 64),
-        ("qwen3", {"sliding_window": 64, "use_sliding_window": True, "layer_types": None, "max_window_layers": 2}, 512),
+        (
+            "qwen3",
+            {
+                "sliding_window": 64,
+                "use_sliding_window": True,
+                "layer_types": None,
+                "max_window_layers": 1,
+            },
+            64,
+        ),
+        (
+            "qwen3",
+            {
+                "sliding_window": 64,
+                "use_sliding_window": True,
+                "layer_types": None,
+                "max_window_layers": 2,
+            },
+            512,
+        ),
         ("qwen3", {"sliding_window": 64, "use_sliding_window": True}, 512),
-        ("qwen3", {"sliding_window": 64, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, 64),
+        (
+            "qwen3",
+            {
+                "sliding_window": 64,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention"] * 2,
+            },
+            64,
+        ),
     ],
     ids=str,
 )
@@ -567,7 +727,9 @@ def test_a_sliding_window_limits_positions(changed, name, keys, positions):
     decoder = our_model(folder)
     assert decoder.max_seq_len == positions
     tokens = torch.randint(1, 250, (1, positions), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(decoder(tokens), their_model(folder)(tokens).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        decoder(tokens), their_model(folder)(tokens).logits, rtol=1e-4, atol=1e-4
+    )
 
 
 def torn(path: Path) -> None:
@@ -581,7 +743,9 @@ def edit_weights(path: Path, change) -> None:
 
 
 def with_dtype(path: Path, dtype: torch.dtype) -> None:
-    edit_weights(path, lambda state: state.update({name: tensor.to(dtype) for name, tensor in state.items()}))
+    edit_weights(
+        path, lambda state: state.update({name: tensor.to(dtype) for name, tensor in state.items()})
+    )
 
 
 INDEX = "model.safetensors.index.json"
@@ -614,7 +778,9 @@ def test_damaged_folders(changed, damage, message):
 
 
 def test_weights_that_another_config_describes(changed):
-    with pytest.raises(UserError, match=r"does not fit model: .* in the checkpoint, \[.*\] in the model"):
+    with pytest.raises(
+        UserError, match=r"does not fit model: .* in the checkpoint, \[.*\] in the model"
+    ):
         our_model(changed(intermediate_size=80))
     with pytest.raises(UserError, match=r"tie_word_embeddings.* weights differ"):
         our_model(changed(tie_word_embeddings=True))
@@ -637,15 +803,35 @@ def test_target_modules(folders, name, targets, message):
 @pytest.mark.parametrize(
     ("name", "lora", "message"),
     [
-        ("qwen3", {"trainable_tokens": ["<think>"]}, "'<think>', which is 6 tokens of .*tokenizer.json"),
-        ("qwen3", {"trainable_tokens": [10_000]}, "id 10000, but the model's embeddings have 384 rows; add rows"),
+        (
+            "qwen3",
+            {"trainable_tokens": ["<think>"]},
+            "'<think>', which is 6 tokens of .*tokenizer.json",
+        ),
+        (
+            "qwen3",
+            {"trainable_tokens": [10_000]},
+            "id 10000, but the model's embeddings have 384 rows; add rows",
+        ),
         ("qwen3", {"trainable_tokens": [True]}, "has True; expected a token's text or its id"),
         ("qwen3", {"trainable_tokens": [-1]}, "has -1; expected"),
         ("qwen3", {"trainable_tokens": []}, "trainable_tokens is empty"),
         ("qwen3", {"trainable_tokens": {}}, "trainable_tokens is empty"),
-        ("qwen3", {"trainable_tokens": {"q_proj": [3]}}, "has 'q_proj'; expected embed_tokens or lm_head"),
-        ("qwen3", {"trainable_tokens": [3], "target_modules": ["lm_head"]}, r"or set .*=\{embed_tokens: \[3\]\}"),
-        ("qwen3 tied", {"trainable_tokens": {"lm_head": [3]}}, "lm_head is embed_tokens in this model"),
+        (
+            "qwen3",
+            {"trainable_tokens": {"q_proj": [3]}},
+            "has 'q_proj'; expected embed_tokens or lm_head",
+        ),
+        (
+            "qwen3",
+            {"trainable_tokens": [3], "target_modules": ["lm_head"]},
+            r"or set .*=\{embed_tokens: \[3\]\}",
+        ),
+        (
+            "qwen3 tied",
+            {"trainable_tokens": {"lm_head": [3]}},
+            "lm_head is embed_tokens in this model",
+        ),
     ],
     ids=str,
 )

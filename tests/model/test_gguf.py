@@ -53,19 +53,34 @@ from tests.model.test_quantized import gradients, whole
 gguf = pytest.importorskip("gguf")
 FIVE = b"\x08\0\0\0\x05\0\0\0\0\0\0\0"
 KINDS = tuple(BLOCKS)
-SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 # what transformers reads from a GGUF file: of Llama no scaling of RoPE and no biases, of Qwen3 no head_dim
-READ = {"llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, "qwen3": {"head_dim": 128}}
+READ = {
+    "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "qwen3": {"head_dim": 128},
+}
 # widths are whole blocks of 32 values; two heads of v are in each
 WIDTHS = {"moe_intermediate_size": 64, "intermediate_size": 64}
-OF_TRANSFORMERS = dict.fromkeys(("qwen3 moe", "gpt-oss", "gemma 3", "qwen3.5", "gemma 4 moe"), WIDTHS) | {
+OF_TRANSFORMERS = dict.fromkeys(
+    ("qwen3 moe", "gpt-oss", "gemma 3", "qwen3.5", "gemma 4 moe"), WIDTHS
+) | {
     "qwen3.5 moe": {**WIDTHS, "shared_expert_intermediate_size": 32},
     "gemma 4": {**WIDTHS, "hidden_size_per_layer_input": 32},
 }
-EXPERTS = {key: {"target_parameters": "all-experts"} for key in ("qwen3 moe", "gpt-oss", "qwen3.5 moe")} | {
-    "gemma 4 moe": {"target_parameters": ["experts.gate_up_proj"]}
+EXPERTS = {
+    key: {"target_parameters": "all-experts"} for key in ("qwen3 moe", "gpt-oss", "qwen3.5 moe")
+} | {"gemma 4 moe": {"target_parameters": ["experts.gate_up_proj"]}}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "rope_theta": 500.0,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 500.0}
 
 
 def write_theirs(folder: Path, name: str, **shape) -> Path:
@@ -88,7 +103,9 @@ def files(tmp_path_factory):
                 write_theirs(base, name, **OF_TRANSFORMERS[name])
             else:
                 write_family(base, name, **SHAPE, **READ.get(name, {}))
-        return write_gguf(base, top / f"{name} {'-'.join(kinds)[:60]} {experts}.gguf", kinds, experts=experts)
+        return write_gguf(
+            base, top / f"{name} {'-'.join(kinds)[:60]} {experts}.gguf", kinds, experts=experts
+        )
 
     return write
 
@@ -105,18 +122,31 @@ def test_values_are_those_of_the_package_gguf(kind):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "kinds"), [("llama", KINDS[:9]), ("qwen2", KINDS[9:]), ("qwen3", ("Q6_K",))])
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("llama", KINDS[:9]), ("qwen2", KINDS[9:]), ("qwen3", ("Q6_K",))]
+)
 def test_logits_are_those_of_transformers(files, name, kinds):
     path = files(name, kinds)
     ours = our_model(folder_of(str(path))).eval()
     small = [p for p in ours.parameters() if isinstance(p, Quantized)]
     assert {p.kind for p in small} == {*kinds}
-    theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
     torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, rtol=1e-4, atol=1e-4)
 
 
 ROPES = [
-    ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192, "rope_theta": 5e5}}),
+    (
+        "llama",
+        {
+            "rope_parameters": {
+                **LLAMA3,
+                "original_max_position_embeddings": 8192,
+                "rope_theta": 5e5,
+            }
+        },
+    ),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}),
     ("qwen2", {"head_dim": 16}),
     ("qwen2 tied", {"head_dim": 16}),
@@ -138,11 +168,16 @@ def test_what_export_writes_is_the_same_model(tmp_path, name, shape):
     if wanted.yarn:
         assert replace(rope.yarn, attention=0) == replace(wanted.yarn, attention=0)
         assert rope.yarn.attention == pytest.approx(wanted.yarn.attention, rel=1e-6)
-    torch.testing.assert_close(our_model(folder)(TOKENS), our_model(base)(TOKENS), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        our_model(folder)(TOKENS), our_model(base)(TOKENS), rtol=1e-5, atol=1e-5
+    )
     with set_default_dtype(torch.bfloat16):  # as a run builds its model
         assert blocks_in(folder) == {}
     read, own = (Tokenizer.from_file(str(each / "tokenizer.json")) for each in (folder, base))
-    for text in ("system hello\n\n 12345 it's 3.5  \u4f60\u597d <|im_start|>user\n<tool_call> x<|im_end|>", "  a"):
+    for text in (
+        "system hello\n\n 12345 it's 3.5  \u4f60\u597d <|im_start|>user\n<tool_call> x<|im_end|>",
+        "  a",
+    ):
         assert read.encode(text).ids == own.encode(text).ids
     template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
     assert template == (base / "chat_template.jinja").read_text()
@@ -151,17 +186,23 @@ def test_what_export_writes_is_the_same_model(tmp_path, name, shape):
 def test_bounds_of_yarn_that_llama_cpp_ignores_are_refused(tmp_path):
     base = write_family(tmp_path / "base", "qwen3", head_dim=24, rope_parameters=YARN)
     said = r"beta_fast is 16 and its beta_slow 1; llama\.cpp computes 32 and 1"
-    changed = write_gguf(base, tmp_path / "x.gguf", metadata={"qwen3.rope.scaling.yarn_beta_fast": 16.0})
+    changed = write_gguf(
+        base, tmp_path / "x.gguf", metadata={"qwen3.rope.scaling.yarn_beta_fast": 16.0}
+    )
     with pytest.raises(UserError, match=rf"x\.gguf: YaRN's {said}"):
         folder_of(str(changed))
-    other = write_family(tmp_path / "other", "qwen3", head_dim=24, rope_parameters=YARN | {"beta_fast": 16.0})
+    other = write_family(
+        tmp_path / "other", "qwen3", head_dim=24, rope_parameters=YARN | {"beta_fast": 16.0}
+    )
     with pytest.raises(UserError, match=rf"config\.json: YaRN's {said}"):
         write_gguf(other, tmp_path / "y.gguf")
 
 
 def test_heads_that_llama_cpp_does_not_open_are_refused(tmp_path):
     base = write_family(tmp_path / "base", "qwen2", head_dim=24)
-    with pytest.raises(UserError, match=r"head_dim is 24; llama\.cpp's Qwen2 has heads of 16 dimensions here"):
+    with pytest.raises(
+        UserError, match=r"head_dim is 24; llama\.cpp's Qwen2 has heads of 16 dimensions here"
+    ):
         write_gguf(base, tmp_path / "x.gguf")
 
 
@@ -171,7 +212,9 @@ def test_heads_that_llama_cpp_does_not_open_are_refused(tmp_path):
 def test_what_export_writes_of_transformers_models_is_the_same_model(tmp_path, name):
     base = write_theirs(tmp_path / "base", name)
     folder = folder_of(str(write_gguf(base, tmp_path / "base.gguf")))
-    torch.testing.assert_close(our_model(folder)(TOKENS), our_model(base)(TOKENS), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        our_model(folder)(TOKENS), our_model(base)(TOKENS), rtol=1e-5, atol=1e-5
+    )
 
 
 @torch.no_grad()
@@ -180,15 +223,19 @@ def test_other_layouts_of_the_same_model(files, tmp_path):
     base = files("qwen3.5 moe").with_name("qwen3.5 moe")
     expected = our_model(base)(TOKENS)
     joined = write_gguf(base, tmp_path / "joined.gguf", experts="joined")
-    torch.testing.assert_close(our_model(folder_of(str(joined)))(TOKENS), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        our_model(folder_of(str(joined)))(TOKENS), expected, rtol=1e-5, atol=1e-5
+    )
     ahead = {"qwen35moe.block_count": 3, "qwen35moe.nextn_predict_layers": 1}
     norm = {"blk.2.nextn.enorm.weight": np.ones(64, np.float32)}
     further = write_gguf(base, tmp_path / "further.gguf", metadata=ahead, more=norm)
-    torch.testing.assert_close(our_model(folder_of(str(further)))(TOKENS), expected, rtol=1e-5, atol=1e-5)
-    apart = our_model(folder_of(str(files("qwen3.5 moe", ("Q8_0", "Q4_0"), "apart"))))
-    assert {name: type(p.data) for name, p in apart.named_parameters()}["model.layers.0.mlp.experts.gate_up_proj"] == (
-        torch.Tensor
+    torch.testing.assert_close(
+        our_model(folder_of(str(further)))(TOKENS), expected, rtol=1e-5, atol=1e-5
     )
+    apart = our_model(folder_of(str(files("qwen3.5 moe", ("Q8_0", "Q4_0"), "apart"))))
+    assert {name: type(p.data) for name, p in apart.named_parameters()}[
+        "model.layers.0.mlp.experts.gate_up_proj"
+    ] == (torch.Tensor)
     assert apart(TOKENS).isfinite().all()
 
 
@@ -208,7 +255,11 @@ def test_gradients_are_those_over_unpacked_weights(files, name, lora):
     ours = our_model(folder, **lora)
     small = ("bias", "conv1d.weight", "gate.weight", "router.weight", "router.proj.weight")
     tables = {name: p for name, p in ours.named_parameters() if p.ndim > 1 and ".lora_" not in name}
-    assert [name for name, p in tables.items() if not isinstance(p, Quantized) and not name.endswith(small)] == []
+    assert [
+        name
+        for name, p in tables.items()
+        if not isinstance(p, Quantized) and not name.endswith(small)
+    ] == []
     found, expected = gradients(ours), gradients(whole(our_model(folder, **lora)))
     assert all(gradient.abs().max() > 0 for gradient in found)
     assert all(map(torch.equal, found, expected))
@@ -223,8 +274,13 @@ def test_a_killed_run_is_resumed_and_names_the_way_to_llama_cpp(files, rows, tmp
     parity.check_resumes(cfg, "killed")
     said = succeed(main, tmp_path / "killed" / "config.yaml", "resume_from_checkpoint=True")
     assert f"llama-server -m {shlex.quote(str(path.resolve()))} --lora" in said
-    for config in (tmp_path / "whole.yaml", tmp_path / "whole" / "config.yaml"):  # which names the folder in the cache
-        code, said = forked(main, config, "save_adapter_weights_only=False", f"output_dir={tmp_path / 'merging'}")
+    for config in (
+        tmp_path / "whole.yaml",
+        tmp_path / "whole" / "config.yaml",
+    ):  # which names the folder in the cache
+        code, said = forked(
+            main, config, "save_adapter_weights_only=False", f"output_dir={tmp_path / 'merging'}"
+        )
         assert code == 1
         assert one_line_has(said, "save_adapter_weights_only: True", str(path))
 
@@ -242,7 +298,9 @@ def test_grpo_and_dpo(files, tmp_path):
 
 @pytest.mark.wide(always=1)
 @pytest.mark.usefixtures("cpu_of_known_speed")
-@pytest.mark.parametrize(("name", "kind"), [("qwen3", "Q4_K"), ("qwen3", "IQ2_XXS"), ("gpt-oss", "MXFP4")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("qwen3", "Q4_K"), ("qwen3", "IQ2_XXS"), ("gpt-oss", "MXFP4")]
+)
 def test_planned_peak_is_the_measured_one(files, tmp_path, name, kind):
     planned, peak = planned_and_measured(files(name, (kind,)), tmp_path / "run")
     assert planned == pytest.approx(peak, rel=0.1)
@@ -254,7 +312,9 @@ def some_of(most: str, **others: str):
 
 
 IQ4_XS = some_of("IQ4_XS", attn_output="IQ4_XS", output="Q6_K", attn_v="Q5_K")
-Q4_K_M = some_of("Q4_K", attn_output="Q4_K", output="Q6_K", attn_v="Q6_K", ffn_down="Q6_K")  # half of these are Q4_K
+Q4_K_M = some_of(
+    "Q4_K", attn_output="Q4_K", output="Q6_K", attn_v="Q6_K", ffn_down="Q6_K"
+)  # half of these are Q4_K
 LARGER = {"hidden_size": 3072, "num_hidden_layers": 48, "moe_intermediate_size": 1024, "linear_num_value_heads": 64,
           "shared_expert_intermediate_size": 1024, "num_attention_heads": 32}  # fmt: skip
 QWEN35 = "strix_halo_qwen3_6_35b_a3b"
@@ -293,13 +353,17 @@ SERVED += [(name, ("Q8_0", "Q5_0"), 0.1) for name in OF_TRANSFORMERS]
 
 @pytest.mark.wide(always=2)
 @pytest.mark.parametrize(("name", "kinds", "within"), SERVED, ids=str)
-def test_llama_cpp_adds_the_adapter_to_the_same_file(files, rows, tmp_path, capsys, name, kinds, within):
+def test_llama_cpp_adds_the_adapter_to_the_same_file(
+    files, rows, tmp_path, capsys, name, kinds, within
+):
     """Over blocks llama.cpp rounds activations to 8 bits."""
     pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
     path, run = files(name, kinds), tmp_path / "run"
     optimizer = {"_component_": "torch.optim.AdamW", "lr": 2e-2}
     lora = EXPERTS.get(name)
-    ours = parity.finetune(folder_config(path, rows, run, lora, max_steps_per_epoch=3, optimizer=optimizer))
+    ours = parity.finetune(
+        folder_config(path, rows, run, lora, max_steps_per_epoch=3, optimizer=optimizer)
+    )
     adapter = tmp_path / "lora.gguf"
     assert export(run, "--gguf-adapter", adapter) == 0
     shutil.rmtree(folder_of(str(path)))  # as who clears the cache
@@ -315,13 +379,20 @@ def test_llama_cpp_adds_the_adapter_to_the_same_file(files, rows, tmp_path, caps
         with llama_cpp(path, beside) as server:
             told = [server.logprobs(prompt[: at + 1]) for at in range(12)]
         # None: the most probable token ends within a character
-        best = [(at, token) for at, each in enumerate(told) if each for token in sorted(each, key=each.get)[-20:]]
+        best = [
+            (at, token)
+            for at, each in enumerate(told)
+            if each
+            for token in sorted(each, key=each.get)[-20:]
+        ]
         assert len(best) >= 80
         far.append(fmean(abs(told[at][token] - expected[at, token].item()) for at, token in best))
     assert far[0] < within < 0.2 < far[1]
     for way in ("--merged", "--gguf"):
         assert export(run, way, tmp_path / "x.gguf") == 1
-        assert one_line_has(capsys.readouterr().err, str(path.resolve()), "--gguf-adapter", "--base-model")
+        assert one_line_has(
+            capsys.readouterr().err, str(path.resolve()), "--gguf-adapter", "--base-model"
+        )
 
 
 # ---- bad input
@@ -359,7 +430,11 @@ def test_damage_of_a_header_is_an_error_of_the_user_or_none(files, data):
     ("before", "after", "named"),
     [  # a text of 5 letters has the type 8, and its length before it
         (b"qwen2.rope.freq_base", b"qwen2.rope.freq_bass", "qwen2.rope.freq_bass"),
-        (b"general.architecture" + FIVE + b"qwen2", b"general.architecture" + FIVE + b"mamba", "mamba"),
+        (
+            b"general.architecture" + FIVE + b"qwen2",
+            b"general.architecture" + FIVE + b"mamba",
+            "mamba",
+        ),
         (b"qwen2.embedding_length", b"qwen2.embedding_lengtt", "embedding_length"),
         (b".pre" + FIVE + b"qwen2", b".pre" + FIVE + b"qwen9", r"rules qwen9, .* tokenizer\.json"),
     ],
@@ -368,12 +443,20 @@ def test_what_is_not_known_is_named(files, tmp_path, before, after, named):
     path = files("qwen2", ("Q4_K",))
     assert before in path.read_bytes()
     with pytest.raises(UserError, match=named):
-        folder_of(str(changed(path, tmp_path / "other.gguf", lambda content: content.replace(before, after))))
+        folder_of(
+            str(
+                changed(
+                    path, tmp_path / "other.gguf", lambda content: content.replace(before, after)
+                )
+            )
+        )
 
 
 def test_what_is_no_little_endian_file_of_known_types_is_named(files, tmp_path):
     path, kind = files("qwen2", ("Q4_K",)), struct.pack("<I", 12)
-    big = changed(path, tmp_path / "big.gguf", lambda content: content[:4] + content[4:8][::-1] + content[8:])
+    big = changed(
+        path, tmp_path / "big.gguf", lambda content: content[:4] + content[4:8][::-1] + content[8:]
+    )
     with pytest.raises(UserError, match=r"big\.gguf is big-endian; gguf-convert-endian"):
         folder_of(str(big))
     name = b"blk.0.attn_q.weight" + struct.pack("<I2Q", 2, 64, 64)
@@ -381,9 +464,13 @@ def test_what_is_no_little_endian_file_of_known_types_is_named(files, tmp_path):
     at = content.index(name[:19]) + len(name)
     assert content[at : at + 4] == kind
     other = changed(
-        path, tmp_path / "q2.gguf", lambda content: content[:at] + struct.pack("<I", 42) + content[at + 4 :]
+        path,
+        tmp_path / "q2.gguf",
+        lambda content: content[:at] + struct.pack("<I", 42) + content[at + 4 :],
     )
-    with pytest.raises(UserError, match=r"blk\.0\.attn_q\.weight is of ggml's type Q2_0; expected F32"):
+    with pytest.raises(
+        UserError, match=r"blk\.0\.attn_q\.weight is of ggml's type Q2_0; expected F32"
+    ):
         folder_of(str(other))
     os.mkfifo(tmp_path / "pipe.gguf")
     with pytest.raises(UserError, match=r"pipe\.gguf is a pipe, socket or device"):
@@ -405,22 +492,30 @@ def test_parts_of_a_split_model(tmp_path):
     with pytest.raises(UserError, match="is part 1 of 2 of a split model"):
         folder_of(str(shutil.copy(second, tmp_path / "renamed.gguf")))
     second.unlink()
-    with pytest.raises(UserError, match=r"lacks 1 of 2 parts of the model, first m-00002-of-00002\.gguf"):
+    with pytest.raises(
+        UserError, match=r"lacks 1 of 2 parts of the model, first m-00002-of-00002\.gguf"
+    ):
         folder_of(str(links / path.name))
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize("pre", ["llama-bpe", "llama3", "tekken", "qwen2", "gpt-4o", "qwen35", "smollm", "gpt-2"])
+@pytest.mark.parametrize(
+    "pre", ["llama-bpe", "llama3", "tekken", "qwen2", "gpt-4o", "qwen35", "smollm", "gpt-2"]
+)
 def test_text_is_split_as_in_llama_cpp(tmp_path, pre):
     """Also where the file does not say whether texts begin with BOS, and where a word is a token."""
     pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
     base = write_family(tmp_path / "base", "qwen2")
     whole = json.loads((base / "tokenizer.json").read_text())
     vocabulary = whole["model"]["vocab"]
-    tokens = sorted(vocabulary, key=vocabulary.get) + [each["content"] for each in whole["added_tokens"]]
+    tokens = sorted(vocabulary, key=vocabulary.get) + [
+        each["content"] for each in whole["added_tokens"]
+    ]
     unused = next(at for at, token in enumerate(tokens) if len(token) > 4 and token.isalpha())
     tokens[unused] = "zebra"  # no merges lead to it
-    tokens += [f"[PAD{number}]" for number in range(len(tokens), read_architecture(base).vocabulary)]
+    tokens += [
+        f"[PAD{number}]" for number in range(len(tokens), read_architecture(base).vocabulary)
+    ]
     changes = {"pre": pre, "add_bos_token": None, "bos_token_id": 377, "tokens": tokens}
     metadata = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     path = write_gguf(base, tmp_path / "m.gguf", metadata=metadata)
@@ -440,7 +535,9 @@ def test_a_tokenizer_from_sentencepiece(tmp_path, name):
     write = write_family if name == "mistral" else write_theirs
     base = write(tmp_path / "base", name)
     theirs = write_sentencepiece(base, gemma=name != "mistral")
-    ours = Tokenizer.from_file(str(folder_of(str(write_gguf(base, tmp_path / "x.gguf"))) / "tokenizer.json"))
+    ours = Tokenizer.from_file(
+        str(folder_of(str(write_gguf(base, tmp_path / "x.gguf"))) / "tokenizer.json")
+    )
     for text in [*ODD, "a<end_of_turn>\nb", "<start_of_turn>user\n  a   b"]:
         assert ours.encode(text).ids == theirs.encode(text).ids, text
     assert ours.decode(ours.encode(ODD[0]).ids) == ODD[0]
@@ -462,7 +559,9 @@ def test_metadata_that_changed_behind_a_run_is_refused(files, tmp_path):
     base = files("qwen2", ("Q4_K",)).with_name("qwen2")
     folder = folder_of(str(write_gguf(base, tmp_path / "x.gguf", ("Q4_K",))))
     write_gguf(base, tmp_path / "x.gguf", ("Q4_K",), metadata={"qwen2.rope.freq_base": 77.0})
-    with pytest.raises(UserError, match=r"freq_base is 77.0, .* has changed; set model\.checkpoint_dir=.*x\.gguf"):
+    with pytest.raises(
+        UserError, match=r"freq_base is 77.0, .* has changed; set model\.checkpoint_dir=.*x\.gguf"
+    ):
         our_model(folder)
 
 
@@ -474,9 +573,15 @@ def test_chat_answers_from_a_file(files, capsys):
 
 TENSORS = [
     ({"blk.1.ffn_up_exps.weight": None}, r"x\.gguf lacks blk\.1\.ffn_up_exps\.weight"),
-    ({"blk.1.attn_norm.weight": None}, r"missing model\.layers\.1\.input_layernorm\.weight\. Download .*x\.gguf again"),
+    (
+        {"blk.1.attn_norm.weight": None},
+        r"missing model\.layers\.1\.input_layernorm\.weight\. Download .*x\.gguf again",
+    ),
     ({"blk.2.attn_norm.weight": np.ones(64)}, r"has blk\.2\.attn_norm\.weight, which no layer"),
-    ({"blk.0.ffn_up_exps.weight": np.ones((1, 64, 64))}, "ffn_up_exps.weight have different shapes"),
+    (
+        {"blk.0.ffn_up_exps.weight": np.ones((1, 64, 64))},
+        "ffn_up_exps.weight have different shapes",
+    ),
     ({"blk.0.ssm_a": np.ones(5)}, "ssm_a has 5 rows instead of 4"),
     ({"blk.0.attn_norm.weight": np.ones(65)}, r"input_layernorm\.weight is \[65\]"),
 ]
@@ -501,7 +606,12 @@ KEYS = [
     ("qwen3 moe", "expert_count", 8, r"gate_up_proj is \[4, 128, 64\]"),
     ("qwen3.5 moe", "rope.dimension_count", 5, "expected head_dim, 16"),
     ("qwen3.5 moe", "full_attention_interval", 0, "full_attention_interval is 0; expected 1"),
-    ("qwen3.5 moe", "ssm.inner_size", 63, "linear_value_head_dim is 15; llama.cpp computes only 16"),
+    (
+        "qwen3.5 moe",
+        "ssm.inner_size",
+        63,
+        "linear_value_head_dim is 15; llama.cpp computes only 16",
+    ),
     ("qwen3.5 moe", "ssm.group_count", 4, "rows instead of|is .* in the checkpoint"),
     ("qwen3.5 moe", "nextn_predict_layers", 2, "block_count is 0; expected 1"),
     ("gemma 3", "attention.layer_norm_rms_epsilon", -1.0, "epsilon is -1.0; expected"),
@@ -512,25 +622,35 @@ KEYS = [
 
 
 @pytest.mark.wide(always=5)
-@pytest.mark.parametrize(("name", "key", "value", "named"), KEYS, ids=[f"{name} {key} {v}" for name, key, v, _ in KEYS])
+@pytest.mark.parametrize(
+    ("name", "key", "value", "named"), KEYS, ids=[f"{name} {key} {v}" for name, key, v, _ in KEYS]
+)
 def test_metadata_that_says_something_else_is_refused(files, tmp_path, name, key, value, named):
     base = files(name, ("Q8_0",)).with_name(name)
     arch = GgufFile(files(name, ("Q8_0",))).architecture
     with pytest.raises(UserError, match=named):
-        our_model(folder_of(str(write_gguf(base, tmp_path / "x.gguf", metadata={f"{arch}.{key}": value}))))
+        our_model(
+            folder_of(str(write_gguf(base, tmp_path / "x.gguf", metadata={f"{arch}.{key}": value})))
+        )
 
 
 @torch.no_grad()
 def test_a_period_of_windows_is_what_it_is_in_llama_cpp(files, tmp_path):
     base = files("gemma 3").with_name("gemma 3")
-    period = write_gguf(base, tmp_path / "x.gguf", metadata={"gemma3.attention.sliding_window_pattern": 2})
-    torch.testing.assert_close(our_model(folder_of(str(period)))(TOKENS), our_model(base)(TOKENS), rtol=1e-5, atol=1e-5)
+    period = write_gguf(
+        base, tmp_path / "x.gguf", metadata={"gemma3.attention.sliding_window_pattern": 2}
+    )
+    torch.testing.assert_close(
+        our_model(folder_of(str(period)))(TOKENS), our_model(base)(TOKENS), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_blocks_are_not_quantised_again(files):
     with pytest.raises(UserError, match=r"quantize_base is fp8, .* are quantised \(GGUF\)"):
         our_model(folder_of(str(files("qwen2", ("Q4_K",)))), quantize_base="fp8")
-    with pytest.raises(UserError, match=r"trainable_tokens is set, but .* GGUF file's, into which no rows"):
+    with pytest.raises(
+        UserError, match=r"trainable_tokens is set, but .* GGUF file's, into which no rows"
+    ):
         our_model(folder_of(str(files("qwen2", ("Q4_K",)))), trainable_tokens=[3])
 
 
@@ -539,11 +659,17 @@ def test_one_weight_is_unpacked_at_a_time(files):
     ours, kept = our_model(folder_of(str(files("qwen3")))), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         ours.train()(TOKENS).sum().backward()
-    shapes = {s for p in ours.parameters() if isinstance(p, Quantized) for s in (p.shape, p.mT.shape)}
-    assert not [t for t in kept if not isinstance(t, Quantized) and t.ndim == 2 and t.shape in shapes]
+    shapes = {
+        s for p in ours.parameters() if isinstance(p, Quantized) for s in (p.shape, p.mT.shape)
+    }
+    assert not [
+        t for t in kept if not isinstance(t, Quantized) and t.ndim == 2 and t.shape in shapes
+    ]
     assert dense(ours.layers[0].mlp.w1.weight).shape in shapes
     index = torch.arange(11)
-    batch = MicroBatch(TOKENS, torch.arange(12)[None], (12,), index, TOKENS[0, 1:], torch.zeros_like(index), 1, 12)
+    batch = MicroBatch(
+        TOKENS, torch.arange(12)[None], (12,), index, TOKENS[0, 1:], torch.zeros_like(index), 1, 12
+    )
     with Unpacked() as seen:
         CausalLM(ours, CrossEntropy(chunk_tokens=8))(batch).backward()
     assert ours.output.weight.shape == ours.tok_embeddings.weight.shape

@@ -16,10 +16,14 @@ from rocm_ext.model.weights.quantized import fp8_rows
 from tests.kit.parity import our_model
 
 EXPERTS = 6
-some = pytest.mark.skipif(grouped_product._grouped_mm is None, reason="this torch has no grouped product")
+some = pytest.mark.skipif(
+    grouped_product._grouped_mm is None, reason="this torch has no grouped product"
+)
 
 
-def layer(choices: list[list[int]], dtype: torch.dtype, grouped: bool, bias: bool) -> list[torch.Tensor]:
+def layer(
+    choices: list[list[int]], dtype: torch.dtype, grouped: bool, bias: bool
+) -> list[torch.Tensor]:
     """Compute one product with LoRA and its gradients; experts without tokens are among them."""
     rng = torch.Generator().manual_seed(0)
     rows = replace(Rows.of(torch.tensor(choices), EXPERTS, dtype), grouped=grouped)
@@ -30,7 +34,9 @@ def layer(choices: list[list[int]], dtype: torch.dtype, grouped: bool, bias: boo
     x, a, b = some(len(rows.back), 32), some(EXPERTS, 16, 32), some(EXPERTS, 24, 16)
     padded = torch.nn.functional.pad(x, (0, 0, 0, 1))[rows.order]
     wanted = [t.requires_grad_() for t in (padded, a, b)]
-    out = _Products.apply(padded, some(EXPERTS, 24, 32).mT, some(EXPERTS, 24) if bias else None, a, b, rows)
+    out = _Products.apply(
+        padded, some(EXPERTS, 24, 32).mT, some(EXPERTS, 24) if bias else None, a, b, rows
+    )
     seen = torch.nn.functional.pad(some(len(rows.back), 24), (0, 0, 0, 1))[rows.order]
     grads = torch.autograd.grad(out, wanted, seen)
     return [out[rows.back], grads[0][rows.back], *grads[1:]]
@@ -39,7 +45,9 @@ def layer(choices: list[list[int]], dtype: torch.dtype, grouped: bool, bias: boo
 @some
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("choices", [[[4, 1]] * 3 + [[1, 2]] * 57, [[3, 5]]], ids=["sixty tokens", "one token"])
+@pytest.mark.parametrize(
+    "choices", [[[4, 1]] * 3 + [[1, 2]] * 57, [[3, 5]]], ids=["sixty tokens", "one token"]
+)
 def test_grouped_products_are_those_of_the_loop(choices, dtype, bias):
     expected = layer(choices, dtype, False, bias)
     for found, want in zip(layer(choices, dtype, True, bias), expected, strict=True):
@@ -141,14 +149,24 @@ def test_a_trial_that_hangs_is_ended(tmp_path, monkeypatch, caplog):
     [
         ("import os; os.abort()", "ended with status -6", 1),
         ('print(\'noise\'); print(\'{"failure": "", "final": true}\')', "", 1),
-        ('print(\'{"failure": "the GPU\\\'s memory is full", "final": false}\')', "memory is full", 2),
+        (
+            'print(\'{"failure": "the GPU\\\'s memory is full", "final": false}\')',
+            "memory is full",
+            2,
+        ),
         ("raise ImportError", "ended with status 1", 2),
-        ("import os; os.kill(os.getpid(), 9)", "ended with status -9", 2),  # the kernel's, when memory is full
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            "ended with status -9",
+            2,
+        ),  # the kernel's, when memory is full
     ],
     ids=["crash", "right", "no memory", "error", "killed"],
 )
 @some
-def test_what_crashes_is_not_used_and_not_tried_again(tmp_path, monkeypatch, caplog, program, said, tries):
+def test_what_crashes_is_not_used_and_not_tried_again(
+    tmp_path, monkeypatch, caplog, program, said, tries
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     started, commands = subprocess.Popen, []
 
@@ -168,7 +186,9 @@ def test_what_crashes_is_not_used_and_not_tried_again(tmp_path, monkeypatch, cap
     file = tmp_path / "torchtune-rocm" / "grouped_mm.json"
     assert file.exists() == (tries == 1)
     if file.exists():
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"machine": {"torch": "another"}}))
+        file.write_text(
+            json.dumps(json.loads(file.read_text()) | {"machine": {"torch": "another"}})
+        )
         grouped_product.grouped_products()
         ask_again()
         assert len(commands) == tries + 1
@@ -178,7 +198,9 @@ def test_what_crashes_is_not_used_and_not_tried_again(tmp_path, monkeypatch, cap
 def test_every_expert_computing_all_tokens_gives_the_choices_the_same(quantize):
     rng = torch.Generator().manual_seed(0)
     index = torch.tensor([[4, 1], [1, 2], [5, 4]])
-    x, bias, weight = (torch.randn(*s, generator=rng) for s in ((3, 32), (EXPERTS, 24), (EXPERTS, 24, 32)))
+    x, bias, weight = (
+        torch.randn(*s, generator=rng) for s in ((3, 32), (EXPERTS, 24), (EXPERTS, 24, 32))
+    )
     a, b = (torch.randn(*s, generator=rng) for s in ((EXPERTS, 16, 32), (EXPERTS, 24, 16)))
     weight = fp8_rows(weight) if quantize else weight
 

@@ -29,10 +29,14 @@ def write_config(folder: Path, name: str, **changes) -> Path:
 @pytest.mark.parametrize("name", ["qwen3 moe", "gpt-oss", "qwen2"])
 def test_llama_3s_rope_is_llamas_alone(tmp_path, name):
     """llama.cpp opens no file with factors that the architecture's graph does not read."""
-    assert read_layout(write_config(tmp_path / "llama", "llama", rope_parameters=LLAMA3)).factors.max() == 8
+    assert (
+        read_layout(write_config(tmp_path / "llama", "llama", rope_parameters=LLAMA3)).factors.max()
+        == 8
+    )
     base = write_config(tmp_path / "base", name, rope_parameters=LLAMA3)
     with pytest.raises(
-        UserError, match=r"rope_type is 'llama3'; for .*, llama.cpp computes only default, linear, yarn"
+        UserError,
+        match=r"rope_type is 'llama3'; for .*, llama.cpp computes only default, linear, yarn",
     ):
         read_layout(base)
     assert way_out(base).startswith("--merged DIR")
@@ -74,7 +78,12 @@ def test_configs_that_nothing_can_read_are_one_line_and_fail_no_run(tmp_path, na
 
 def test_gemma_4s_factors(tmp_path):
     *_, text, _ = multimodal_models.MODELS["gemma 4"]
-    rope = {"rope_type": "proportional", "rope_theta": 1e3, "partial_rotary_factor": 0.25, "factor": 2.0}
+    rope = {
+        "rope_type": "proportional",
+        "rope_theta": 1e3,
+        "partial_rotary_factor": 0.25,
+        "factor": 2.0,
+    }
     config = {"model_type": "gemma4_text", "vocab_size": 384, **SHAPE, **text}
     config["rope_parameters"] = {"full_attention": rope, "sliding_attention": LOCAL}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -62,8 +62,12 @@ def test_only_the_text_part_is_in_memory(folder_of, caplog):
     """Gemma 3's mask for images changes nothing where token_type_ids says that all is text."""
     with caplog.at_level("INFO", "rocm_ext"):
         ours = our_model(folder_of("gemma 3")).eval()
-    assert one_line_has(caplog.text, "Gemma3ForConditionalGeneration", "only on text", "model.vision_tower")
-    names = {name for name, _ in (*ours.named_parameters(), *ours.named_buffers()) if "lora_" not in name}
+    assert one_line_has(
+        caplog.text, "Gemma3ForConditionalGeneration", "only on text", "model.vision_tower"
+    )
+    names = {
+        name for name, _ in (*ours.named_parameters(), *ours.named_buffers()) if "lora_" not in name
+    }
     assert all(name.startswith(("model.language_model.", "lm_head.")) for name in names)
     whole = whole_model(folder_of("gemma 3"))
     expected = sum(p.numel() for p in whole.model.language_model.parameters())
@@ -82,7 +86,11 @@ def test_tensors_that_transformers_leaves_out(folder_of, tmp_path, name):
     state = tensors(base)
     assert more not in state
     hubs = shutil.copytree(base, tmp_path / "hubs")
-    save_file({**state, more: torch.randn(state[layer].shape)}, hubs / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {**state, more: torch.randn(state[layer].shape)},
+        hubs / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     with torch.no_grad():
         torch.testing.assert_close(our_model(hubs)(TOKENS), our_model(base)(TOKENS), rtol=0, atol=0)
 
@@ -94,12 +102,16 @@ def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name):
     cfg = folder_config(folder_of(name), rows, tmp_path / "run")
     _, found, expected = parity.ten_steps(cfg, folder_of(name), tmp_path, whole_model)
     for key, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(
+            tensor, expected[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
+        )
 
 
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize("name", some(*FAST))
-def test_exports_open_in_the_whole_model_and_the_adapter_comes_back(folder_of, rows, tmp_path, name):
+def test_exports_open_in_the_whole_model_and_the_adapter_comes_back(
+    folder_of, rows, tmp_path, name
+):
     base = shutil.copytree(folder_of(name), tmp_path / "base")
     (base / "preprocessor_config.json").write_text("{}")
     parity.check_exports(base, rows, tmp_path, logits=whole_logits)
@@ -108,8 +120,15 @@ def test_exports_open_in_the_whole_model_and_the_adapter_comes_back(folder_of, r
     assert before.keys() == after.keys()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     assert changed
-    assert not any(part in key for key in changed for part in ("vision", "visual", "projector", "audio"))
-    for file in ("config.json", "preprocessor_config.json", "tokenizer.json", "chat_template.jinja"):
+    assert not any(
+        part in key for key in changed for part in ("vision", "visual", "projector", "audio")
+    )
+    for file in (
+        "config.json",
+        "preprocessor_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+    ):
         assert (whole / file).read_bytes() == (base / file).read_bytes()
 
 
@@ -156,7 +175,9 @@ LISTS = (
 
 
 @pytest.mark.parametrize("text", [STRINGS_OR_LISTS, LISTS], ids=["both", "lists"])
-@pytest.mark.parametrize("file", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "file", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"]
+)
 def test_rows_are_rendered_as_transformers_renders_them(folder_of, tmp_path, text, file):
     base = shutil.copytree(folder_of("gemma 3"), tmp_path / "base")
     (base / "chat_template.jinja").unlink()
@@ -165,14 +186,26 @@ def test_rows_are_rendered_as_transformers_renders_them(folder_of, tmp_path, tex
         content["chat_template"] = text
     (base / "tokenizer_config.json").write_text(json.dumps(content))
     if file != "tokenizer_config.json":
-        (base / file).write_text(text if file.endswith("jinja") else json.dumps({"chat_template": text}))
-    turns = [Turn("user", " How many? ", False), Turn("assistant", "72", False), Turn("user", "Why?", False)]
+        (base / file).write_text(
+            text if file.endswith("jinja") else json.dumps({"chat_template": text})
+        )
+    turns = [
+        Turn("user", " How many? ", False),
+        Turn("assistant", "72", False),
+        Turn("user", "Why?", False),
+    ]
     messages = [turn.message() for turn in turns]
     if text == LISTS:
-        messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+        messages = [
+            {**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages
+        ]
     tokenizer = AutoTokenizer.from_pretrained(base)
-    given = {"chat_template": text} if file == "chat_template.json" else {}  # which processors alone read
-    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **given)
+    given = (
+        {"chat_template": text} if file == "chat_template.json" else {}
+    )  # which processors alone read
+    expected = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **given
+    )
     ours = read_template("auto", base, {}, date(2026, 1, 1))
     assert ours.render(turns, None, prompt=True) == expected
     assert "How many?" in expected
@@ -184,7 +217,9 @@ def test_a_merged_model_has_one_template(folder_of, rows, tmp_path):
     base = shutil.copytree(folder_of("gemma 3"), tmp_path / "base")
     (base / "chat_template.jinja").rename(base / "own.jinja")
     (base / "chat_template.json").write_text(json.dumps({"chat_template": LISTS}))
-    cfg = folder_config(base, rows, tmp_path / "run", max_steps_per_epoch=1, save_adapter_weights_only=False)
+    cfg = folder_config(
+        base, rows, tmp_path / "run", max_steps_per_epoch=1, save_adapter_weights_only=False
+    )
     parity.finetune({**cfg, "chat_template": str(base / "own.jinja")})
     merged = tmp_path / "run" / "merged"
     assert (merged / "chat_template.jinja").read_bytes() == (base / "own.jinja").read_bytes()
@@ -195,8 +230,16 @@ def test_a_merged_model_has_one_template(folder_of, rows, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("layers.1.mlp.up_proj.weight", None, "missing model.language_model.layers.1.mlp.up_proj.weight"),
-        ("layers.1.mlp.up_proj.weight", "layers.2.mlp.up_proj.weight", "layers.2.mlp.up_proj.weight"),
+        (
+            "layers.1.mlp.up_proj.weight",
+            None,
+            "missing model.language_model.layers.1.mlp.up_proj.weight",
+        ),
+        (
+            "layers.1.mlp.up_proj.weight",
+            "layers.2.mlp.up_proj.weight",
+            "layers.2.mlp.up_proj.weight",
+        ),
     ],
 )
 def test_a_torn_text_part(folder_of, tmp_path, old, new, message):
@@ -211,7 +254,9 @@ def test_a_torn_text_part(folder_of, tmp_path, old, new, message):
 def test_names_of_earlier_transformers_and_other_parts_change_nothing(folder_of, tmp_path):
     """The hub's gemma-3-4b-it has language_model.model.layers and vision_tower.vision_model."""
     base = folder_of("gemma 3")
-    assert any(name.startswith("language_model.model.") for name in tensors(base)), "transformers saves these names"
+    assert any(name.startswith("language_model.model.") for name in tensors(base)), (
+        "transformers saves these names"
+    )
     changes = {
         "new": lambda name: name.replace("language_model.model.", "model.language_model."),
         "another version": lambda name: name.replace("encoder.layers.1.", "encoder.blocks."),
@@ -226,8 +271,16 @@ def test_names_of_earlier_transformers_and_other_parts_change_nothing(folder_of,
     ("kind", "name", "message"),
     [
         ("clip", "CLIPModel", "has no language model for model_type 'clip'"),
-        ("whisper", "WhisperForConditionalGeneration", "names WhisperForConditionalGeneration, but"),
-        ("florence2", "Florence2ForConditionalGeneration", "takes images or sound, and its text part"),
+        (
+            "whisper",
+            "WhisperForConditionalGeneration",
+            "names WhisperForConditionalGeneration, but",
+        ),
+        (
+            "florence2",
+            "Florence2ForConditionalGeneration",
+            "takes images or sound, and its text part",
+        ),
         ("paligemma", "PaliGemmaForConditionalGeneration", "attends to later tokens"),
         ("gemma3", "Gemma3ForConditionalGeneration", r"quantised \(awq\)"),
     ],

@@ -103,5 +103,9 @@ def test_the_text_in_a_run_s_fingerprint():
     """This text is part of the fingerprint of a run's base model, so a run of today resumes tomorrow."""
     architecture = read_architecture(published_models()["meta-llama/Llama-3.2-3B-Instruct"])
     assert str(architecture) == FINGERPRINT
-    yarn = replace(architecture, rope=Rope(1e6, "yarn", 4.0, original=32768, yarn=Yarn(32.0, 1.0, True, 1.1)))
-    assert str(yarn).endswith("original=32768, yarn=Yarn(fast=32.0, slow=1.0, rounded=True, attention=1.1)))")
+    yarn = replace(
+        architecture, rope=Rope(1e6, "yarn", 4.0, original=32768, yarn=Yarn(32.0, 1.0, True, 1.1))
+    )
+    assert str(yarn).endswith(
+        "original=32768, yarn=Yarn(fast=32.0, slow=1.0, rounded=True, attention=1.1)))"
+    )

@@ -56,7 +56,9 @@ sys.exit(main())
 
 def train(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
     """Train the model ``name`` for a step, with the packages in ``folder``."""
-    cfg = folder_config(write_theirs(folder / "base", name), write_rows(folder / "rows.jsonl", 8), folder / "out")
+    cfg = folder_config(
+        write_theirs(folder / "base", name), write_rows(folder / "rows.jsonl", 8), folder / "out"
+    )
     path = write_yaml(folder / "run.yaml", cfg | {"startup_checks": True, "max_steps_per_epoch": 1})
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, "--config", path],
@@ -72,7 +74,9 @@ def train(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.wide
 @pytest.mark.parametrize("works", [True, False])
 def test_an_installed_kernel_is_held_against_transformers(tmp_path, works):
-    (tmp_path / "causal_conv1d.py").write_text(PACKAGE.format(log=str(tmp_path / "log"), left=3 if works else 2))
+    (tmp_path / "causal_conv1d.py").write_text(
+        PACKAGE.format(log=str(tmp_path / "log"), left=3 if works else 2)
+    )
     run = train(tmp_path, "lfm 2")
     assert run.returncode == (0 if works else 1), run.stderr
     refused = "causal-conv1d: causal_conv1d_fn: relative error " in run.stderr
@@ -95,7 +99,8 @@ def test_flash_linear_attention_gets_its_own_arguments(tmp_path):
 
 @pytest.mark.parametrize("initial", [False, True])
 @pytest.mark.parametrize(
-    ("batch", "length", "heads", "groups"), [(2, 1, 4, 1), (2, 50, 4, 2), (1, 64, 2, 2), (1, 200, 4, 1)]
+    ("batch", "length", "heads", "groups"),
+    [(2, 1, 4, 1), (2, 50, 4, 2), (1, 64, 2, 2), (1, 200, 4, 1)],
 )
 def test_chunks_of_a_scan_equal_transformers(batch, length, heads, groups, initial):
     rng = torch.Generator().manual_seed(length)
@@ -109,11 +114,19 @@ def test_chunks_of_a_scan_equal_transformers(batch, length, heads, groups, initi
     if initial:
         others["initial_states"] = random(batch, heads, 8, 16)
     leaves = [*inputs, *others.values()]
-    weights = torch.randn(batch, length, heads, 8, generator=rng), torch.randn(batch, heads, 8, 16, generator=rng)
+    weights = (
+        torch.randn(batch, length, heads, 8, generator=rng),
+        torch.randn(batch, heads, 8, 16, generator=rng),
+    )
 
     def results(scan) -> list[torch.Tensor]:
         x, dt, a, b, c = inputs
-        options = {**others, "dt_softplus": True, "dt_limit": (0.01, 2.0), "return_final_states": True}
+        options = {
+            **others,
+            "dt_softplus": True,
+            "dt_limit": (0.01, 2.0),
+            "return_final_states": True,
+        }
         found = scan(x, dt, -a.exp(), b, c, chunk_size=32, **options)
         loss = sum((each * weight).sum() for each, weight in zip(found, weights, strict=True))
         return [*found, *torch.autograd.grad(loss, leaves)]

@@ -38,7 +38,10 @@ QWENS = {"0.5B": "0_5b", "1.5B": "1_5b_instruct", "3B": "3b", "7B": "7b_instruct
          "32B": "32b_instruct", "72B": "72b_instruct"}  # fmt: skip
 BUILDERS = {
     "demo/pocket": lambda: qwen2(**SHAPE),
-    **{f"Qwen/Qwen2.5-{size}-Instruct": getattr(qwen2_5, f"qwen2_5_{name}") for size, name in QWENS.items()},
+    **{
+        f"Qwen/Qwen2.5-{size}-Instruct": getattr(qwen2_5, f"qwen2_5_{name}")
+        for size, name in QWENS.items()
+    },
     "Qwen/Qwen2.5-Coder-1.5B-Instruct": qwen2_5.qwen2_5_1_5b_instruct,
     "Qwen/Qwen2.5-Coder-7B-Instruct": qwen2_5.qwen2_5_7b_instruct,
     "meta-llama/Meta-Llama-3.1-8B-Instruct": llama3_1.llama3_1_8b,
@@ -74,7 +77,10 @@ def test_a_shape_has_the_parameters_of_the_published_model(name):
     found = sum(p.numel() for key, p in built.named_parameters() if "lora_" not in key)
     if theirs is not None:
         assert found == sum(p.numel() for p in theirs.parameters())
-        heads = [(each.layers[0].attn.num_heads, each.layers[0].attn.num_kv_heads) for each in (built, theirs)]
+        heads = [
+            (each.layers[0].attn.num_heads, each.layers[0].attn.num_kv_heads)
+            for each in (built, theirs)
+        ]
         assert heads[0] == heads[1]
     if name in PARAMETERS:
         assert found / 1e6 == pytest.approx(PARAMETERS[name], abs=1)
@@ -91,9 +97,14 @@ def test_a_folder_s_name_means_one_model():
 @as_configured
 def test_a_plan_without_any_file(capsys):
     found = plan(capsys, "--config", "strix_halo_qwen3_0_6b")
-    assert found["shape"].endswith("of Qwen/Qwen3-0.6B, because models/Qwen3-0.6B is not on this machine")
+    assert found["shape"].endswith(
+        "of Qwen/Qwen3-0.6B, because models/Qwen3-0.6B is not on this machine"
+    )
     assert (found["parameters"] - found["trainable_parameters"]) / 1e6 == pytest.approx(596, abs=1)
-    assert main(["plan", "--config", "strix_halo_qwen3_0_6b", "model.checkpoint_dir=Qwen/Qwen3-0.6B"]) == 0
+    assert (
+        main(["plan", "--config", "strix_halo_qwen3_0_6b", "model.checkpoint_dir=Qwen/Qwen3-0.6B"])
+        == 0
+    )
     said = capsys.readouterr().out
     assert "because Qwen/Qwen3-0.6B is not on this machine" in said
     assert f"{found['parameters'] / 1e6:,.1f} million parameters" in said
@@ -121,7 +132,9 @@ def test_models_that_are_not_published_need_their_config(name, capsys):
 
 def test_nothing_is_trained_from_a_shape():
     cfg = config.load("lora_finetune_rocm", "strix_halo_qwen3_0_6b", ["hardware=cpu"])
-    with pytest.raises(UserError, match=r"tune download Qwen/Qwen3-0.6B --output-dir models/Qwen3-0.6B"):
+    with pytest.raises(
+        UserError, match=r"tune download Qwen/Qwen3-0.6B --output-dir models/Qwen3-0.6B"
+    ):
         LoRAFinetune(cfg).setup()
 
 

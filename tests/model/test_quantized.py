@@ -72,7 +72,9 @@ def dequantised(folder):
     how = Mxfp4Config(dequantize=True)
     if method == "fp8":
         how = FineGrainedFP8Config(dequantize=True, weight_block_size=(BLOCK, BLOCK))
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=how, dtype=torch.float32
+    )
     return model.eval()
 
 
@@ -121,7 +123,10 @@ LORA = [
 
 @pytest.mark.parametrize(("name", "lora"), LORA)
 def test_logits_and_gradients_are_those_over_dequantised_weights(folder, name, lora):
-    found, expected = gradients(our_model(folder(name), **lora)), gradients(whole(our_model(folder(name), **lora)))
+    found, expected = (
+        gradients(our_model(folder(name), **lora)),
+        gradients(whole(our_model(folder(name), **lora))),
+    )
     assert all(gradient.abs().max() > 0 for gradient in found)
     if name == "gpt-oss":  # products with a transposed weight are rounded otherwise
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
@@ -132,20 +137,31 @@ def test_logits_and_gradients_are_those_over_dequantised_weights(folder, name, l
 @pytest.mark.parametrize(("name", "lora"), LORA)
 def test_a_forward_pass_keeps_no_dequantised_weight(folder, name, lora):
     ours = our_model(folder(name), **lora)
-    shapes = {shape for p in ours.parameters() if isinstance(p, Quantized) for shape in (p.shape[-2:], p.mT.shape[-2:])}
+    shapes = {
+        shape
+        for p in ours.parameters()
+        if isinstance(p, Quantized)
+        for shape in (p.shape[-2:], p.mT.shape[-2:])
+    }
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         ours.train()(TOKENS).sum().backward()
     own = {p.data_ptr() for p in ours.parameters() if not isinstance(p, Quantized)}
     assert any(isinstance(tensor, Quantized) for tensor in kept)
-    plain = [t for t in kept if not isinstance(t, Quantized) and t.untyped_storage().data_ptr() not in own]
+    plain = [
+        t
+        for t in kept
+        if not isinstance(t, Quantized) and t.untyped_storage().data_ptr() not in own
+    ]
     assert not [t.shape for t in plain if t.ndim > 1 and t.shape[-2:] in shapes]
 
 
 # ---- whole runs
 @pytest.mark.wide
 @several_ranks
-@pytest.mark.parametrize(("name", "lora"), [("qwen3", {}), ("qwen3 moe", EXPERTS), ("gpt-oss", {})], ids=str)
+@pytest.mark.parametrize(
+    ("name", "lora"), [("qwen3", {}), ("qwen3 moe", EXPERTS), ("gpt-oss", {})], ids=str
+)
 def test_two_ranks_equal_one(folder, rows, tmp_path, name, lora):
     parity.check_two_ranks(folder(name), rows, tmp_path, lora)
 
@@ -162,7 +178,10 @@ def test_two_ranks_equal_one_with_weights_quantised_here(wide, rows, tmp_path, v
 def test_a_merged_model_has_16_bits(folder, rows, tmp_path, name):
     lora = EXPERTS if name != "qwen3" else {}
     cfg = folder_config(folder(name), rows, tmp_path / "run", lora, max_steps_per_epoch=2)
-    cfg |= {"save_adapter_weights_only": False, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2}}
+    cfg |= {
+        "save_adapter_weights_only": False,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-2},
+    }
     ours = finetune(cfg)
     expected = our_logits(ours)
     out = tmp_path / "run" / "merged"
@@ -182,7 +201,9 @@ def test_greedy_answers_are_those_of_the_dequantised_model(folder, name):
         sampled(engine(decoder), asked, Sampling(12, temperature=0.0))
         for decoder in (trained(folder(name), **lora), whole(trained(folder(name), **lora)))
     )
-    assert {key: c.tokens for key, c in found.items()} == {key: c.tokens for key, c in expected.items()}
+    assert {key: c.tokens for key, c in found.items()} == {
+        key: c.tokens for key, c in expected.items()
+    }
 
 
 @pytest.mark.wide
@@ -194,11 +215,20 @@ def test_grpo_and_dpo(folder, tmp_path, name):
 def test_ranks_gather_and_copy_no_quantised_weight(folder):
     """As many bytes are copied for sampling on two ranks as on one, but for the other weights, which are sharded."""
     cfg = OmegaConf.merge(config.defaults("raft_rocm"), {"max_new_tokens": 8})
-    node = OmegaConf.create({"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder("gpt-oss"))})
+    node = OmegaConf.create(
+        {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder("gpt-oss"))}
+    )
     decoder = build_model(node, torch.bfloat16, 0, torch.device("meta"))
     figures, asked = Figures("", True, {"bf16": 1e12}, 1e10), Questions(8, 0, 16, 16, 8, "test")
-    plans = {n: SamplingPlanner(cfg, decoder, CPU, asked, ranks=n, figures=figures).layout for n in (1, 2)}
-    others = sum(p.nbytes for p in decoder.parameters() if not p.requires_grad and not isinstance(p, Quantized))
+    plans = {
+        n: SamplingPlanner(cfg, decoder, CPU, asked, ranks=n, figures=figures).layout
+        for n in (1, 2)
+    }
+    others = sum(
+        p.nbytes
+        for p in decoder.parameters()
+        if not p.requires_grad and not isinstance(p, Quantized)
+    )
     assert plans[1] < plans[2] <= others
     assert shared_bytes(decoder) == others
 
@@ -211,7 +241,9 @@ def test_a_graph_replays_experts_in_mxfp4(folder, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     seen, dequantise = [], Quantized.get_original_weight
     monkeypatch.setattr(
-        Quantized, "get_original_weight", lambda self: (seen.append(self.device.type), dequantise(self))[1]
+        Quantized,
+        "get_original_weight",
+        lambda self: (seen.append(self.device.type), dequantise(self))[1],
     )
     assert decoder.graph_obstacle == ""
     assert "meta" in seen
@@ -227,7 +259,9 @@ def test_planned_peak_is_the_measured_one(folder, tmp_path, name):
 
 
 # ---- formats
-@pytest.mark.parametrize("block", [(24, 96), (48, 48), (96, 96), (96, 24), (100, 100), (7, 1)], ids=str)
+@pytest.mark.parametrize(
+    "block", [(24, 96), (48, 48), (96, 96), (96, 24), (100, 100), (7, 1)], ids=str
+)
 @pytest.mark.parametrize("shape", [(96, 192), (192, 144)], ids=str)
 def test_the_config_says_how_large_blocks_are(tmp_path, shape, block):
     """Also where they do not divide the weight, as kv_a_proj_with_mqa of DeepSeek-V3: 576 rows in blocks of 128."""
@@ -236,20 +270,31 @@ def test_the_config_says_how_large_blocks_are(tmp_path, shape, block):
     counts = [-(-size // side) for size, side in zip(shape, block, strict=True)]
     packed, scale = torch.randn(shape).to(torch.float8_e4m3fn), torch.rand(counts)
     save_file({"w.weight": packed, "w.weight_scale_inv": scale}, tmp_path / "model.safetensors")
-    spread = scale.repeat_interleave(block[0], 0)[: shape[0]].repeat_interleave(block[1], 1)[:, : shape[1]]
-    found = StoredWeights(tmp_path, ["model.safetensors"])["w.weight"].with_parts(torch.clone, torch.float32)
+    spread = scale.repeat_interleave(block[0], 0)[: shape[0]].repeat_interleave(block[1], 1)[
+        :, : shape[1]
+    ]
+    found = StoredWeights(tmp_path, ["model.safetensors"])["w.weight"].with_parts(
+        torch.clone, torch.float32
+    )
     assert torch.equal(dense(found), packed.float() * spread)
 
 
-@pytest.mark.parametrize("settings", [{"weight_block_size": [24, 96]}, {"weight_block_size": None}, {}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"weight_block_size": [24, 96]}, {"weight_block_size": None}, {}], ids=str
+)
 def test_blocks_that_the_config_does_not_say_are_refused(tmp_path, settings):
     content = {"quantization_config": {"quant_method": "fp8", **settings}}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    tensors = {"w.weight": torch.zeros(96, 96).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(2, 2)}
+    tensors = {
+        "w.weight": torch.zeros(96, 96).to(torch.float8_e4m3fn),
+        "w.weight_scale_inv": torch.ones(2, 2),
+    }
     save_file(tensors, tmp_path / "model.safetensors")
     state = StoredWeights(tmp_path, ["model.safetensors"])
     for read in (state.on_meta, lambda: state["w.weight"]):
-        with pytest.raises(UserError, match=r"w\.weight has values \[96, 96\] .* weight_block_size"):
+        with pytest.raises(
+            UserError, match=r"w\.weight has values \[96, 96\] .* weight_block_size"
+        ):
             read()
 
 
@@ -270,13 +315,22 @@ def test_scales_that_do_not_fit():
 @torch.no_grad()
 def test_experts_stay_quantised_where_blocks_are_whole():
     block = (32, 32)
-    values, scales = ([torch.randn(rows, 64) for rows in (64, 96)], [torch.rand(rows // 32, 2) for rows in (64, 96)])
-    parts = [stored("w", v.to(torch.float8_e4m3fn), s, block) for v, s in zip(values, scales, strict=True)]
+    values, scales = (
+        [torch.randn(rows, 64) for rows in (64, 96)],
+        [torch.rand(rows // 32, 2) for rows in (64, 96)],
+    )
+    parts = [
+        stored("w", v.to(torch.float8_e4m3fn), s, block)
+        for v, s in zip(values, scales, strict=True)
+    ]
     stacked = [torch.stack([part, part]) for part in parts]
     joined = torch.cat(stacked, dim=1)
     assert isinstance(joined, Quantized)
     assert torch.equal(dense(joined), torch.cat(list(map(dense, stacked)), 1))
-    ragged = [stored("w", torch.randn(48, 64).to(torch.float8_e4m3fn), torch.rand(2, 2), block) for _ in range(2)]
+    ragged = [
+        stored("w", torch.randn(48, 64).to(torch.float8_e4m3fn), torch.rand(2, 2), block)
+        for _ in range(2)
+    ]
     assert torch.equal(torch.cat(ragged), torch.cat(list(map(dense, ragged))))
     assert not isinstance(torch.cat(ragged), Quantized)
 
@@ -305,8 +359,13 @@ def test_fp8_made_here(folder, name):
 
 
 def test_fp8_trains_like_the_whole_model(wide, rows, tmp_path):
-    runs = [folder_config(wide, rows, tmp_path / str(v), {"quantize_base": v}) for v in (False, "fp8")]
-    steps = {"max_steps_per_epoch": 10, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-2}}
+    runs = [
+        folder_config(wide, rows, tmp_path / str(v), {"quantize_base": v}) for v in (False, "fp8")
+    ]
+    steps = {
+        "max_steps_per_epoch": 10,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-2},
+    }
     for cfg in runs:
         finetune(cfg | steps)
     whole_losses, losses = (metrics(tmp_path / name) for name in ("False", "fp8"))
@@ -345,7 +404,10 @@ def test_files_that_config_json_describes_wrongly(folder, tmp_path, caplog):
     shutil.copy(folder("qwen3") / "config.json", base)
     with caplog.at_level("WARNING"):
         our_model(base)
-    assert "14 weights, such as layers.0.attn.q_proj.weight, take more memory than planned" in caplog.text
+    assert (
+        "14 weights, such as layers.0.attn.q_proj.weight, take more memory than planned"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -355,7 +417,11 @@ def test_files_that_config_json_describes_wrongly(folder, tmp_path, caplog):
         {"weight_block_size": ["a", 1]},
         {"modules_to_not_convert": "lm_head"},
         {"modules_to_not_convert": ["re:*gate"]},
-        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": 3}},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"g": 3},
+        },
     ],
     ids=str,
 )
@@ -370,7 +436,9 @@ def test_a_format_that_cannot_be_read(folder, tmp_path, changes):
 
 def set_nan(state: dict[str, torch.Tensor]) -> None:
     """Of a plain weight, a weight in FP8 or a scale."""
-    name = next((name for name in state if "_scale" in name), "model.layers.0.self_attn.q_proj.weight")
+    name = next(
+        (name for name in state if "_scale" in name), "model.layers.0.self_attn.q_proj.weight"
+    )
     value = 255 if state[name].dtype == torch.uint8 else torch.nan
     state[name].view(-1)[3] = value
 
@@ -394,12 +462,16 @@ def test_damaged_weights_are_not_hidden(wide, folder, tmp_path, name, change, lo
     state = load_file(broken / "model.safetensors")
     change(state)
     save_file(state, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=rf"\.{named} have values that are not finite; the files are damaged"):
+    with pytest.raises(
+        UserError, match=rf"\.{named} have values that are not finite; the files are damaged"
+    ):
         our_model(broken, **lora)
 
 
 def test_weights_that_are_quantised_already(folder):
-    with pytest.raises(UserError, match=r"quantize_base is fp8, but the weights in .* are quantised \(mxfp4\)"):
+    with pytest.raises(
+        UserError, match=r"quantize_base is fp8, but the weights in .* are quantised \(mxfp4\)"
+    ):
         our_model(folder("gpt-oss"), quantize_base="fp8")
 
 
@@ -407,7 +479,9 @@ def test_fp8_is_not_for_torchtunes_builders():
     node = {"_component_": "torchtune.models.qwen2.lora_qwen2", "quantize_base": "fp8", "lora_attn_modules": ["q_proj"],
             "vocab_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "embed_dim": 128, "lora_rank": 4,
             "intermediate_dim": 128, "max_seq_len": 16, "lora_alpha": 8}  # fmt: skip
-    with pytest.raises(UserError, match=r"quantize_base=fp8 is for rocm_ext\.model\.from_checkpoint"):
+    with pytest.raises(
+        UserError, match=r"quantize_base=fp8 is for rocm_ext\.model\.from_checkpoint"
+    ):
         build_model(OmegaConf.create(node), torch.float32, 0, torch.device("cpu"))
 
 
@@ -419,7 +493,9 @@ def test_nf4_is_as_near_as_bitsandbytes(wide):
     exact, ours = (our_model(wide, quantize_base=value) for value in (False, "nf4"))
     for name, layer in adapters(ours):
         want = exact.get_submodule(name).weight
-        theirs = functional.dequantize_4bit(*functional.quantize_4bit(want, quant_type="nf4", compress_statistics=True))
+        theirs = functional.dequantize_4bit(
+            *functional.quantize_4bit(want, quant_type="nf4", compress_statistics=True)
+        )
         far, near = (dense(layer.weight) - want).norm(), (dense(layer.weight) - theirs).norm()
         assert far == pytest.approx(float((theirs - want).norm()), rel=0.02)
         assert near < 0.4 * far
@@ -436,7 +512,9 @@ def test_compiled_layers_compute_the_same(folder):
 @pytest.mark.parametrize("name", NAMES)
 def test_bench_draws_quantised_weights(folder, name):
     cpu = torch.device("cpu")
-    shape = OmegaConf.create({"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder(name))})
+    shape = OmegaConf.create(
+        {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder(name))}
+    )
     drawn = build_model(shape, torch.bfloat16, 0, cpu)
     small = sum(isinstance(p, Quantized) for p in drawn.parameters())
     load_weights(drawn, Weights(RandomWeights(drawn, cpu), "random"), Ranks(cpu))
@@ -453,10 +531,22 @@ def multiply(rows: int, bias: bool) -> list[list[torch.Tensor]]:
         return torch.randn(*shape, generator=rng)
 
     weight, x, seen = some(96, 64), some(rows, 64), some(rows, 96)
-    a, b, bias_ = some(4, 64).requires_grad_(), (0.1 * some(96, 4)).requires_grad_(), some(96) if bias else None
+    a, b, bias_ = (
+        some(4, 64).requires_grad_(),
+        (0.1 * some(96, 4)).requires_grad_(),
+        some(96) if bias else None,
+    )
     found = []
-    for dtype, multiplies in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, None)):
-        w = weight.to(dtype) if multiplies is None else fp8_rows(weight.to(dtype), multiplies=multiplies)
+    for dtype, multiplies in (
+        (torch.bfloat16, True),
+        (torch.bfloat16, False),
+        (torch.float32, None),
+    ):
+        w = (
+            weight.to(dtype)
+            if multiplies is None
+            else fp8_rows(weight.to(dtype), multiplies=multiplies)
+        )
         x_ = x.to(dtype).requires_grad_()
         out = _LoraFunction.apply(x_, w, None if bias_ is None else bias_.to(dtype), a, b, 2.0)
         found.append([out.detach(), *torch.autograd.grad(out, [x_, a, b], seen.to(dtype))])
@@ -480,14 +570,18 @@ def test_products_of_other_shapes_and_dtypes_are_over_dequantised_weights():
     for size, dtype in ((20, torch.bfloat16), (32, torch.float32)):
         weight, x = torch.randn(size, 16).to(dtype), torch.randn(3, 16).to(dtype)
         made = fp8_rows(weight, multiplies=True)
-        assert torch.equal(torch.nn.functional.linear(x, made), torch.nn.functional.linear(x, dense(made)))
+        assert torch.equal(
+            torch.nn.functional.linear(x, made), torch.nn.functional.linear(x, dense(made))
+        )
     assert torch.nn.functional.linear(x[:0], made).shape == (0, 32)
 
 
 def test_a_layer_without_an_adapter_keeps_its_weight_in_fp8():
     kept = []
     x = torch.randn(4, 16, dtype=torch.bfloat16, requires_grad=True)
-    made = nn.Parameter(fp8_rows(torch.randn(32, 16, dtype=torch.bfloat16), multiplies=True), requires_grad=False)
+    made = nn.Parameter(
+        fp8_rows(torch.randn(32, 16, dtype=torch.bfloat16), multiplies=True), requires_grad=False
+    )
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         out = torch.nn.functional.linear(x, made)
     out.sum().backward()
@@ -511,7 +605,9 @@ def test_the_trial_finds_wrong_products_in_fp8(monkeypatch):
     right = torch._scaled_mm
 
     def without_scales(rows, values, scale_a, scale_b, out_dtype):
-        return right(rows, values, scale_a=scale_a, scale_b=torch.ones_like(scale_b), out_dtype=out_dtype)
+        return right(
+            rows, values, scale_a=scale_a, scale_b=torch.ones_like(scale_b), out_dtype=out_dtype
+        )
 
     monkeypatch.setattr(torch, "_scaled_mm", without_scales)
     assert "is wrong by" in quantized.trial(CPU)

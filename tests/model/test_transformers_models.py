@@ -29,7 +29,17 @@ from tests.kit.families import folder_config, write_family
 from tests.kit.forks import forked, several_ranks
 from tests.kit.grpo_runs import check_grpo_and_dpo
 from tests.kit.hf_models import CARE, MODELS, MORE, PADDED, write_common, write_theirs, write_wider
-from tests.kit.parity import CPU, TOKENS, finetune, our_logits, our_model, pack, prepare, random_sequences, their_logits
+from tests.kit.parity import (
+    CPU,
+    TOKENS,
+    finetune,
+    our_logits,
+    our_model,
+    pack,
+    prepare,
+    random_sequences,
+    their_logits,
+)
 from tests.kit.plans import planned_and_measured
 from tests.kit.raft_runs import write_run
 from tests.kit.tiny import write_rows, write_yaml
@@ -55,7 +65,9 @@ def check_logits(folder: Path) -> bool:
             return model(tokens, use_cache=False).logits
 
     def check(found: torch.Tensor, expected: torch.Tensor) -> None:
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * max(1.0, float(expected.std())))
+        torch.testing.assert_close(
+            found, expected, rtol=1e-5, atol=1e-5 * max(1.0, float(expected.std()))
+        )
 
     check(ours(TOKENS), theirs(TOKENS))
     if ours.packs:
@@ -67,7 +79,11 @@ def check_logits(folder: Path) -> bool:
         rows = parity.rows_that_begin_alike()
         batch = collate(rows, [0, 1, 2], packed=True, pad_id=0, multiple=8, share=True)
         found = ours.output(ours.hidden_states(batch)[0][batch.index])
-        tokens = [s for ids, each in zip(rows.tokens, rows.lengths, strict=True) for s in torch.tensor(ids).split(each)]
+        tokens = [
+            s
+            for ids, each in zip(rows.tokens, rows.lengths, strict=True)
+            for s in torch.tensor(ids).split(each)
+        ]
         check(found, torch.cat([theirs(s[None])[0, :-1] for s in tokens]))
     return ours.packs
 
@@ -94,7 +110,10 @@ def test_architectures_that_need_care(tmp_path, kind):
     with torch.no_grad():
         assert check_logits(folder) == (kind not in PADDED)
     ours = our_model(folder).train()
-    figures = {"optimizer": OmegaConf.create({"_component_": "torch.optim.AdamW"}), "kernels": Kernels(True, True)}
+    figures = {
+        "optimizer": OmegaConf.create({"_component_": "torch.optim.AdamW"}),
+        "kernels": Kernels(True, True),
+    }
     plan = plan_memory(ours, CrossEntropy(), [9, 4], CPU, targets=12, **figures)
     assert all(layer.kept > 0 for layer in plan.layer_costs)
     for layer in range(len(ours.layers)):
@@ -108,19 +127,28 @@ def test_architectures_that_need_care(tmp_path, kind):
 def test_weights_that_the_model_reads_itself_have_no_adapter(tmp_path, kind):
     target = {"falcon_h1": "out_proj", "jamba": "dt_proj"}[kind]
     folder = write_common(tmp_path / kind, kind, **CARE[kind])
-    with pytest.raises(UserError, match=rf"target_modules has '{target}', but the model reads the weight of .* past"):
+    with pytest.raises(
+        UserError,
+        match=rf"target_modules has '{target}', but the model reads the weight of .* past",
+    ):
         our_model(folder, target_modules=[target])
 
 
 def test_dtypes_are_those_of_transformers(folder_of):
     """A router's correction stays in fp32 in a bf16 model. All buffers are on the model's device."""
     folder = folder_of("deepseek 3")
-    node = OmegaConf.create({"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder)})
+    node = OmegaConf.create(
+        {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder)}
+    )
     ours = build_model(node, torch.bfloat16, 0, torch.device("meta"))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     expected = {name: t.dtype for name, t in (*theirs.named_parameters(), *theirs.named_buffers())}
     assert set(expected.values()) == {torch.bfloat16, torch.float32}
-    found = {name: t.dtype for name, t in (*ours.named_parameters(), *ours.named_buffers()) if ".lora_" not in name}
+    found = {
+        name: t.dtype
+        for name, t in (*ours.named_parameters(), *ours.named_buffers())
+        if ".lora_" not in name
+    }
     assert found == expected
     assert all(buffer.is_meta for buffer in ours.buffers())
 
@@ -129,7 +157,10 @@ def test_dtypes_are_those_of_transformers(folder_of):
     ("kind", "message"),
     [
         ("rembert", "RemBertForCausalLM attends to later tokens"),
-        ("roformer", "one weight in two places, roformer.embeddings.word_embeddings.weight and cls"),
+        (
+            "roformer",
+            "one weight in two places, roformer.embeddings.word_embeddings.weight and cls",
+        ),
     ],
 )
 def test_models_of_another_build_are_refused(tmp_path, kind, message):
@@ -139,8 +170,19 @@ def test_models_of_another_build_are_refused(tmp_path, kind, message):
 
 def test_a_model_whose_memory_cannot_be_planned_is_refused(folder_of, rows, tmp_path):
     """Its experts' code asks for shapes that depend on values."""
-    heads = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8, "num_key_value_heads": 4}
-    sizes = {"q_lora_rank": 24, "kv_lora_rank": 16, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48}
+    heads = {
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+    }
+    sizes = {
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 48,
+    }
     sizes |= {"vocab_size": 512, "num_layers": 2, "zero_expert_num": 2, "moe_topk": 2}
     base = write_common(tmp_path / "base", "longcat_flash", **heads, **sizes)
     for name in ("tokenizer.json", "chat_template.jinja"):
@@ -167,14 +209,20 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 @torch.no_grad()
 def test_code_of_the_folder_runs_if_trusted(tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.setattr(sys, "path", [*sys.path])
     base = write_family(tmp_path / "base", "llama")
     expected = their_logits(base)
     auto = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
-    own = edited(base, tmp_path / "own", architectures=["OwnForCausalLM"], model_type="own", auto_map=auto)
+    own = edited(
+        base, tmp_path / "own", architectures=["OwnForCausalLM"], model_type="own", auto_map=auto
+    )
     (own / "own.py").write_text(OWN)
-    with pytest.raises(UserError, match=r"OwnForCausalLM brings its own code.*trust_remote_code=True"):
+    with pytest.raises(
+        UserError, match=r"OwnForCausalLM brings its own code.*trust_remote_code=True"
+    ):
         our_model(own)
     native = edited(own, tmp_path / "native", architectures=["LlamaForCausalLM"])
     with pytest.raises(UserError, match=r"LlamaForCausalLM, .* OwnForCausalLM"):
@@ -203,7 +251,9 @@ def test_padding_changes_nothing(folder_of):
     rows = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
     found = ours(rows)
     for row, sequence in zip(found, sequences, strict=True):
-        torch.testing.assert_close(row[: len(sequence)], ours(sequence[None])[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            row[: len(sequence)], ours(sequence[None])[0], rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.wide(always=1)
@@ -221,9 +271,15 @@ def test_padding_changes_nothing(folder_of):
         ),
         pytest.param("granite", {"trainable_tokens": ["<|im_end|>", 17]}, marks=pytest.mark.wide),
         pytest.param("phi 3", {"trainable_tokens": ["<|im_end|>", 17]}, marks=pytest.mark.wide),
-        pytest.param("gpt-oss", {"trainable_tokens": {"lm_head": ["<|im_end|>", 17]}}, marks=pytest.mark.wide),
+        pytest.param(
+            "gpt-oss", {"trainable_tokens": {"lm_head": ["<|im_end|>", 17]}}, marks=pytest.mark.wide
+        ),
         ("qwen3.5", {}),
-        *(pytest.param(name, {}, marks=pytest.mark.wide) for name in MODELS if name not in ("gemma 3", "qwen3.5")),
+        *(
+            pytest.param(name, {}, marks=pytest.mark.wide)
+            for name in MODELS
+            if name not in ("gemma 3", "qwen3.5")
+        ),
         pytest.param("olmo 2", {"use_dora": True}, marks=pytest.mark.wide),
     ],
     ids=str,
@@ -231,22 +287,30 @@ def test_padding_changes_nothing(folder_of):
 def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name, lora):
     cfg = folder_config(folder_of(name), rows, tmp_path / "run", lora)
     first, found, expected = parity.ten_steps(cfg, folder_of(name), tmp_path)
-    assert sum((tensor - first[key]).abs().max() > 1e-3 for key, tensor in found.items()) > 0.9 * len(found)
+    assert sum(
+        (tensor - first[key]).abs().max() > 1e-3 for key, tensor in found.items()
+    ) > 0.9 * len(found)
     for key, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(
+            tensor, expected[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
+        )
 
 
 # ---- files and whole runs
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_exports_give_our_logits_and_the_adapter_comes_back(folder_of, rows, tmp_path, name):
     expected = parity.check_exports(folder_of(name), rows, tmp_path, {"trainable_tokens": [17, 99]})
-    torch.testing.assert_close(our_model(tmp_path / "run" / "merged").eval()(TOKENS), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        our_model(tmp_path / "run" / "merged").eval()(TOKENS), expected, rtol=0, atol=1e-4
+    )
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", some("gpt-oss"))
 def test_killed_and_resumed(folder_of, rows, tmp_path, name):
-    cfg = parity.whole_run(folder_of(name), rows, tmp_path / "whole", {"trainable_tokens": [17, "<|im_end|>"]})
+    cfg = parity.whole_run(
+        folder_of(name), rows, tmp_path / "whole", {"trainable_tokens": [17, "<|im_end|>"]}
+    )
     parity.check_resumes(cfg, "killed")
 
 
@@ -254,19 +318,26 @@ def test_killed_and_resumed(folder_of, rows, tmp_path, name):
 @several_ranks
 @pytest.mark.parametrize("name", some("gemma 3"))
 def test_two_ranks_equal_one(folder_of, rows, tmp_path, name):
-    parity.check_two_ranks(folder_of(name), rows, tmp_path, {"trainable_tokens": ["<|im_end|>", 17]})
+    parity.check_two_ranks(
+        folder_of(name), rows, tmp_path, {"trainable_tokens": ["<|im_end|>", 17]}
+    )
 
 
 @pytest.mark.wide
 @pytest.mark.usefixtures("cpu_of_known_speed")
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param({}, marks=pytest.mark.wide), {"enable_activation_checkpointing": True, "dtype": "bf16"}],
+    [
+        pytest.param({}, marks=pytest.mark.wide),
+        {"enable_activation_checkpointing": True, "dtype": "bf16"},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", some("qwen3 moe"))
 def test_planned_peak_is_the_measured_one(tmp_path, name, changes):
-    planned, peak = planned_and_measured(write_wider(tmp_path / "base", name), tmp_path / "run", **changes)
+    planned, peak = planned_and_measured(
+        write_wider(tmp_path / "base", name), tmp_path / "run", **changes
+    )
     assert planned == pytest.approx(peak, rel=0.1)
 
 
@@ -278,8 +349,12 @@ def test_grpo_and_dpo(folder_of, tmp_path, name):
 @pytest.mark.wide
 def test_a_4_bit_base_model(folder_of, rows, tmp_path):
     """QLoRA trains over weights near the exact ones, and its adapter opens in PEFT."""
-    base = write_theirs(tmp_path / "base", "olmo 2", hidden_size=128, intermediate_size=256, num_key_value_heads=4)
-    cfg = folder_config(base, rows, tmp_path / "run", {"quantize_base": True}, max_steps_per_epoch=2, dtype="bf16")
+    base = write_theirs(
+        tmp_path / "base", "olmo 2", hidden_size=128, intermediate_size=256, num_key_value_heads=4
+    )
+    cfg = folder_config(
+        base, rows, tmp_path / "run", {"quantize_base": True}, max_steps_per_epoch=2, dtype="bf16"
+    )
     ours = finetune(cfg)
     expected = their_logits(base, tmp_path / "run" / "adapter")
     assert (our_logits(ours).float() - expected).norm() < 0.5 * expected.norm()
@@ -301,13 +376,17 @@ def test_layers_that_cannot_be_compiled(folder_of, rows, tmp_path, monkeypatch):
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fails)
     recipe = prepare(folder_config(folder_of("olmo 2"), rows, tmp_path / "run", compile=True))
-    with pytest.raises(UserError, match=r"cannot compile the model's layers \(.*Relational.*\); set compile: False"):
+    with pytest.raises(
+        UserError, match=r"cannot compile the model's layers \(.*Relational.*\); set compile: False"
+    ):
         recipe.train()
 
 
 def test_without_the_extra_an_error_names_it(folder_of, rows, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "rocm_ext.model.hf.decoder", None)
-    with pytest.raises(UserError, match=r"Olmo2ForCausalLM has no decoder.*pip install 'torchtune-rocm\[trans"):
+    with pytest.raises(
+        UserError, match=r"Olmo2ForCausalLM has no decoder.*pip install 'torchtune-rocm\[trans"
+    ):
         prepare(folder_config(folder_of("olmo 2"), rows, tmp_path / "run"))
 
 
@@ -321,12 +400,24 @@ def edited(base: Path, folder: Path, **changes) -> Path:
 @pytest.mark.parametrize(
     ("changes", "lora", "message"),
     [
-        ({"architectures": ["NeverHeardOfForCausalLM"], "model_type": "never"}, {}, "cannot build this model.*never"),
-        ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, {}, "own code.*trust_remote_code=True"),
+        (
+            {"architectures": ["NeverHeardOfForCausalLM"], "model_type": "never"},
+            {},
+            "cannot build this model.*never",
+        ),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "code.Model"}},
+            {},
+            "own code.*trust_remote_code=True",
+        ),
         ({"hidden_size": 65}, {}, "."),
         ({"use_bidirectional_attention": True}, {}, "Gemma3ForCausalLM attends to later tokens"),
         ({}, {"target_modules": ["q_prj"]}, "'q_prj', which is no layer; did you mean q_proj"),
-        ({}, {"quantize_base": True}, r"0\.self_attn\.q_proj \[64, 64\] cannot be stored in 4 bits.*leave it out"),
+        (
+            {},
+            {"quantize_base": True},
+            r"0\.self_attn\.q_proj \[64, 64\] cannot be stored in 4 bits.*leave it out",
+        ),
         ({}, {"target_modules": []}, "target_modules is empty"),
         ({}, {"target_modules": ["input_layernorm", "self_attn"]}, "no linear layer"),
     ],
@@ -343,8 +434,16 @@ def test_mistakes_end_a_run_before_the_weights(folder_of, rows, tmp_path, change
 @pytest.mark.parametrize(
     ("drop", "add", "message"),
     [
-        ("model.layers.0.self_attn.q_proj.weight", [], "missing model.layers.0.self_attn.q_proj.weight"),
-        ("lm_head.weight", ["lm_head.weight", "model.x.extra.weight"], "unexpected model.x.extra.weight"),
+        (
+            "model.layers.0.self_attn.q_proj.weight",
+            [],
+            "missing model.layers.0.self_attn.q_proj.weight",
+        ),
+        (
+            "lm_head.weight",
+            ["lm_head.weight", "model.x.extra.weight"],
+            "unexpected model.x.extra.weight",
+        ),
         ("model.layers.1.mlp.experts.3.up_proj.weight", [], "experts"),
     ],
 )
@@ -358,7 +457,9 @@ def test_weights_that_do_not_fit(tmp_path, drop, add, message):
         our_model(base)
 
 
-@pytest.mark.parametrize(("factor", "message"), [(1.0, ""), (2.0, "the output layer is the embeddings .* differ")])
+@pytest.mark.parametrize(
+    ("factor", "message"), [(1.0, ""), (2.0, "the output layer is the embeddings .* differ")]
+)
 def test_a_tied_weight_stored_twice(folder_of, tmp_path, factor, message):
     base = shutil.copytree(folder_of("gemma 3"), tmp_path / "base")
     state = load_file(base / "model.safetensors")
@@ -391,7 +492,10 @@ def test_raft_samples_on_servers(folder_of, tmp_path):
     node = {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": ["http://127.0.0.1:9/v1"]}
     path = write_run(tmp_path, tmp_path / "run", cycles=1, epochs=1, engine=node)
     cfg = yaml.safe_load(path.read_text())
-    cfg |= {key: folder_config(tmp_path / "base", path, tmp_path / "run")[key] for key in ("model", "tokenizer")}
+    cfg |= {
+        key: folder_config(tmp_path / "base", path, tmp_path / "run")[key]
+        for key in ("model", "tokenizer")
+    }
     del cfg["checkpointer"]
     code, said = forked(raft_main, write_yaml(path, cfg))
     assert code == 75  # no server: the same command may succeed later

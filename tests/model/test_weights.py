@@ -14,7 +14,15 @@ from rocm_ext.model.build import Weights
 from rocm_ext.model.weights.checkpointer import StoredWeights, on_meta, sample
 from tests.kit.pages import pages_in_memory
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)
+DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+)
 TENSORS = st.dictionaries(
     st.text("abc.", min_size=1, max_size=6),
     st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 40), max_size=3)),
@@ -27,13 +35,21 @@ TENSORS = st.dictionaries(
 @given(tensors=TENSORS)
 def test_tensors_equal_those_that_safetensors_reads(tmp_path_factory, tensors):
     folder = tmp_path_factory.mktemp("weights")
-    written = {name: (100 * torch.randn(shape)).to(dtype) for name, (dtype, shape) in tensors.items()}
+    written = {
+        name: (100 * torch.randn(shape)).to(dtype) for name, (dtype, shape) in tensors.items()
+    }
     save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
-    expected, stored = load_file(folder / "model.safetensors"), StoredWeights(folder, ["model.safetensors"])
+    expected, stored = (
+        load_file(folder / "model.safetensors"),
+        StoredWeights(folder, ["model.safetensors"]),
+    )
     assert set(stored) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(stored[name], tensor)
-        assert (on_meta(stored)[name].shape, on_meta(stored)[name].dtype) == (tensor.shape, tensor.dtype)
+        assert (on_meta(stored)[name].shape, on_meta(stored)[name].dtype) == (
+            tensor.shape,
+            tensor.dtype,
+        )
         assert torch.equal(sample(stored, name), sample(expected, name))
     assert Weights(stored, "HF").fingerprint() == Weights(expected, "HF").fingerprint()
 

@@ -65,12 +65,17 @@ def test_a_plan_for_a_chip_by_name(capsys):
     assert small["machine"].startswith("RX 7900 XTX; this is another machine")
     assert "data sheet of RX 7900 XTX" in small["figures"]["source"]
     assert small["dtype"] == "bf16", "the machine's profile overrules the config's"
-    assert [found["budget"] for found in (small, large)] == [int(0.9 * 24 * GIB), int(0.9 * 48 * GIB)]
+    assert [found["budget"] for found in (small, large)] == [
+        int(0.9 * 24 * GIB),
+        int(0.9 * 48 * GIB),
+    ]
     assert large["figures"]["bandwidth"] < small["figures"]["bandwidth"]
     halo = plan(capsys, *SAMPLE, "--machine", "Strix Halo", "hardware=strix_halo_windows")
     assert "Windows" in halo["machine"]
     first = plan(capsys, *SAMPLE, "hardware=mi300x", "dtype=fp32")
-    assert "data sheet of MI300X" in first["figures"]["source"], "without --machine: the first chip of the profile"
+    assert "data sheet of MI300X" in first["figures"]["source"], (
+        "without --machine: the first chip of the profile"
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,9 +84,18 @@ def test_a_plan_for_a_chip_by_name(capsys):
         (["--machine", "MI335X"], "--machine MI335X is unknown; did you mean MI355X"),
         (["--machine", "toaster"], "known names are"),
         (["--machine", "7900"], "did you mean RX 7900 XTX, RX 7900 XT, RX 7900 GRE, PRO W7900?"),
-        (["--machine", "Ryzen AI MAX+ 395 w/ Radeon 8060S"], "did you mean Strix Halo 128 GB, Strix Halo 96 GB, "),
-        (["--machine", "MI355X", "hardware=radeon"], "is hardware=mi300x, which contradicts hardware=radeon"),
-        (["--machine", "W7900", "--bench", "{bench}"], "was measured on RX 7900 XTX, but --machine is PRO W7900"),
+        (
+            ["--machine", "Ryzen AI MAX+ 395 w/ Radeon 8060S"],
+            "did you mean Strix Halo 128 GB, Strix Halo 96 GB, ",
+        ),
+        (
+            ["--machine", "MI355X", "hardware=radeon"],
+            "is hardware=mi300x, which contradicts hardware=radeon",
+        ),
+        (
+            ["--machine", "W7900", "--bench", "{bench}"],
+            "was measured on RX 7900 XTX, but --machine is PRO W7900",
+        ),
         (["--machine", "MI300X", "--bench", "{bench}"], "hardware=mi300x is AMD Instinct"),
     ],
 )
@@ -95,10 +109,18 @@ def test_wrong_machines_are_one_line(arguments, found, capsys, bench):
 @pytest.fixture
 def bench(tmp_path):
     """A file that `rocm-ext bench` wrote on an RX 7900 XTX."""
-    machine = {"backend": "rocm", "arch": "gfx1100", "name": "AMD Radeon RX 7900 XTX", "torch": "2.11.0", "cores": None}
+    machine = {
+        "backend": "rocm",
+        "arch": "gfx1100",
+        "name": "AMD Radeon RX 7900 XTX",
+        "torch": "2.11.0",
+        "cores": None,
+    }
     figures = {"flops": {"bf16": 6e13}, "bandwidth": 7e11, "efficiency": 0.5}
     path = tmp_path / "bench.json"
-    path.write_text(json.dumps({"date": "2026-11-20", "machine": machine, "figures": figures, "settings": {}}))
+    path.write_text(
+        json.dumps({"date": "2026-11-20", "machine": machine, "figures": figures, "settings": {}})
+    )
     return path
 
 
@@ -115,10 +137,18 @@ def test_measured_speeds_with_the_memory_of_the_chip(bench, capsys):
         (MI300X, "mi300x", "MI300X"),
         (replace(MI300X, name="AMD Instinct MI325X"), "mi300x", "MI325X"),
         (replace(MI300X, name="AMD Radeon Graphics", total_memory=256 * GIB), "mi300x", "MI325X"),
-        (replace(RADEON, name="AMD Radeon RX 7900 XT", total_memory=20 * GIB), "radeon", "RX 7900 XT"),
+        (
+            replace(RADEON, name="AMD Radeon RX 7900 XT", total_memory=20 * GIB),
+            "radeon",
+            "RX 7900 XT",
+        ),
         (replace(RADEON, name="AMD Radeon Graphics", total_memory=48 * GIB), "radeon", "PRO W7900"),
         (replace(MI50, name="AMD Instinct MI50/MI60", total_memory=16 * GIB), "mi50", "MI50 16 GB"),
-        (replace(STRIX, total_memory=62 * GIB), "strix_halo", "Strix Halo 128 GB"),  # GTT is half of the memory
+        (
+            replace(STRIX, total_memory=62 * GIB),
+            "strix_halo",
+            "Strix Halo 128 GB",
+        ),  # GTT is half of the memory
         (replace(STRIX, name="AMD Radeon 8050S Graphics"), "strix_halo", "Radeon 8050S 128 GB"),
         (replace(RADEON, name="AMD Radeon PRO W7800 48GB"), "radeon", "PRO W7800 48 GB"),
         (replace(H200, name="NVIDIA H200"), "cuda", "H200"),
@@ -143,7 +173,12 @@ def test_a_measurement_of_a_product_without_a_sheet_stands_for_no_other(tmp_path
     machine, profile = replace(H200, arch="sm_89", name="NVIDIA L4"), load_profile("cuda")
     measured = {"flops": {"bf16": 6e13}, "bandwidth": 2.4e11}
     path = tmp_path / "bench.json"
-    content = {"date": "2026-11-20", "machine": machine_key(machine), "figures": measured, "settings": {}}
+    content = {
+        "date": "2026-11-20",
+        "machine": machine_key(machine),
+        "figures": measured,
+        "settings": {},
+    }
     path.write_text(json.dumps(content))
     monkeypatch.setenv("ROCM_EXT_BENCH", str(path))
     assert figures_for(profile, machine).bandwidth == 2.4e11

@@ -16,14 +16,20 @@ def test_a_step_shares_its_memory_with_the_sampler(capsys, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     found = plan(capsys, "--config", "strix_halo_qwen3_4b_grpo")
     step, memory = found["rollout"], found["configured"]["memory"]
-    assert (step["asked"]["prompts"], step["asked"]["held_out"], found["rows"]["count"]) == (32, 200, 256)
+    assert (step["asked"]["prompts"], step["asked"]["held_out"], found["rows"]["count"]) == (
+        32,
+        200,
+        256,
+    )
     assert found["configured"]["step"]["tokens"] == 256 * found["rows"]["mean"]
     assert (found["steps"], step["servers"], step["waiting"]) == (1, 0, None)
     assert memory["kept_for_sampling"] == step["sampling"]["layout"] + step["sampling"]["cache"]
     parts = ("weights", "gathered", "adapter", "gradients", "optimizer", "kept_for_sampling")
     assert memory["peak"] > sum(memory[part] for part in parts) + memory["activations"]
     assert max(memory["peak"], step["peak"]) <= found["budget"]
-    assert step["round_seconds"] == pytest.approx(step["sampling_seconds"] + found["training_seconds"])
+    assert step["round_seconds"] == pytest.approx(
+        step["sampling_seconds"] + found["training_seconds"]
+    )
     assert step["evaluations"] == 1 + 100 // 20
     whole = 100 * step["round_seconds"] + 6 * step["evaluation_seconds"]
     assert step["run_seconds"] == pytest.approx(whole)
@@ -54,21 +60,37 @@ SERVERS = "engine={_component_: rocm_ext.sampling.OpenAIEngine, urls: [http://a/
     ],
 )
 def test_programs_take_memory_that_the_gpu_shares(capsys, hardware, more, gib):
-    program = f"environment={{_component_: rocm_ext.environments.Program, command: [python, -V]{more}}}"
-    found = plan(capsys, *POCKET, f"hardware={hardware}", "verifier=null", "max_environment_tokens=9", program)
+    program = (
+        f"environment={{_component_: rocm_ext.environments.Program, command: [python, -V]{more}}}"
+    )
+    found = plan(
+        capsys,
+        *POCKET,
+        f"hardware={hardware}",
+        "verifier=null",
+        "max_environment_tokens=9",
+        program,
+    )
     assert found["programs"] == gib << 30
 
 
 @as_configured
 @pytest.mark.wide
 def test_where_memory_is_short_the_sampler_keeps_less(capsys, monkeypatch):
-    arguments = (*POCKET, "prompts_per_step=4", "engine.slots=16", "enable_activation_checkpointing=False")
+    arguments = (
+        *POCKET,
+        "prompts_per_step=4",
+        "engine.slots=16",
+        "enable_activation_checkpointing=False",
+    )
     found = plan(capsys, *arguments)
     peak, kept = (found["configured"]["memory"][key] for key in ("peak", "kept_for_sampling"))
     layout, cache = found["rollout"]["sampling"]["layout"], found["rollout"]["sampling"]["cache"]
     assert kept == layout + cache
     for short, expected in ((0, kept), (1, layout), (cache + 1, 0)):
-        monkeypatch.setattr(speeds, "memory_budget", lambda *_, short=short: (peak - short, "a test"))
+        monkeypatch.setattr(
+            speeds, "memory_budget", lambda *_, short=short: (peak - short, "a test")
+        )
         found = plan(capsys, *arguments)
         assert found["configured"]["memory"]["kept_for_sampling"] == expected
         assert found["configured"]["memory"]["peak"] == peak - kept + expected
@@ -98,7 +120,10 @@ def test_the_side_that_waits_for_the_other(capsys):
     few = ["prompts_per_step=2", "samples_per_prompt=2", "max_new_tokens=128"]
     for changes, side in ((few, "the training GPUs"), (["updates_per_step=9"], "the servers")):
         found = step("max_staleness=1", *changes)
-        sampling, training = found["sampling_seconds"], found["scoring_seconds"] + found["updates_seconds"]
+        sampling, training = (
+            found["sampling_seconds"],
+            found["scoring_seconds"] + found["updates_seconds"],
+        )
         assert found["servers"] == 2
         assert found["waiting"] == [side, pytest.approx(abs(sampling - training))]
         assert (sampling > training) == (side == "the training GPUs")
@@ -112,9 +137,18 @@ def test_the_side_that_waits_for_the_other(capsys):
 @pytest.mark.wide
 @as_configured
 def test_the_table_for_people(capsys):
-    assert main(["plan", *POCKET, SERVERS, "max_staleness=1", "steps=40", "eval_every_n_steps=15"]) == 0
+    assert (
+        main(["plan", *POCKET, SERVERS, "max_staleness=1", "steps=40", "eval_every_n_steps=15"])
+        == 0
+    )
     said = capsys.readouterr().out
-    for part in ("loss cispo: center mean", "if no group has equal rewards", "1 update", "wait", "a step"):
+    for part in (
+        "loss cispo: center mean",
+        "if no group has equal rewards",
+        "1 update",
+        "wait",
+        "a step",
+    ):
         assert part in said
 
 

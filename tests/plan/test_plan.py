@@ -42,7 +42,12 @@ also = partial(pytest.param, marks=pytest.mark.wide)  # what other cases hold to
 def folders(tmp_path_factory):
     """Folders with models of several shapes and long rows; most tokens have a label."""
     root = tmp_path_factory.mktemp("plan")
-    shapes = {"qwen": {}, "tied": {"tie_word_embeddings": True}, "wide": {"vocab": 32768}, "llama": {"family": "llama"}}
+    shapes = {
+        "qwen": {},
+        "tied": {"tie_word_embeddings": True},
+        "wide": {"vocab": 32768},
+        "llama": {"family": "llama"},
+    }
     for name, shape in shapes.items():
         write_model(root / name, **{**SHAPE, **shape})
     answers = ["She sold half as many clips in May. " * (20 + i % 3) for i in range(64)]
@@ -78,7 +83,9 @@ def write_config(root, name: str, out, lora: dict | None = None, **changes):
         ("wide", {"enable_activation_checkpointing": True, "dtype": "bf16"}),
         also("llama", {"enable_activation_checkpointing": 3}),
     ],
-    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items())[:50] if isinstance(value, dict) else value,
+    ids=lambda value: (
+        "-".join(f"{k}={v}" for k, v in value.items())[:50] if isinstance(value, dict) else value
+    ),
 )
 def test_planned_peak_is_the_measured_one(name, changes, folders, tmp_path, capsys):
     path = write_config(folders, name, tmp_path / "run", startup_checks=False, **changes)
@@ -94,7 +101,9 @@ def test_4_bit_weights_take_a_quarter(folders, tmp_path, capsys):
     path = write_config(folders, "qwen", tmp_path / "run", dtype="bf16")
     wide = ("model.embed_dim=256", "model.intermediate_dim=512")
     whole = plan(capsys, "--config", path, *wide)["configured"]["memory"]["weights"]
-    small = plan(capsys, "--config", path, *wide, "model.quantize_base=True")["configured"]["memory"]["weights"]
+    small = plan(capsys, "--config", path, *wide, "model.quantize_base=True")["configured"][
+        "memory"
+    ]["weights"]
     linear = 3 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)  # weights of adapted layers
     assert whole - small == pytest.approx(linear * (2 - 0.516), rel=0.01)
 
@@ -103,10 +112,24 @@ def test_4_bit_weights_take_a_quarter(folders, tmp_path, capsys):
 @as_configured
 def test_4_bits_where_16_do_not_fit(capsys):
     def halo(name: str, size: str) -> tuple[int, str]:
-        code = main(["plan", "--config", name, "--machine", f"Strix Halo {size}", "model.quantize_base=True"])
+        code = main(
+            [
+                "plan",
+                "--config",
+                name,
+                "--machine",
+                f"Strix Halo {size}",
+                "model.quantize_base=True",
+            ]
+        )
         return code, capsys.readouterr().err
 
-    assert halo("strix_halo_qwen3b", "32 GB")[1].count("wants False: owners' QLoRA (bitsandbytes' NF4) took") == 1
+    assert (
+        halo("strix_halo_qwen3b", "32 GB")[1].count(
+            "wants False: owners' QLoRA (bitsandbytes' NF4) took"
+        )
+        == 1
+    )
     assert "wants False" in halo("strix_halo_qwen3_14b", "64 GB")[1], "28 of 50 GiB"
     assert halo("strix_halo_qwen3_14b", "32 GB") == (0, ""), "28 of 25 GiB"
 
@@ -114,14 +137,21 @@ def test_4_bits_where_16_do_not_fit(capsys):
 def test_scores_count_where_there_is_no_fused_attention(folders, tmp_path):
     cfg = config.load("lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run")))
     decoder = build_model(cfg.model, torch.float16, 0, torch.device("meta"))
-    runs = (simulate(decoder, CrossEntropy(chunk_tokens=64), [512], 64, Kernels(flag, True)) for flag in (True, False))
+    runs = (
+        simulate(decoder, CrossEntropy(chunk_tokens=64), [512], 64, Kernels(flag, True))
+        for flag in (True, False)
+    )
     fused, math = (layers[0].kept for layers, _, _ in runs)
     assert math - fused > 4 * 512 * 512 * 2  # heads x scores
 
 
 def test_one_expert_is_computed_and_counts_for_all(tmp_path, monkeypatch):
     base = hf_models.write_theirs(tmp_path / "base", "gpt-oss")
-    node = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(base), "lora_rank": 2}
+    node = {
+        "_component_": "rocm_ext.model.from_checkpoint",
+        "checkpoint_dir": str(base),
+        "lora_rank": 2,
+    }
     node = OmegaConf.create(node | {"target_parameters": "all-experts"})
     decoder = build_model(node, torch.float32, 0, torch.device("meta"))
 
@@ -135,23 +165,35 @@ def test_one_expert_is_computed_and_counts_for_all(tmp_path, monkeypatch):
     each = run()
     assert once == each
     products = sum(operation.flops > 0 for operation in each[0][0].forward)
-    assert products > 2 * decoder.layers[0].mlp.experts.num_experts, "each expert has products of its own"
+    assert products > 2 * decoder.layers[0].mlp.experts.num_experts, (
+        "each expert has products of its own"
+    )
 
 
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize("name", ["qwen3.5", "gpt-oss"])
 def test_costs_are_those_of_torchs_own_fake_kernels(name, tmp_path, monkeypatch):
     base = hf_models.write_theirs(tmp_path / "base", name)
-    node = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(base), "lora_rank": 2}
-    monkeypatch.setattr(torch.nn.init, "kaiming_uniform_", lambda *_, a: None)  # an adapter's values are not drawn
+    node = {
+        "_component_": "rocm_ext.model.from_checkpoint",
+        "checkpoint_dir": str(base),
+        "lora_rank": 2,
+    }
+    monkeypatch.setattr(
+        torch.nn.init, "kaiming_uniform_", lambda *_, a: None
+    )  # an adapter's values are not drawn
     decoder = build_model(OmegaConf.create(node), torch.bfloat16, 0, torch.device("meta"))
     monkeypatch.setattr(costs, "remembered", lambda _, compute: compute())
 
     def run() -> tuple:
-        return simulate(decoder, CrossEntropy(chunk_tokens=32), [70, 64, 3], 64, Kernels(False, True))
+        return simulate(
+            decoder, CrossEntropy(chunk_tokens=32), [70, 64, 3], 64, Kernels(False, True)
+        )
 
     shortcut = run()
-    monkeypatch.setattr(costs, "_computed", lambda func, inputs, args, kwargs: func(*args, **kwargs))
+    monkeypatch.setattr(
+        costs, "_computed", lambda func, inputs, args, kwargs: func(*args, **kwargs)
+    )
     assert shortcut == run()
 
 
@@ -161,23 +203,33 @@ def test_a_plan_leaves_the_kernels_of_the_run(folders, tmp_path, together):
     for kernel in ("flash", "auto"):
         decoder = build_model(cfg.model, torch.float32, 0, torch.device("meta"))
         choose_attention(decoder, kernel)
-        simulate(decoder, CrossEntropy(chunk_tokens=64), [64, 60], 64, Kernels(True, True, together))
+        simulate(
+            decoder, CrossEntropy(chunk_tokens=64), [64, 60], 64, Kernels(True, True, together)
+        )
         assert [layer.attn.kernel for layer in decoder.layers] == [kernel] * len(decoder.layers)
 
 
 @as_configured
 def test_ranks_share_weights_and_gather_layers(capsys):
-    one, eight = (plan(capsys, "--config", "mi300x_qwen7b", "--ranks", str(n))["configured"] for n in (1, 8))
+    one, eight = (
+        plan(capsys, "--config", "mi300x_qwen7b", "--ranks", str(n))["configured"] for n in (1, 8)
+    )
     assert eight["memory"]["weights"] < one["memory"]["weights"] / 7
     assert one["memory"]["gathered"] == 0
-    assert 0.1 < eight["memory"]["gathered"] / one["memory"]["weights"] < 0.3  # embeddings, head, two layers
+    assert (
+        0.1 < eight["memory"]["gathered"] / one["memory"]["weights"] < 0.3
+    )  # embeddings, head, two layers
     assert eight["step"]["tokens"] == one["step"]["tokens"] / 8
 
 
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     ("vocabulary", "slots", "prompt", "dtype"),
-    [(2048, 32, 200, torch.float32), also(30_000, 64, 60, torch.float32), also(30_000, 32, 60, torch.bfloat16)],
+    [
+        (2048, 32, 200, torch.float32),
+        also(30_000, 64, 60, torch.float32),
+        also(30_000, 32, 60, torch.bfloat16),
+    ],
 )
 def test_planned_peak_of_sampling_is_the_measured_one(vocabulary, slots, prompt, dtype):
     node = {
@@ -186,7 +238,11 @@ def test_planned_peak_of_sampling_is_the_measured_one(vocabulary, slots, prompt,
         "intermediate_dim": 704, "max_seq_len": 512, "lora_rank": 8, "lora_alpha": 16,
     }  # fmt: skip
     decoder = build_model(OmegaConf.create(node), dtype, 0, torch.device("cpu"))
-    load_weights(decoder, Weights(RandomWeights(decoder, torch.device("cpu")), "random"), Ranks(torch.device("cpu")))
+    load_weights(
+        decoder,
+        Weights(RandomWeights(decoder, torch.device("cpu")), "random"),
+        Ranks(torch.device("cpu")),
+    )
     planned, peak = planned_and_measured_sampling(node, decoder, slots, prompt)
     assert planned == pytest.approx(peak, rel=0.1)
 
@@ -204,7 +260,9 @@ def test_work_is_what_a_real_step_does(name, folders, tmp_path, capsys):
         recipe.trainer.train_step(update)
     recipe.cleanup()
     step = plan(capsys, "--config", path)["configured"]["step"]
-    assert step["tokens"] == pytest.approx(sum(batch.real_tokens for batch in update.batches), rel=0.02)
+    assert step["tokens"] == pytest.approx(
+        sum(batch.real_tokens for batch in update.batches), rel=0.02
+    )
     assert step["flops"] == pytest.approx(sum(op.flops for op in tally.operations), rel=0.03)
     assert step["bytes"] == pytest.approx(sum(op.bytes for op in tally.operations), rel=0.2)
 
@@ -224,16 +282,27 @@ def test_checkpointing_costs_a_forward_pass(folders, tmp_path, capsys):
     path = write_config(folders, "qwen", tmp_path / "run")
     changes = [f"enable_activation_checkpointing={value}" for value in (False, 2, True)]
     free, half, full = (plan(capsys, "--config", path, change)["configured"] for change in changes)
-    assert free["step"]["flops"] < half["step"]["flops"] < full["step"]["flops"] < 1.5 * free["step"]["flops"]
+    assert (
+        free["step"]["flops"]
+        < half["step"]["flops"]
+        < full["step"]["flops"]
+        < 1.5 * free["step"]["flops"]
+    )
     assert free["memory"]["peak"] > half["memory"]["peak"] > full["memory"]["peak"]
     assert free["step"]["tokens_per_second"] > full["step"]["tokens_per_second"]
 
 
 def test_time_is_bound_by_compute_or_memory():
     figures = Figures("", True, {"bf16": 100.0}, 10.0, efficiency=0.5, attention=0.25, launch=0.5)
-    product, copied, attention = Operation(100, 1), Operation(0, 20), Operation(100, 1, attention=True)
+    product, copied, attention = (
+        Operation(100, 1),
+        Operation(0, 20),
+        Operation(100, 1, attention=True),
+    )
     assert figures.seconds([product, copied], "bf16") == pytest.approx((1 + 2) / 0.5)
-    assert figures.seconds([product, copied], "bf16", compiled=True) == pytest.approx((1 + 2 / 2) / 0.5)
+    assert figures.seconds([product, copied], "bf16", compiled=True) == pytest.approx(
+        (1 + 2 / 2) / 0.5
+    )
     assert figures.seconds([attention], "bf16") == pytest.approx(4 / 0.5)
     short = [Operation(1, 1)] * 8  # the host takes longer to start them
     assert figures.seconds([*short, product], "bf16") == pytest.approx(9 * 0.5 / 0.5)
@@ -243,7 +312,9 @@ def test_time_is_bound_by_compute_or_memory():
 
 # ------------------------------------------------------------------------------------------------ what fits
 def planner(folders, tmp_path, rows: Workload | None = None, **changes) -> TrainingPlanner:
-    cfg = config.load("lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run", **changes)))
+    cfg = config.load(
+        "lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run", **changes))
+    )
     decoder = build_model(cfg.model, torch.float32, 0, torch.device("meta"))
     figures = Figures("", True, {"fp32": 1e12}, 1e10)
     assert rows is None or decoder.packs
@@ -276,7 +347,9 @@ def test_packs_of_hardly_more_than_one_sequence_may_share_a_beginning(folders, t
     assert 1 < packs.sequences < 1.5
     assert packs.shared > 0
     alone = Workload(packs.longest, packs.mean, packs.supervised, 4, "test", packs.per_row)
-    shared, expected = (planner(folders, tmp_path, each).choice(800, [], 10**12).step for each in (packs, alone))
+    shared, expected = (
+        planner(folders, tmp_path, each).choice(800, [], 10**12).step for each in (packs, alone)
+    )
     assert shared.flops == pytest.approx(expected.flops, rel=0.1)
 
 
@@ -284,8 +357,13 @@ def test_packs_of_hardly_more_than_one_sequence_may_share_a_beginning(folders, t
 def test_memory_is_enough_for_every_micro_batch_of_pairs(folders, tmp_path):
     """Also for one with longer answers, and one whose long prompt attention computes twice."""
     pairs = ((120, 110), (0, 0), 200), ((170, 50), (0, 120), 100)
-    work = [Workload(230, 225, 0.7, len(each), "test", each, 2, 60) for each in (pairs, pairs[:1], pairs[1:])]
-    peaks = [planner(folders, tmp_path, each, sequences_per_step=1).memory(230).peak(()) for each in work]
+    work = [
+        Workload(230, 225, 0.7, len(each), "test", each, 2, 60)
+        for each in (pairs, pairs[:1], pairs[1:])
+    ]
+    peaks = [
+        planner(folders, tmp_path, each, sequences_per_step=1).memory(230).peak(()) for each in work
+    ]
     assert max(peaks[1:]) <= peaks[0] < 1.1 * max(peaks[1:])
 
 
@@ -294,7 +372,9 @@ def test_fewest_checkpointed_layers_is_the_least_that_fits(folders, tmp_path):
     for count in range(planned.layers + 1):
         layers = memory.spread(count, planned.layers)
         assert len(set(layers)) == count
-        assert planned.fewest(planned.peak(layers)) == memory.spread(len(planned.fewest(planned.peak(layers))), 3)
+        assert planned.fewest(planned.peak(layers)) == memory.spread(
+            len(planned.fewest(planned.peak(layers))), 3
+        )
         assert len(planned.fewest(planned.peak(layers))) <= count
     assert planned.fewest(10**15) == []
 
@@ -320,7 +400,13 @@ def test_a_plan_finds_keys_that_help(folders, tmp_path, capsys):
 def test_auto_micro_batches_train_the_same(folders, tmp_path):
     losses = []
     for value in ("auto", 4096):
-        path = write_config(folders, "qwen", tmp_path / str(value), tokens_per_micro_batch=value, startup_checks=False)
+        path = write_config(
+            folders,
+            "qwen",
+            tmp_path / str(value),
+            tokens_per_micro_batch=value,
+            startup_checks=False,
+        )
         recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(path)))
         recipe.setup()
         longest = max(sum(lengths) for lengths in recipe.trainer.rows.lengths)
@@ -368,7 +454,9 @@ def test_rows_are_read_as_the_run_reads_them(folders, tmp_path, capsys, messages
 
 
 @as_configured
-@pytest.mark.parametrize("name", [also("llama3_2/1B_lora_single_device"), "gemma2/2B_lora_single_device"])
+@pytest.mark.parametrize(
+    "name", [also("llama3_2/1B_lora_single_device"), "gemma2/2B_lora_single_device"]
+)
 def test_configs_of_torchtune(name, capsys):
     """Gemma 2 has an attention, norms and an output layer of its own."""
     found = plan(capsys, "--config", name, "hardware=mi300x")
@@ -379,7 +467,10 @@ def test_configs_of_torchtune(name, capsys):
 @pytest.mark.wide
 @as_configured
 def test_no_micro_batch_has_more_rows_than_a_step(capsys):
-    few = [plan(capsys, "--config", "strix_halo_qwen0_5b", "sequences_per_step=2", f"batch_size={n}") for n in (2, 16)]
+    few = [
+        plan(capsys, "--config", "strix_halo_qwen0_5b", "sequences_per_step=2", f"batch_size={n}")
+        for n in (2, 16)
+    ]
     assert few[0]["configured"]["memory"] == few[1]["configured"]["memory"]
 
 
@@ -396,12 +487,17 @@ def test_a_cycle_of_raft(capsys, tmp_path, monkeypatch):
     assert 600 < seconds < 7200  # from the machine's roofline; others give 8 hours
     assert cycle["peak"] <= found["budget"]
     assert found["published"] == {kind: list(shares) for kind, shares in speeds.PUBLISHED.items()}
-    longer = plan(capsys, "--config", "strix_halo_qwen7b_raft", "--answer-tokens", "512", "--rows", "1000")["rollout"]
+    longer = plan(
+        capsys, "--config", "strix_halo_qwen7b_raft", "--answer-tokens", "512", "--rows", "1000"
+    )["rollout"]
     assert longer["sampling_seconds"] == pytest.approx(4 * cycle["sampling_seconds"], rel=0.15)
     servers = "engine={_component_: rocm_ext.sampling.OpenAIEngine, urls: [http://a/v1]}"
     served = plan(capsys, "--config", "strix_halo_qwen7b_raft", servers)["rollout"]
     assert (served["servers"], served["peak"], served["waiting"]) == (1, 0, None)
-    for name, count in (("rows", 3), ("heldout", 2)):  # own prompts are counted before the model is downloaded
+    for name, count in (
+        ("rows", 3),
+        ("heldout", 2),
+    ):  # own prompts are counted before the model is downloaded
         lines = [f'{{"prompt": "{name} {n}", "answer": "1"}}\n' for n in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     component = "{{_component_: rocm_ext.data.prompt_dataset, source: {}.jsonl}}".format
@@ -413,7 +509,11 @@ def test_a_cycle_of_raft(capsys, tmp_path, monkeypatch):
 @pytest.mark.wide
 @as_configured
 def test_what_does_not_fit_ends_with_1(capsys):
-    arguments = ("--config", "strix_halo_qwen7b", "hardware=mi50")  # in fp32 its weights alone are too much
+    arguments = (
+        "--config",
+        "strix_halo_qwen7b",
+        "hardware=mi50",
+    )  # in fp32 its weights alone are too much
     found = plan(capsys, *arguments, code=1)
     assert found["fits"] is False
     assert found["dtype"] == "fp32"
@@ -422,14 +522,23 @@ def test_what_does_not_fit_ends_with_1(capsys):
     assert packed["peak"] < half["peak"] <= found["budget"] < found["configured"]["memory"]["peak"]
     assert plan(capsys, *arguments, half["change"])["configured"]["memory"]["peak"] == half["peak"]
     assert main(["plan", *arguments]) == 1
-    assert "does not fit into 28.8 GiB: it fits with dtype=fp16 (plans 17.6 GiB) or" in capsys.readouterr().out
+    assert (
+        "does not fit into 28.8 GiB: it fits with dtype=fp16 (plans 17.6 GiB) or"
+        in capsys.readouterr().out
+    )
 
 
 @as_configured
 def test_tables_for_people(capsys):
     assert main(["plan", "--config", "mi50_qwen0_5b_raft", "--rows", "100"]) == 0
     said = capsys.readouterr().out
-    for part in ("optimizer", "logits and loss", "peak", "keys and values", "computed, not measured"):
+    for part in (
+        "optimizer",
+        "logits and loss",
+        "peak",
+        "keys and values",
+        "computed, not measured",
+    ):
         assert part in said
     words = " ".join(said.split())
     for kind, (low, high) in speeds.PUBLISHED.items():
@@ -441,7 +550,13 @@ def test_tables_for_people(capsys):
 
 @as_configured
 def test_a_cpu_is_not_compared_with_runs_on_gpus(folders, tmp_path, capsys):
-    arguments = ["plan", "--config", str(write_config(folders, "qwen", tmp_path / "run")), "--rows", "8"]
+    arguments = [
+        "plan",
+        "--config",
+        str(write_config(folders, "qwen", tmp_path / "run")),
+        "--rows",
+        "8",
+    ]
     assert plan(capsys, *arguments[1:])["published"] is None
     assert main(arguments) == 0
     said = capsys.readouterr().out
@@ -457,11 +572,18 @@ def test_this_cpu_is_measured():
 
 
 CONFIGS = [path.stem for recipe in registry.recipes().values() for path in recipe.configs]
-ONE_A_RECIPE = ("strix_halo_qwen7b", "strix_halo_qwen7b_raft", "strix_halo_qwen3_4b_grpo", "strix_halo_qwen3_4b_dpo")
+ONE_A_RECIPE = (
+    "strix_halo_qwen7b",
+    "strix_halo_qwen7b_raft",
+    "strix_halo_qwen3_4b_grpo",
+    "strix_halo_qwen3_4b_dpo",
+)
 
 
 @pytest.mark.wide(always=2)
-@pytest.mark.parametrize("name", [*(name for name in CONFIGS if name.startswith("cpu_")), *ONE_A_RECIPE])
+@pytest.mark.parametrize(
+    "name", [*(name for name in CONFIGS if name.startswith("cpu_")), *ONE_A_RECIPE]
+)
 def test_a_config_fits_its_machine(name, capsys):
     """All others are planned where their heads are compared with their plans."""
     plan(capsys, "--config", name)

@@ -18,7 +18,10 @@ from rocm_ext.plan import costs
 from tests.kit import hf_models
 from tests.kit.plans import as_configured, plan
 
-CONFIG = ("--config", "mi50_qwen1_5b")  # of another machine, so the budget does not depend on free memory
+CONFIG = (
+    "--config",
+    "mi50_qwen1_5b",
+)  # of another machine, so the budget does not depend on free memory
 
 
 @pytest.fixture
@@ -46,7 +49,9 @@ def test_a_remembered_plan_equals_a_fresh_one(kept, monkeypatch, capsys):
 
 def test_what_sampling_needs_is_remembered_of_a_hybrid(kept, tmp_path, monkeypatch):
     base = hf_models.write_theirs(tmp_path / "base", "qwen3.5")
-    model = OmegaConf.create({"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(base)})
+    model = OmegaConf.create(
+        {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(base)}
+    )
 
     def found() -> tuple:
         decoder = build_model(model, torch.bfloat16, 0, torch.device("meta"))
@@ -67,7 +72,10 @@ def test_without_a_folder_or_room_nothing_is_remembered(kept, monkeypatch):
     with monkeypatch.context() as patch:
         for name in ("write_text", "write_bytes"):
             patch.setattr(Path, name, full)
-        assert [remembered(["x"], lambda: calls.append(1) or len(calls)) for _ in range(2)] == [1, 2]
+        assert [remembered(["x"], lambda: calls.append(1) or len(calls)) for _ in range(2)] == [
+            1,
+            2,
+        ]
     shutil.rmtree(kept.parent)
     kept.parent.write_text("a file where the folder should be")
     assert [remembered(["x"], lambda: calls.append(1) or len(calls)) for _ in range(2)] == [3, 4]
@@ -117,5 +125,10 @@ def test_a_fingerprint_depends_on_all_that_decides_costs():
         [model(), Setting(), {"a", "c"}],
         [model(), Setting()],
     ]
-    assert fingerprint([model(), Setting(), {"a", "b"}]) == fingerprint([model(), Setting(), {"b", "a"}])
-    assert len({fingerprint(what) for what in [[model(), Setting(), {"a", "b"}], *other]}) == len(other) + 1
+    assert fingerprint([model(), Setting(), {"a", "b"}]) == fingerprint(
+        [model(), Setting(), {"b", "a"}]
+    )
+    assert (
+        len({fingerprint(what) for what in [[model(), Setting(), {"a", "b"}], *other]})
+        == len(other) + 1
+    )

@@ -13,7 +13,10 @@ from rocm_ext.plan.speeds import PUBLISHED as RANGES
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("published_speeds.yaml").read_text())
 RUNS = {"training": RANGES["training"], "decoding": RANGES["sampling"]}
 ALL = [(kind, run) for kind in RUNS for run in PUBLISHED[kind]]
-QUICK = ("Qwen 1.8B, LoRA, Transformers, rows of 1,024 tokens", "Llama 3.1 8B, vLLM, ROCm attention")
+QUICK = (
+    "Qwen 1.8B, LoRA, Transformers, rows of 1,024 tokens",
+    "Llama 3.1 8B, vLLM, ROCm attention",
+)
 COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 32768,
           "tie_word_embeddings": False}  # fmt: skip
 
@@ -30,7 +33,11 @@ def planned(run: dict, root: Path, capsys) -> dict:
         changes.append(f"model.checkpoint_dir={run['model']}")
     else:
         config = [run["config"]]
-        changes = [*run["set"], f"tokenizer.max_seq_len={run['tokens']}", f"batch_size={run['rows']}"]
+        changes = [
+            *run["set"],
+            f"tokenizer.max_seq_len={run['tokens']}",
+            f"batch_size={run['rows']}",
+        ]
         changes.append(f"sequences_per_step={run['rows'] * run.get('steps', 1)}")
     if shape := run.get("shape"):
         (root / "config.json").write_text(json.dumps({**COMMON, **shape}))
@@ -55,7 +62,9 @@ def ratio(kind: str, run: dict, root: Path, capsys) -> float:
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize(("kind", "run"), [each for each in ALL if each[1]["name"] in QUICK], ids=QUICK)
+@pytest.mark.parametrize(
+    ("kind", "run"), [each for each in ALL if each[1]["name"] in QUICK], ids=QUICK
+)
 def test_a_published_run_is_within_the_range_that_plans_print(kind, run, tmp_path, capsys):
     assert RUNS[kind][0] <= ratio(kind, run, tmp_path, capsys) <= RUNS[kind][1]
 

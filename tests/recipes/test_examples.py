@@ -24,7 +24,9 @@ SMALL = {"hardware": "cpu", "seed": 0}  # what the tests change beside the model
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """A random Qwen3 with a tokenizer for any text and a chat template."""
-    return write_family(tmp_path_factory.mktemp("examples") / "model", "qwen3", max_position_embeddings=4096)
+    return write_family(
+        tmp_path_factory.mktemp("examples") / "model", "qwen3", max_position_embeddings=4096
+    )
 
 
 @pytest.fixture
@@ -40,7 +42,9 @@ def example(tmp_path, model, monkeypatch):
         overrides = SMALL | {"model.checkpoint_dir": model, "model.lora_rank": 2} | changes
 
         def run(expected: int = 0, **more) -> str:
-            code, messages = forked(main, path, *(f"{key}={value}" for key, value in (overrides | more).items()))
+            code, messages = forked(
+                main, path, *(f"{key}={value}" for key, value in (overrides | more).items())
+            )
             assert code == expected, messages
             return messages
 
@@ -62,12 +66,16 @@ def test_own_rows(example):
 @pytest.mark.wide
 def test_own_verifier(example):
     """A random model is never right, and the run says so."""
-    folder, run = example("own_verifier", raft_rocm.main, cycles=1, samples_per_prompt=2, max_new_tokens=8)
+    folder, run = example(
+        "own_verifier", raft_rocm.main, cycles=1, samples_per_prompt=2, max_new_tokens=8
+    )
     for rows in ("rows.jsonl", "heldout.jsonl"):
         assert cli.main(["verify", "--verifier", "sql_verifier.SQLQuery", "--data", rows]) == 0
     assert "nothing to train on. 24 answers: 24 UNPARSED" in run(expected=1, verify_workers=1)
     verdicts = [json.loads(line) for line in (folder / "outputs/sql_raft/verdicts.jsonl").open()]
-    assert [each["detail"] for each in verdicts if each["phase"] == "sample"] == ["no ```sql block"] * 24
+    assert [each["detail"] for each in verdicts if each["phase"] == "sample"] == [
+        "no ```sql block"
+    ] * 24
 
 
 @pytest.fixture
@@ -76,7 +84,10 @@ def sql(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES / "own_verifier"))
     from sql_verifier import SQLQuery
 
-    yield SQLQuery(seconds=2), json.loads((EXAMPLES / "own_verifier" / "rows.jsonl").open().readline())
+    yield (
+        SQLQuery(seconds=2),
+        json.loads((EXAMPLES / "own_verifier" / "rows.jsonl").open().readline()),
+    )
     sys.modules.pop("sql_verifier", None)
 
 
@@ -135,10 +146,18 @@ def test_the_sql_verifier_refuses_bad_rows(sql):
 
 @pytest.mark.wide
 def test_code_grpo(example):
-    small = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 8, "eval_every_n_steps": 1}
+    small = {
+        "steps": 1,
+        "prompts_per_step": 2,
+        "samples_per_prompt": 2,
+        "max_new_tokens": 8,
+        "eval_every_n_steps": 1,
+    }
     folder, run = example("code_grpo", grpo_rocm.main, **small)
     for rows in ("tasks.jsonl", "heldout.jsonl"):
-        assert cli.main(["verify", "--verifier", "PythonTests", "--data", rows, "--workers", "1"]) == 0
+        assert (
+            cli.main(["verify", "--verifier", "PythonTests", "--data", rows, "--workers", "1"]) == 0
+        )
     run(verify_workers=1)
     lines = [json.loads(line) for line in (folder / "outputs/code_grpo/verdicts.jsonl").open()]
     assert len(lines) == 4 + 3 * 2  # of the step; of 3 held-out tasks before and after it
@@ -149,15 +168,23 @@ def test_two_machines(example, model, tmp_path):
     """With a server that follows vLLM's rules on this machine, and prompts from a file."""
     rows = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(8)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    prompts = {"_component_": "rocm_ext.data.prompt_dataset", "source": str(tmp_path / "prompts.jsonl")}
+    prompts = {
+        "_component_": "rocm_ext.data.prompt_dataset",
+        "source": str(tmp_path / "prompts.jsonl"),
+    }
     folder, run = example("two_machines", grpo_rocm.main)
     path = folder / "two_machines.yaml"
     cfg = yaml.safe_load(path.read_text())
-    assert (cfg["max_staleness"], cfg["engine"]["_component_"]) == (1, "rocm_ext.sampling.OpenAIEngine")
+    assert (cfg["max_staleness"], cfg["engine"]["_component_"]) == (
+        1,
+        "rocm_ext.sampling.OpenAIEngine",
+    )
     cfg |= {"prompts": prompts, "eval_prompts": None, "steps": 2, "prompts_per_step": 4, "samples_per_prompt": 2,
             "max_new_tokens": 6, "verify_workers": 1}  # fmt: skip
     path.write_text(yaml.safe_dump(cfg))
-    server = Fake(Vllm(Sampler(model, HFTokenizer(str(model / "tokenizer.json"))), model=str(model)))
+    server = Fake(
+        Vllm(Sampler(model, HFTokenizer(str(model / "tokenizer.json"))), model=str(model))
+    )
     try:
         run(**{"engine.urls": f"[{server.url}/v1]"})
         assert len((folder / "outputs/two_machines/samples.jsonl").read_text().splitlines()) == 16
@@ -169,7 +196,13 @@ def test_two_machines(example, model, tmp_path):
 @pytest.mark.wide
 def test_agent(example):
     pytest.importorskip("openai")
-    small = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 8, "eval_prompts": None}
+    small = {
+        "steps": 1,
+        "prompts_per_step": 2,
+        "samples_per_prompt": 2,
+        "max_new_tokens": 8,
+        "eval_prompts": None,
+    }
     folder, run = example("agent", grpo_rocm.main, max_environment_tokens=1500, **small)
     run()
     for line in map(json.loads, (folder / "outputs/agent/samples.jsonl").open()):

@@ -35,7 +35,9 @@ CONFIG = {
 def tune_run(monkeypatch):
     """``tune_run(*arguments)``: what ends `tune run ARGUMENTS` while it imports torch; None: nothing does."""
     monkeypatch.setattr(torchtune_registry, "_ALL_RECIPES", list(torchtune_registry._ALL_RECIPES))
-    monkeypatch.setattr("rocm_ext.config.startup.begin", lambda tune: None)  # this process stays as it is
+    monkeypatch.setattr(
+        "rocm_ext.config.startup.begin", lambda tune: None
+    )  # this process stays as it is
 
     def tune_run(*arguments: str) -> str | None:
         monkeypatch.setattr(sys, "argv", ["/bin/tune", "run", *arguments])
@@ -48,15 +50,21 @@ def tune_run(monkeypatch):
     return tune_run
 
 
-@pytest.mark.parametrize("options", [(), ("--nproc_per_node", "2"), ("--nnodes=1", "--nproc_per_node=2")])
+@pytest.mark.parametrize(
+    "options", [(), ("--nproc_per_node", "2"), ("--nnodes=1", "--nproc_per_node=2")]
+)
 def test_a_misspelt_recipe_is_one_line(tune_run, options):
     message = tune_run(*options, "lora_finetune_rcom", "--config", "cpu_pocket", "epochs=1")
     assert message.startswith("error: there is no recipe lora_finetune_rcom")
     assert message.endswith("did you mean lora_finetune_rocm?")
     assert "\n" not in message
-    theirs = tune_run(*options, "full_finetune_singel_device", "--config", "llama3/8B_full_single_device")
+    theirs = tune_run(
+        *options, "full_finetune_singel_device", "--config", "llama3/8B_full_single_device"
+    )
     assert theirs.endswith("did you mean full_finetune_single_device?")
-    assert "there is no recipe mine/recipe.py, " in tune_run(*options, "mine/recipe.py", "--config", "my.yaml")
+    assert "there is no recipe mine/recipe.py, " in tune_run(
+        *options, "mine/recipe.py", "--config", "my.yaml"
+    )
 
 
 def test_recipes_that_exist_are_left_to_tune(tune_run, tmp_path, monkeypatch):
@@ -69,12 +77,17 @@ def test_recipes_that_exist_are_left_to_tune(tune_run, tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "recipe.py").write_text("print('hello')")
     assert tune_run("mine/recipe.py", "--config", "my.yaml") is None
-    assert tune_run("mine/recpie.py", "--config", "my.yaml") is None, "Python itself says which file is missing"
+    assert tune_run("mine/recpie.py", "--config", "my.yaml") is None, (
+        "Python itself says which file is missing"
+    )
 
 
 @pytest.mark.parametrize("recipe", CONFIG)
 def test_a_config_of_another_recipe_names_its_command(recipe):
-    theirs = [(LORA, registry.SFT), (PREFERENCES, registry.DPO)]  # torchtune's configs name no recipe
+    theirs = [
+        (LORA, registry.SFT),
+        (PREFERENCES, registry.DPO),
+    ]  # torchtune's configs name no recipe
     for name, its in [*((name, its) for its, name in CONFIG.items()), *theirs]:
         if recipe == its:
             assert config.load(recipe, name, ["hardware=cpu"]).recipe == recipe
@@ -136,7 +149,9 @@ def test_on_windows_verifying_recipes_end_with_one_line(argv, tmp_path):
         arguments = ["--verifier", "MathAnswer", "--data", "rows.jsonl"]
         then = f"from rocm_ext.cli import main; sys.exit(main({[*argv, *arguments]}))"
     code = ON_WINDOWS.format(argv=[*argv, *arguments], then=then)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
     *_, line = done.stderr.splitlines()
     assert "Traceback" not in done.stderr
     assert (done.returncode, line[:7]) == (1, "error: ")
@@ -222,7 +237,9 @@ def validate(capsys):
 def test_validate_starts_the_config_s_recipe(monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr("rocm_ext.machine.environment.replace_process", started.append)
-    monkeypatch.setattr("rocm_ext.machine.environment.preset", lambda profile: started.append(profile.name))
+    monkeypatch.setattr(
+        "rocm_ext.machine.environment.preset", lambda profile: started.append(profile.name)
+    )
     tune = [sys.executable, "-m", "torchtune._cli.tune", "run"]
     monkeypatch.chdir(tmp_path)
     shutil.copytree(Path(__file__).parents[2] / "examples/layer_decay", "mine")
@@ -236,15 +253,29 @@ def test_validate_starts_the_config_s_recipe(monkeypatch, tmp_path):
     started.clear()
     cli.main(["validate", "--ranks", "2", "--config", LORA])
     ranks = ["--nproc_per_node", "2"]
-    assert started.pop() == [*tune, *ranks, "lora_finetune_rocm", "--config", LORA, "validate_only=True"]
+    assert started.pop() == [
+        *tune,
+        *ranks,
+        "lora_finetune_rocm",
+        "--config",
+        LORA,
+        "validate_only=True",
+    ]
     assert cli.main(["validate", "--config", "cpu_poket"]) == 1
     assert not started
 
 
 def test_validate_needs_no_weights_and_leaves_nothing(validate, folder, tmp_path, messages):
-    shutil.copytree(folder / "base", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(tmp_path / "log")}
-    cfg = run_config(tmp_path / "model", folder / "prompts.jsonl", tmp_path / "out", metric_logger=logger)
+    shutil.copytree(
+        folder / "base", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    logger = {
+        "_component_": "torchtune.training.metric_logging.DiskLogger",
+        "log_dir": str(tmp_path / "log"),
+    }
+    cfg = run_config(
+        tmp_path / "model", folder / "prompts.jsonl", tmp_path / "out", metric_logger=logger
+    )
     assert validate(lora_finetune_rocm.main, write_yaml(tmp_path / "run.yaml", cfg))[0] == 0
     assert messages[-1] == "valid: all checks that need no weights have passed"
     raft = write_run(folder, tmp_path / "raft")
@@ -262,8 +293,13 @@ def test_validate_needs_no_weights_and_leaves_nothing(validate, folder, tmp_path
     ("lr_scheduler._component_=torch.optim.lr_scheduler.ReduceLROnPlateau", "lr_scheduler: "),
     ("checkpointer.checkpoint_dir=/none/Qwen3-8B", "tune download Qwen/Qwen3-8B --output-dir /none/Qwen3-8B"),
 ])  # fmt: skip
-def test_validate_refuses_what_the_recipe_refuses(validate, folder, tmp_path, capsys, override, message):
-    path = write_yaml(tmp_path / "run.yaml", run_config(folder / "base", folder / "prompts.jsonl", tmp_path / "out"))
+def test_validate_refuses_what_the_recipe_refuses(
+    validate, folder, tmp_path, capsys, override, message
+):
+    path = write_yaml(
+        tmp_path / "run.yaml",
+        run_config(folder / "base", folder / "prompts.jsonl", tmp_path / "out"),
+    )
     said = validate(lora_finetune_rocm.main, path, override)
     assert exit_code(lora_finetune_rocm.main, "--config", path, override) == said[0] == 1
     assert capsys.readouterr().err.splitlines()[-1] == said[1]
@@ -274,12 +310,23 @@ def test_validate_refuses_what_the_recipe_refuses(validate, folder, tmp_path, ca
 def test_a_run_that_changes_nothing_says_so(folder, tmp_path, messages, caplog):
     """The first step of a warm-up has the learning rate 0. torchtune's lines on seeds and profilers do not appear."""
     caplog.set_level(logging.DEBUG)
-    warm_up = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", "num_warmup_steps": 9}
+    warm_up = {
+        "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        "num_warmup_steps": 9,
+    }
     for steps, unchanged in ((1, True), (2, False)):
-        cfg = run_config(folder / "base", folder / "prompts.jsonl", tmp_path / str(steps), max_steps_per_epoch=steps)
+        cfg = run_config(
+            folder / "base",
+            folder / "prompts.jsonl",
+            tmp_path / str(steps),
+            max_steps_per_epoch=steps,
+        )
         cfg |= {"lr_scheduler": warm_up, "profiler": {"enabled": False}}
         messages.clear()
-        assert exit_code(lora_finetune_rocm.main, "--config", write_yaml(tmp_path / "run.yaml", cfg)) == 0
+        assert (
+            exit_code(lora_finetune_rocm.main, "--config", write_yaml(tmp_path / "run.yaml", cfg))
+            == 0
+        )
         assert any("lower num_warmup_steps" in line for line in messages)
         found = any("optimiser step changed nothing, bit for bit" in line for line in messages)
         assert found == unchanged
@@ -296,8 +343,12 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     make.source += " --accuracy 0.1"
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    printed = [output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])]
-    first, last = map(float, re.search(r"([\d.]+) at first, ([\d.]+) at last", "".join(printed)).groups())
+    printed = [
+        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
+    ]
+    first, last = map(
+        float, re.search(r"([\d.]+) at first, ([\d.]+) at last", "".join(printed)).groups()
+    )
     assert last < first
     assert (tmp_path / "demo" / "raft" / "adapter" / "adapter_model.safetensors").is_file()
     assert "<html" in (tmp_path / "demo" / "report.html").read_text()

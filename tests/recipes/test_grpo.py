@@ -41,8 +41,13 @@ def reference(make, folder) -> Path:
 
 
 def test_every_step_is_in_the_records(reference):
-    samples, verdicts, metrics = (lines(reference / f"{name}.jsonl") for name in ("samples", "verdicts", "metrics"))
-    steps, evaluations = [m for m in metrics if "eval" not in m], [m for m in metrics if "eval" in m]
+    samples, verdicts, metrics = (
+        lines(reference / f"{name}.jsonl") for name in ("samples", "verdicts", "metrics")
+    )
+    steps, evaluations = (
+        [m for m in metrics if "eval" not in m],
+        [m for m in metrics if "eval" in m],
+    )
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert [line["step"] for line in evaluations] == [0, 2, 4]
     for step in steps:
@@ -58,7 +63,9 @@ def test_every_step_is_in_the_records(reference):
         assert abs(step["mismatch_mean"]) < 1e-4  # one model in fp32 on both sides
     keys = [(s["step"], s["phase"], s["prompt_id"], s["sample"]) for s in samples]
     assert len(keys) == len(set(keys)) == 4 * 16 + 3 * 6
-    assert len({v["prompt_id"] for v in verdicts if v["phase"] == "sample" and v["step"] <= 3}) == 12, "in turn"
+    assert (
+        len({v["prompt_id"] for v in verdicts if v["phase"] == "sample" and v["step"] <= 3}) == 12
+    ), "in turn"
     summary = json.loads((reference / "summary.json").read_text())
     assert summary["steps"] == 4
     assert summary["samples"] == 64
@@ -67,14 +74,18 @@ def test_every_step_is_in_the_records(reference):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("name", "count"), [("samples", 3), wide("verdicts", 20), wide("samples", 60)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("samples", 3), wide("verdicts", 20), wide("samples", 60)]
+)
 def test_killed_while_sampling_and_verifying(make, reference, tmp_path, name, count):
     kill_and_resume(main, make(tmp_path / "out"), kill_at_record(f"{name}.jsonl", count))
     assert_equal(tmp_path / "out", reference)
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize("method", ["train_on", "finish_step", "finish_evaluation", "save_checkpoint"])
+@pytest.mark.parametrize(
+    "method", ["train_on", "finish_step", "finish_evaluation", "save_checkpoint"]
+)
 @pytest.mark.parametrize("before", [True, False])
 def test_killed_between_the_parts_of_a_step(make, reference, tmp_path, method, before):
     kill = signal_at(PolicyTrainer, method, lambda self, *_: self.step >= 2, before=before)
@@ -93,7 +104,9 @@ def test_lost_lines_of_finished_steps(make, reference, tmp_path):
     aside.rename(out / "metrics.jsonl")
     messages = succeed(path, RESUME)
     assert "verdicts.jsonl lacks lines of step 2 and the evaluation at 2" in messages
-    assert (out / WEIGHTS).read_bytes() == (reference / WEIGHTS).read_bytes(), "the same prompts were asked"
+    assert (out / WEIGHTS).read_bytes() == (reference / WEIGHTS).read_bytes(), (
+        "the same prompts were asked"
+    )
     best = json.loads((out / "summary.json").read_text())["best_step"]
     assert f"{out / 'adapter'} (the best, of step {best})" in messages
 
@@ -124,7 +137,9 @@ def test_two_ranks_equal_one(make, reference, tmp_path):
     assert len(mine["samples"]) == len(theirs["samples"])
     first = [line for line in mine["samples"] if '"step": 1,' in line]
     assert first == [line for line in theirs["samples"] if '"step": 1,' in line]
-    for ours, other in zip(lines(out / "metrics.jsonl"), lines(reference / "metrics.jsonl"), strict=True):
+    for ours, other in zip(
+        lines(out / "metrics.jsonl"), lines(reference / "metrics.jsonl"), strict=True
+    ):
         assert ours.get("reward") == pytest.approx(other.get("reward"), abs=1e-6)
         assert ours.get("loss") == pytest.approx(other.get("loss"), abs=1e-4)
 
@@ -156,7 +171,9 @@ def test_every_loss_trains_and_resumes(make, tmp_path, changes):
     succeed(make(out, **changes), "steps=1")
     succeed(make(out, **changes), RESUME)
     assert_equal(out, whole)
-    assert OmegaConf.load(whole / "config.yaml").center is None  # so that another loss brings its own
+    assert (
+        OmegaConf.load(whole / "config.yaml").center is None
+    )  # so that another loss brings its own
     for line in lines(whole / "metrics.jsonl"):
         assert line["updates"] == changes.get("updates_per_step", 1) * max(
             1, line["trained_groups"] // changes.get("groups_per_update", 4)
@@ -220,7 +237,9 @@ def test_kl_in_the_reward_holds_a_policy_whose_rewards_are_all_equal(make, tmp_p
             return chosen[-1]
 
     always = {"_component_": "tests.kit.judges.Coin", "share": 1.0}
-    path = make(tmp_path / "out", steps=2, eval_prompts=None, verifier=always, loss="rloo", kl_coef=1.0)
+    path = make(
+        tmp_path / "out", steps=2, eval_prompts=None, verifier=always, loss="rloo", kl_coef=1.0
+    )
     last = sorted(prompt.id for prompt in trained(Kept, path).prompts.training)[-4:]
     assert {line["prompt_id"] for line in lines(tmp_path / "out" / "samples.jsonl")} == set(last)
     assert [line["updates"] for line in lines(tmp_path / "out" / "metrics.jsonl")] == [1, 1]
@@ -253,8 +272,13 @@ def test_errors_of_a_refill_are_a_share_of_the_steps_answers(make, tmp_path):
 
 @pytest.mark.wide
 def test_equal_rewards_end_the_run_with_a_reason(make, tmp_path):
-    changes = {"verifier": {"_component_": "tests.kit.judges.Coin", "share": 0.0}, "eval_prompts": None}
-    assert "all rewards are 0" in forks.refused(main, make(tmp_path / "out", max_flat_steps=2, **changes))
+    changes = {
+        "verifier": {"_component_": "tests.kit.judges.Coin", "share": 0.0},
+        "eval_prompts": None,
+    }
+    assert "all rewards are 0" in forks.refused(
+        main, make(tmp_path / "out", max_flat_steps=2, **changes)
+    )
     messages = succeed(make(tmp_path / "short", steps=1, max_flat_steps=2, **changes))
     assert "no step had an update" in messages, "fewer steps than max_flat_steps"
 
@@ -271,7 +295,15 @@ def test_old_samples_are_removed(make, tmp_path):
 def test_the_tools_read_a_real_run(reference, tmp_path, capsys):
     assert cli.main(["report", str(reference), "-o", str(tmp_path / "page.html")]) == 0
     shown = (tmp_path / "page.html").read_text()
-    for title in ("Held-out pass@1", "Reward", "Flat groups", "Entropy", "Mismatch", "Verdicts", "Time of a step"):
+    for title in (
+        "Held-out pass@1",
+        "Reward",
+        "Flat groups",
+        "Entropy",
+        "Mismatch",
+        "Verdicts",
+        "Time of a step",
+    ):
         assert f"<figcaption><b>{title}</b>" in shown, title
     assert "groups of steps 1 and 4" in shown
     capsys.readouterr()
@@ -284,7 +316,9 @@ def test_the_tools_read_a_real_run(reference, tmp_path, capsys):
 
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
-    "changes", [{"groups_per_update": 2, "old_logprobs": "trainer"}, wide({"loss": "gspo", "kl_coef": 0.1})], ids=str
+    "changes",
+    [{"groups_per_update": 2, "old_logprobs": "trainer"}, wide({"loss": "gspo", "kl_coef": 0.1})],
+    ids=str,
 )
 def test_shared_prompts_change_nothing(make, tmp_path, monkeypatch, changes):
     """Answers to one prompt are computed with their prompt once; values and weights are those of each answer alone.

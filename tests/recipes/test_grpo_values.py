@@ -28,7 +28,10 @@ check_grpo_values = partial(check_sampled_values, family="grpo_rocm")
 DEFAULTS = config.defaults("grpo_rocm")
 COMMON = {"recipe", "include", *OmegaConf.load(CONFIGS / "defaults" / "common.yaml")}
 OWN = sorted(OmegaConf.load(CONFIGS / "defaults" / "grpo_rocm.yaml").keys() - COMMON)
-OF_RAFT = OmegaConf.load(CONFIGS / "defaults" / "raft_rocm.yaml").keys() - config.defaults("lora_finetune_rocm").keys()
+OF_RAFT = (
+    OmegaConf.load(CONFIGS / "defaults" / "raft_rocm.yaml").keys()
+    - config.defaults("lora_finetune_rocm").keys()
+)
 SHARED = sorted(["samples_per_prompt", "max_new_tokens", "temperature", "eval_samples", "min_entropy", "verify_workers",
                  "verify_timeout", "max_error_share", "stop_strings"])  # fmt: skip
 OWN_LOSS = {"_component_": "rocm_ext.losses.PolicyGradient", "loss": "dapo"}
@@ -40,7 +43,9 @@ def test_a_loss_is_a_name_or_a_component(tmp_path):
     own = OmegaConf.to_container(OmegaConf.load(CONFIGS / "cpu_pocket_grpo.yaml"))
     path = write_yaml(tmp_path / "own.yaml", {**own, "loss": component, "clip_high": None})
     check_grpo_values(config.load("grpo_rocm", str(path), ["hardware=cpu"]))
-    raft = OmegaConf.to_container(OmegaConf.load(CONFIGS / "cpu_pocket_raft.yaml")) | {"loss": "dapo"}
+    raft = OmegaConf.to_container(OmegaConf.load(CONFIGS / "cpu_pocket_raft.yaml")) | {
+        "loss": "dapo"
+    }
     with pytest.raises(UserError, match="expected a _component_"):
         config.load("raft_rocm", str(write_yaml(tmp_path / "raft.yaml", raft)), ["hardware=cpu"])
 
@@ -151,7 +156,9 @@ def test_every_key_of_raft_is_checked(key):
         check_sampled_values(cfg, "raft_rocm")
 
 
-PLAIN = ANY.filter(lambda value: "${" not in str(value))  # OmegaConf refuses others before a recipe sees them
+PLAIN = ANY.filter(
+    lambda value: "${" not in str(value)
+)  # OmegaConf refuses others before a recipe sees them
 
 
 @given(st.dictionaries(st.sampled_from([*OWN, *SHARED]), PLAIN, min_size=1, max_size=3))
@@ -184,9 +191,15 @@ OF_LOSS = {
 def test_the_objective_takes_the_same_values(changes):
     """A value is refused before anything is loaded exactly where the objective would refuse it."""
     cfg = values(**changes)
-    arguments = {key: cfg[key] for key in inspect.signature(PolicyGradient).parameters.keys() & OF_LOSS.keys()}
+    arguments = {
+        key: cfg[key]
+        for key in inspect.signature(PolicyGradient).parameters.keys() & OF_LOSS.keys()
+    }
     arguments["on_policy"] = cfg.updates_per_step == 1
-    before, later = refused(lambda: check_grpo_values(cfg)), refused(lambda: PolicyGradient(**arguments, normalize=1.0))
+    before, later = (
+        refused(lambda: check_grpo_values(cfg)),
+        refused(lambda: PolicyGradient(**arguments, normalize=1.0)),
+    )
     assert bool(before) == bool(later), (before, later)
 
 
@@ -243,8 +256,13 @@ def run_line(folder, tmp_path, capsys, monkeypatch):
 
     def run_line(changes: dict) -> str:
         capsys.readouterr()
-        assert exit_code(grpo_rocm.main, "--config", write_run(folder, tmp_path / "out", **changes)) == 1
-        (found,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert (
+            exit_code(grpo_rocm.main, "--config", write_run(folder, tmp_path / "out", **changes))
+            == 1
+        )
+        (found,) = [
+            line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")
+        ]
         return found
 
     return run_line
@@ -266,9 +284,13 @@ def test_bad_input_ends_in_one_line_before_the_weights_are_read(run_line, change
 
 
 @pytest.mark.wide
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data(), value=ANY)
 def test_any_value_anywhere_ends_in_one_line(run_line, data, value):
     """Reading the base weights ends the run here, so that each example ends in an error, of whatever kind."""
-    key = data.draw(st.sampled_from(sorted(DEFAULTS.keys() - {"output_dir"})))  # a text would be a folder here
+    key = data.draw(
+        st.sampled_from(sorted(DEFAULTS.keys() - {"output_dir"}))
+    )  # a text would be a folder here
     assert len(run_line({key: value})) > len("error: ")

@@ -36,7 +36,15 @@ from rocm_ext.model.native.decoder import native
 from tests.kit import parity
 from tests.kit.families import folder_config, id_of
 from tests.kit.forks import RESUME, succeed
-from tests.kit.parity import STOCK_RECIPES, WEIGHTS, finetune, our_logits, pack, prepare, their_logits
+from tests.kit.parity import (
+    STOCK_RECIPES,
+    WEIGHTS,
+    finetune,
+    our_logits,
+    pack,
+    prepare,
+    their_logits,
+)
 from tests.kit.raft_runs import trained
 from tests.kit.tiny import exit_code, metrics, run_config, write_model, write_rows, write_yaml
 from tests.recipes.test_resume import tree
@@ -52,14 +60,18 @@ OUR_LOSS = {"_component_": "rocm_ext.losses.CrossEntropy"}
 def folders(tmp_path_factory):
     """Folders of base models by name, and ``rows`` with 48 rows."""
     top = tmp_path_factory.mktemp("parity")
-    sharp = {"initializer_range": 0.1}  # with the usual 0.02 attention is flat and hides errors in q and k
+    sharp = {
+        "initializer_range": 0.1
+    }  # with the usual 0.02 attention is flat and hides errors in q and k
     tied = {**sharp, "tie_word_embeddings": True}
     return {
         "qwen2": write_model(top / "qwen2", **sharp),
         "qwen2 tied": write_model(top / "qwen2_tied", **tied),
         "llama": write_model(top / "llama", "llama", shards=3, **sharp),
         "llama tied": write_model(top / "llama_tied", "llama", **tied),
-        "llama bf16": write_model(top / "llama_bf16", "llama", shards=2, dtype=torch.bfloat16, **sharp),
+        "llama bf16": write_model(
+            top / "llama_bf16", "llama", shards=2, dtype=torch.bfloat16, **sharp
+        ),
         "rows": write_rows(top / "rows.jsonl", 48),
     }
 
@@ -110,7 +122,9 @@ def test_every_step_equals_stock_torchtune(folders, tmp_path, base, lora, loss):
     cfg["model"] |= lora
     if base == "llama":
         cfg["tokenizer"] = llama3_tokenizer(tmp_path)
-        cfg["checkpointer"]["checkpoint_dir"] = str(without_tokenizer(folders["llama"], tmp_path / "base"))
+        cfg["checkpointer"]["checkpoint_dir"] = str(
+            without_tokenizer(folders["llama"], tmp_path / "base")
+        )
     else:  # with a limit, torchtune's Qwen tokenizers mask the last label of every row, also of short ones
         cfg["tokenizer"]["max_seq_len"] = None
     stock_cfg = {**cfg, "loss": TORCH_LOSS if loss is OUR_LOSS else loss}
@@ -121,10 +135,16 @@ def test_every_step_equals_stock_torchtune(folders, tmp_path, base, lora, loss):
     ours = finetune(cfg)
 
     assert len(stock) == 12
-    assert metrics(ours.trainer.folder.path) == pytest.approx([step["loss"] for step in stock], rel=1e-5)
-    assert metrics(ours.trainer.folder.path, "grad_norm") == pytest.approx([s["grad_norm"] for s in stock], rel=1e-4)
+    assert metrics(ours.trainer.folder.path) == pytest.approx(
+        [step["loss"] for step in stock], rel=1e-5
+    )
+    assert metrics(ours.trainer.folder.path, "grad_norm") == pytest.approx(
+        [s["grad_norm"] for s in stock], rel=1e-4
+    )
     # torchtune steps the schedule before it logs the learning rate, so it logs the rate of the next step
-    assert metrics(ours.trainer.folder.path, "lr")[1:] == pytest.approx([step["lr"] for step in stock[:-1]])
+    assert metrics(ours.trainer.folder.path, "lr")[1:] == pytest.approx(
+        [step["lr"] for step in stock[:-1]]
+    )
     torch.testing.assert_close(adapter(ours), stock_adapter, rtol=1e-4, atol=1e-6)
 
 
@@ -134,9 +154,14 @@ def test_packs_of_torchtune_hold_the_same_sequences_as_rows(folders, tmp_path):
     losses = {}
     for packed in (True, False):
         cfg = run_config(folders["llama"], folders["rows"], tmp_path / str(packed), epochs=4)
-        cfg |= {"dataset": instruct_dataset(folders["rows"], packed=packed), "sequences_per_step": 48}
+        cfg |= {
+            "dataset": instruct_dataset(folders["rows"], packed=packed),
+            "sequences_per_step": 48,
+        }
         cfg["tokenizer"] = llama3_tokenizer(tmp_path)
-        cfg["checkpointer"]["checkpoint_dir"] = str(without_tokenizer(folders["llama"], tmp_path / f"base{packed}"))
+        cfg["checkpointer"]["checkpoint_dir"] = str(
+            without_tokenizer(folders["llama"], tmp_path / f"base{packed}")
+        )
         recipe = finetune(cfg)
         losses[packed] = metrics(recipe.trainer.folder.path)
         assert max(map(len, recipe.trainer.rows.lengths)) > 1 or not packed
@@ -171,25 +196,48 @@ def test_stock_config_runs_on_local_files(folders, tmp_path, name, base):
     """The config is stock torchtune's; only the command line sets the local model and the rows."""
     rows = tmp_path / "data" / "rl" / "train.jsonl"  # where Stack Exchange's pairs are
     rows.parent.mkdir(parents=True)
-    tiny, more = run_config(folders[base], rows, tmp_path / "run"), {"epochs": 4, "dataset.data_files": rows}
+    tiny, more = (
+        run_config(folders[base], rows, tmp_path / "run"),
+        {"epochs": 4, "dataset.data_files": rows},
+    )
     if "dpo" in name:
-        content = [{"question": f"{i}?", "response_j": f"It is {i}.", "response_k": f"No {i * i}"} for i in range(16)]
+        content = [
+            {"question": f"{i}?", "response_j": f"It is {i}.", "response_k": f"No {i * i}"}
+            for i in range(16)
+        ]
         files = json.dumps(tiny["checkpointer"]["checkpoint_files"])
-        more = {"checkpointer.checkpoint_files": files, "checkpointer.model_type": "LLAMA3", "epochs": 3}
+        more = {
+            "checkpointer.checkpoint_files": files,
+            "checkpointer.model_type": "LLAMA3",
+            "epochs": 3,
+        }
         del tiny["tokenizer"]["max_seq_len"]
     else:
         examples = [json.loads(line) for line in folders["rows"].read_text().splitlines()[:32]]
-        content = [{"instruction": row["question"], "input": "", "output": row["answer"]} for row in examples]
+        content = [
+            {"instruction": row["question"], "input": "", "output": row["answer"]}
+            for row in examples
+        ]
     if base == "llama tied":  # this builder ties the embeddings
-        tiny["model"] |= {"_component_": "torchtune.models.llama3_2.lora_llama3_2", "scale_factor": 8}
+        tiny["model"] |= {
+            "_component_": "torchtune.models.llama3_2.lora_llama3_2",
+            "scale_factor": 8,
+        }
     rows.write_text("\n".join(map(json.dumps, content)))
-    overrides = parity.local_overrides(tiny, **{"dataset.source": tmp_path if "dpo" in name else "json"}, **more)
+    overrides = parity.local_overrides(
+        tiny, **{"dataset.source": tmp_path if "dpo" in name else "json"}, **more
+    )
     recipe = dpo_rocm if "dpo" in name else lora_finetune_rocm
-    assert exit_code(recipe.main, "--config", STOCK_RECIPES / "configs" / f"{name}.yaml", *overrides) == 0
+    assert (
+        exit_code(recipe.main, "--config", STOCK_RECIPES / "configs" / f"{name}.yaml", *overrides)
+        == 0
+    )
     first, *_, last = metrics(tmp_path / "run")
     assert last < first
     if "dpo" in name:
-        assert first == pytest.approx(math.log(2), rel=1e-5), "before the first update both sides' scores are 0"
+        assert first == pytest.approx(math.log(2), rel=1e-5), (
+            "before the first update both sides' scores are 0"
+        )
     assert (tmp_path / "run" / WEIGHTS).is_file()
     assert list((tmp_path / "run" / "logs").iterdir())
 
@@ -201,7 +249,9 @@ def reference(folders, tmp_path_factory):
 
 
 def invariant_config(folders, out: Path, **changes) -> dict:
-    cfg = run_config(folders["qwen2"], folders["rows"], out, tokens_per_micro_batch=100_000, **changes)
+    cfg = run_config(
+        folders["qwen2"], folders["rows"], out, tokens_per_micro_batch=100_000, **changes
+    )
     cfg["checkpointer"]["adapter_checkpoint"] = str(given_adapter(folders))
     return cfg
 
@@ -241,13 +291,19 @@ def test_micro_batches_and_chunks_change_no_loss(folders, tmp_path, reference, c
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     "changes",
-    [{"enable_activation_checkpointing": True}, {"enable_activation_checkpointing": 2}, {"num_workers": 2}],
+    [
+        {"enable_activation_checkpointing": True},
+        {"enable_activation_checkpointing": 2},
+        {"num_workers": 2},
+    ],
     ids=str,
 )
 def test_checkpointing_and_workers_change_no_bit(folders, tmp_path, reference, changes):
     other = finetune(invariant_config(folders, tmp_path / "run") | changes)
     assert metrics(other.trainer.folder.path) == metrics(reference.trainer.folder.path)
-    assert metrics(other.trainer.folder.path, "grad_norm") == metrics(reference.trainer.folder.path, "grad_norm")
+    assert metrics(other.trainer.folder.path, "grad_norm") == metrics(
+        reference.trainer.folder.path, "grad_norm"
+    )
     torch.testing.assert_close(adapter(other), adapter(reference), rtol=0, atol=0)
 
 
@@ -269,7 +325,9 @@ lengths_strategy = st.lists(st.integers(1, 12), min_size=1, max_size=5)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(lengths=lengths_strategy, seed=st.integers(0, 99), multiple=st.sampled_from([1, 8]))
 def test_a_pack_equals_its_sequences_alone(family, lengths, seed, multiple):
     plain, packed = decoder_pair(family)
@@ -287,7 +345,9 @@ def assert_same_gradients(packed, found, plain, expected, seed: int) -> None:
     (found * weights).sum().backward()
     (expected * weights).sum().backward()
     for (name, ours), theirs in zip(packed.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
@@ -298,7 +358,11 @@ def test_shared_beginnings_equal_sequences_alone(family):
     batch = collate(rows, [0, 1, 2], packed=True, pad_id=0, multiple=8, share=True)
     assert batch.shared == (0, 20, 0, 0, 0, 16, 0, 16, 0)
     assert batch.tokens.numel() % 8 == 0
-    assert batch.real_tokens == sum(map(sum, rows.lengths)) - sum(batch.shared) == sum(row_sizes(rows, True))
+    assert (
+        batch.real_tokens
+        == sum(map(sum, rows.lengths)) - sum(batch.shared)
+        == sum(row_sizes(rows, True))
+    )
     found = packed.output(packed.hidden_states(batch)[0][batch.index]).log_softmax(-1)
     found = found.gather(-1, batch.targets[:, None])[:, 0]
     alone = []
@@ -357,7 +421,9 @@ def outputs_and_gradients(module, adapter_parameters) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_lora_equals_torchtune(bias, dropout):
     layers = [layer(kind, bias, dropout) for kind in (Lora, LoRALinear)]
-    found, expected = (outputs_and_gradients(m, [m.get_parameter(n) for n in m.adapter_params()]) for m in layers)
+    found, expected = (
+        outputs_and_gradients(m, [m.get_parameter(n) for n in m.adapter_params()]) for m in layers
+    )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -366,7 +432,9 @@ def test_lora_equals_torchtune(bias, dropout):
 def test_lora_and_dora_equal_peft(kind, bias):
     ours = layer(kind, bias)
     linear = nn.Linear(6, 5, bias=bias)
-    linear.load_state_dict({name: p for name, p in ours.state_dict().items() if name in ("weight", "bias")})
+    linear.load_state_dict(
+        {name: p for name, p in ours.state_dict().items() if name in ("weight", "bias")}
+    )
     options = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["proj"], use_dora=kind is Dora)
     theirs = peft.get_peft_model(nn.ModuleDict({"proj": linear}), options).base_model.model["proj"]
     parameters = [theirs.lora_A["default"].weight, theirs.lora_B["default"].weight]
@@ -405,11 +473,16 @@ def test_fp32_adapters_over_a_bf16_base(kind, dropout):
 
 def export_config(folders, base: str, out: Path, lora: dict) -> dict:
     """A short run at a high rate, so that the adapter matters."""
-    cfg = run_config(folders[base], folders["rows"], out, max_steps_per_epoch=3, save_adapter_weights_only=False)
+    cfg = run_config(
+        folders[base], folders["rows"], out, max_steps_per_epoch=3, save_adapter_weights_only=False
+    )
     cfg["optimizer"]["lr"] = 2e-2
     cfg["model"] |= lora
     if base == "llama tied":
-        cfg["model"] |= {"_component_": "torchtune.models.llama3_2.lora_llama3_2", "scale_factor": 8}
+        cfg["model"] |= {
+            "_component_": "torchtune.models.llama3_2.lora_llama3_2",
+            "scale_factor": 8,
+        }
     return cfg
 
 
@@ -435,7 +508,9 @@ def test_merged_model_is_laid_out_like_its_base(folders, tmp_path):
     shards = sorted(path.name for path in base.glob("*.safetensors"))
     assert len(shards) > 1
     assert sorted(path.name for path in merged.glob("*.safetensors")) == shards
-    indices = [json.loads((top / "model.safetensors.index.json").read_text()) for top in (base, merged)]
+    indices = [
+        json.loads((top / "model.safetensors.index.json").read_text()) for top in (base, merged)
+    ]
     assert indices[0]["weight_map"] == indices[1]["weight_map"]
     for shard in shards:
         before, after = load_file(base / shard), load_file(merged / shard)
@@ -460,13 +535,22 @@ def test_small_changes_survive_in_a_merged_model(folders, tmp_path):
             update = updates[name][".lora_B.weight"] @ updates[name][".lora_A.weight"]
             found += torch.sum((after[name].float() - before[name].float()) * update).item()
             total += update.square().sum().item() * 2  # alpha / rank
-            changed += ((before[name].float() + 2 * update).bfloat16() != before[name]).float().mean().item()
-    assert changed / len(updates) < 0.2, "the nearest values of most weights are those of the base model"
+            changed += (
+                ((before[name].float() + 2 * update).bfloat16() != before[name])
+                .float()
+                .mean()
+                .item()
+            )
+    assert changed / len(updates) < 0.2, (
+        "the nearest values of most weights are those of the base model"
+    )
     assert found / total == pytest.approx(1, abs=0.1)
     state = {shard.name: shard.read_bytes() for shard in merged.glob("*.safetensors")}
     checkpointer = OmegaConf.create(cfg).checkpointer
     merge(checkpointer, tmp_path / "run" / "adapter", tmp_path / "again", ours.learner.decoder)
-    assert state == {shard.name: shard.read_bytes() for shard in (tmp_path / "again").glob("*.safetensors")}
+    assert state == {
+        shard.name: shard.read_bytes() for shard in (tmp_path / "again").glob("*.safetensors")
+    }
 
 
 # ---- torchtune's builder, checkpointer and tokenizer train what ``from_checkpoint`` trains
@@ -496,7 +580,11 @@ def configs(request, tmp_path) -> tuple[Path, Path]:
 def results(path: Path) -> tuple[list, list[float], dict]:
     """Run a config; return its rows, losses and the exported adapter."""
     recipe, out = trained(LoRAFinetune, path), path.with_suffix("")
-    rows = [[*recipe.trainer.rows.tokens], [*recipe.trainer.rows.labels], recipe.learner.tokenizer.end_of_text]
+    rows = [
+        [*recipe.trainer.rows.tokens],
+        [*recipe.trainer.rows.labels],
+        recipe.learner.tokenizer.end_of_text,
+    ]
     return rows, metrics(out), load_file(out / "adapter" / "adapter_model.safetensors")
 
 
@@ -516,7 +604,9 @@ def test_a_run_in_torchtune_s_terms_goes_on_with_its_own_config_alone(configs, t
     before = tree(out)
     cfg = config.load("lora_finetune_rocm", str(ours), [f"output_dir={out}", RESUME])
     message = r"belongs to another run: .*model\._component_: was torchtune\S+, is rocm_ext.model.from_checkpoint"
-    with pytest.raises(UserError, match=rf"{message}.*{re.escape(str(out / 'config.yaml'))}") as caught:
+    with pytest.raises(
+        UserError, match=rf"{message}.*{re.escape(str(out / 'config.yaml'))}"
+    ) as caught:
         LoRAFinetune(cfg).setup()
     assert "\n" not in str(caught.value)
     assert tree(out) == before

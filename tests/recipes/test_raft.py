@@ -30,7 +30,15 @@ from rocm_ext.sampling.slots import SlotBatch
 from tests.kit import forks
 from tests.kit.forks import RESUME, forked, several_ranks, signal_at, succeed
 from tests.kit.lines import one_line_has
-from tests.kit.raft_runs import WEIGHTS, assert_equal, cycle_line, held_out, loaded, records, trained
+from tests.kit.raft_runs import (
+    WEIGHTS,
+    assert_equal,
+    cycle_line,
+    held_out,
+    loaded,
+    records,
+    trained,
+)
 from tests.kit.tiny import read_records
 from tests.recipes.test_resume import tree
 
@@ -81,7 +89,10 @@ def test_every_arrow_is_a_file(reference):
 
 
 def test_samples_are_those_of_the_model_of_the_cycle_before(reference, make, tmp_path):
-    raft = load(make(tmp_path / "out"), f"checkpointer.adapter_checkpoint={reference / 'cycle_1' / 'adapter'}")
+    raft = load(
+        make(tmp_path / "out"),
+        f"checkpointer.adapter_checkpoint={reference / 'cycle_1' / 'adapter'}",
+    )
     raft.setup()
     decoder = raft.learner.decoder.eval()
     for record in records(reference, 2, "samples")[:12]:
@@ -91,7 +102,9 @@ def test_samples_are_those_of_the_model_of_the_cycle_before(reference, make, tmp
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(record["tokens"])[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(record["logprobs"]), expected, rtol=0, atol=1e-4)
     prompt = raft.prompts.training[3]
-    assert raft.prompts.tokens[prompt.id] == render_prompt(raft.learner.tokenizer, prompt.messages), "as for SFT"
+    assert raft.prompts.tokens[prompt.id] == render_prompt(
+        raft.learner.tokenizer, prompt.messages
+    ), "as for SFT"
     raft.cleanup()
 
 
@@ -115,8 +128,12 @@ def test_what_is_trained_on_is_what_was_sampled(reference, make, tmp_path):
     assert_equal(tmp_path / "out", reference)
 
 
-def test_an_evaluation_has_the_scores_of_the_run_and_can_be_stopped(reference, make, tmp_path, monkeypatch):
-    whole, stopped = (config.load("raft_rocm", str(make(tmp_path / name))) for name in ("whole", "stopped"))
+def test_an_evaluation_has_the_scores_of_the_run_and_can_be_stopped(
+    reference, make, tmp_path, monkeypatch
+):
+    whole, stopped = (
+        config.load("raft_rocm", str(make(tmp_path / name))) for name in ("whole", "stopped")
+    )
     adapter = reference / "cycle_2" / "adapter"
     assert evaluate(whole, adapter)[0].scores == held_out(reference)[2]
     monkeypatch.setattr(PhaseRecords, "append", PhaseRecords.append)  # it comes back after the test
@@ -139,22 +156,35 @@ def test_a_run_goes_on_from_an_older_checkpoint(reference, make, tmp_path):
     (out / "cycle_2" / "kept.jsonl").unlink()
     messages = succeed(main, make(out), RESUME)
     assert_equal(out, reference)
-    right = [{r["prompt_id"] for r in records(out, n, "verdicts", "eval") if r["reward"]} for n in range(3)]
+    right = [
+        {r["prompt_id"] for r in records(out, n, "verdicts", "eval") if r["reward"]}
+        for n in range(3)
+    ]
     chosen = 2 if len(right[2]) > len(right[1]) else 1
     gained, lost = len(right[chosen] - right[0]), len(right[0] - right[chosen])
     p = mcnemar(lost, gained)
-    facts = f"{gained} of 6 held-out", f"{lost} lost", f"p = {p:.2g} (McNemar)", f"{min(1, 2 * p):.2g} as the best of 2"
+    facts = (
+        f"{gained} of 6 held-out",
+        f"{lost} lost",
+        f"p = {p:.2g} (McNemar)",
+        f"{min(1, 2 * p):.2g} as the best of 2",
+    )
     assert one_line_has(messages, f"cycle {chosen} against the initial model", *facts)
 
 
 def assert_same_answers(out: Path, reference: Path) -> None:
     for cycle in (1, 2):
         found, expected = (
-            {(r["prompt_id"], r["sample"]): (r["tokens"], r["seed"]) for r in records(top, cycle, "samples")}
+            {
+                (r["prompt_id"], r["sample"]): (r["tokens"], r["seed"])
+                for r in records(top, cycle, "samples")
+            }
             for top in (out, reference)
         )
         assert found == expected
-    torch.testing.assert_close(load_file(out / WEIGHTS), load_file(reference / WEIGHTS), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        load_file(out / WEIGHTS), load_file(reference / WEIGHTS), rtol=0, atol=1e-6
+    )
     assert not list(out.rglob("*.rank*"))
 
 
@@ -183,7 +213,10 @@ def test_a_slow_rank_takes_fewer_prompts_and_may_die(reference, make, tmp_path):
 
         def killed(self, record):
             append(self, record)
-            if self.file.part == part and sum(line["phase"] == "sample" for line in read_records(part)) == 6:
+            if (
+                self.file.part == part
+                and sum(line["phase"] == "sample" for line in read_records(part)) == 6
+            ):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         SlotBatch.step, PhaseRecords.append = paced, killed
@@ -193,7 +226,9 @@ def test_a_slow_rank_takes_fewer_prompts_and_may_die(reference, make, tmp_path):
     asked = [[line["prompt_id"] for line in read_records(out / name) if line["phase"] == "sample"]
              for name in ("samples.jsonl", part.name)]  # fmt: skip
     assert len(asked[1]) == 6
-    assert len(asked[0]) >= 4 * (12 - 6)  # rank 1 had begun four prompts, and one more for each four answers
+    assert len(asked[0]) >= 4 * (
+        12 - 6
+    )  # rank 1 had begun four prompts, and one more for each four answers
     assert not set(asked[0]) & set(asked[1])
     forks.succeed_on_ranks(main, make(out), slots, RESUME)
     assert_same_answers(out, reference)
@@ -202,11 +237,16 @@ def test_a_slow_rank_takes_fewer_prompts_and_may_die(reference, make, tmp_path):
 def test_raft_plus_plus_starts_at_a_ratio_of_one(make, tmp_path):
     out = tmp_path / "out"
     messages = succeed(main, make(out, objective="raft++", start_from="base", cycles=1, epochs=3))
-    losses = [json.loads(line)["loss"] for line in (out / "cycle_1" / "metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["loss"]
+        for line in (out / "cycle_1" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert losses[0] == pytest.approx(-1, abs=1e-4)  # the sampler's log-probs equal the trainer's
     assert losses[-1] < -1.01
     assert min(losses) >= -1.28
-    assert one_line_has(messages, "replayed answers", "older adapters"), "later cycles would train on them"
+    assert one_line_has(messages, "replayed answers", "older adapters"), (
+        "later cycles would train on them"
+    )
 
 
 @pytest.mark.wide
@@ -217,7 +257,9 @@ def test_raft_plus_plus_starts_at_a_ratio_of_one(make, tmp_path):
 ])  # fmt: skip
 def test_killed_while_writing(make, reference, tmp_path, counts):
     out = tmp_path / "out"
-    codes = [forked(main, make(out), RESUME, prepare=forks.kill_before(count))[0] for count in counts]
+    codes = [
+        forked(main, make(out), RESUME, prepare=forks.kill_before(count))[0] for count in counts
+    ]
     assert set(codes) <= {-signal.SIGKILL, 0}
     assert -signal.SIGKILL in codes
     succeed(main, make(out), RESUME)
@@ -239,7 +281,10 @@ def test_killed_at_random_moments(make, reference, tmp_path):
 def test_sigterm_while_training(make, reference, tmp_path, step):
     """This includes the last step, after which no step checks for the signal."""
     stop = signal_at(
-        RAFTTrainer, "save_checkpoint", lambda self: self.step == 1 if step < 0 else self.done == step, signal.SIGTERM
+        RAFTTrainer,
+        "save_checkpoint",
+        lambda self: self.step == 1 if step < 0 else self.done == step,
+        signal.SIGTERM,
     )
     out = tmp_path / "out"
     code, messages = forked(main, make(out), prepare=stop)
@@ -267,8 +312,12 @@ def test_any_text_can_be_recorded(tmp_path_factory, text):
     written = [{"prompt_id": text, "sample": index, "text": text} for index in range(2)]
     for record in written:
         samples.append(record)
-    assert [record | {"step": 1, "phase": "sample"} for record in written] == read_records(folder / "samples.jsonl")
-    assert list(Records.open(folder, alone, 0, -1).phase(1, "sample")[0].records.values()) == written
+    assert [record | {"step": 1, "phase": "sample"} for record in written] == read_records(
+        folder / "samples.jsonl"
+    )
+    assert (
+        list(Records.open(folder, alone, 0, -1).phase(1, "sample")[0].records.values()) == written
+    )
 
 
 @pytest.mark.wide(always=3)
@@ -292,7 +341,9 @@ def test_overwriting_starts_afresh(reference, make, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(reference, out)
     (out / "cycle_7").mkdir()
-    shutil.copy(out / "samples.jsonl", out / "samples.rank1.jsonl")  # as a killed run of two ranks leaves it
+    shutil.copy(
+        out / "samples.jsonl", out / "samples.rank1.jsonl"
+    )  # as a killed run of two ranks leaves it
     succeed(main, make(out), "overwrite_output_dir=True")
     assert_equal(out, reference)
     assert not list(out.rglob("*.rank*"))
@@ -335,12 +386,17 @@ def test_bad_input_is_refused_in_one_line(make, tmp_path, changes, message):
         load(make(tmp_path / "out", **changes)).check()
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
-    assert refused.value.code == (75 if "cannot be reached" in message else 1)  # 75: the command may succeed later
+    assert refused.value.code == (
+        75 if "cannot be reached" in message else 1
+    )  # 75: the command may succeed later
 
 
 @pytest.mark.wide
 def test_training_that_changes_nothing_is_an_error(make, tmp_path):
-    warm_up = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup", "num_warmup_steps": 9}
+    warm_up = {
+        "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+        "num_warmup_steps": 9,
+    }
     changes = {"lr_scheduler": warm_up, "sequences_per_step": 64, "epochs": 1, "eval_prompts": None}
     out = tmp_path / "out"
     for resume in ("False", "True"):
@@ -352,11 +408,32 @@ def test_training_that_changes_nothing_is_an_error(make, tmp_path):
 def test_eval_of_other_rows_needs_nothing_of_the_configs(reference, make, folder, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     lines = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()[:5]]
-    rows.write_text("".join(json.dumps({"prompt": x["question"], "answer": x["answer"]}) + "\n" for x in lines))
-    hub = {"_component_": "rocm_ext.data.prompt_dataset", "source": "no/such", "name": "main", "split": "test[:9]"}
+    rows.write_text(
+        "".join(json.dumps({"prompt": x["question"], "answer": x["answer"]}) + "\n" for x in lines)
+    )
+    hub = {
+        "_component_": "rocm_ext.data.prompt_dataset",
+        "source": "no/such",
+        "name": "main",
+        "split": "test[:9]",
+    }
     path = make(tmp_path / "out", prompts=hub, eval_prompts=hub)
     adapter = reference / "adapter"
-    assert cli.main(["eval", "--config", str(path), "--adapter", str(adapter), "--data", str(rows), "--json"]) == 0
+    assert (
+        cli.main(
+            [
+                "eval",
+                "--config",
+                str(path),
+                "--adapter",
+                str(adapter),
+                "--data",
+                str(rows),
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["prompts"] == 5
     assert not (tmp_path / "out").exists()
 

@@ -79,8 +79,15 @@ def limit_files(size: int) -> None:
 
 def at(step: int, what: int | Callable, *path: Path) -> dict:
     """Return the config of a logger that acts at ``step``: it sends a signal, or calls ``what`` on ``path``."""
-    function, argument = ("send", int(what)) if isinstance(what, int) else (what.__name__, str(path[0]))
-    return {"_component_": f"{__name__}.Do", "step": step, "function": function, "argument": argument}
+    function, argument = (
+        ("send", int(what)) if isinstance(what, int) else (what.__name__, str(path[0]))
+    )
+    return {
+        "_component_": f"{__name__}.Do",
+        "step": step,
+        "function": function,
+        "argument": argument,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +105,9 @@ def make(folder) -> Callable[..., Path]:
     """Write the YAML of a run: 10 steps in 2 epochs, with dropout, a schedule, LoRA+ and validation."""
 
     def make(out: Path, **changes) -> Path:
-        cfg = run_config(folder / "base", folder / "rows.jsonl", out, epochs=2, save_every_n_steps=2)
+        cfg = run_config(
+            folder / "base", folder / "rows.jsonl", out, epochs=2, save_every_n_steps=2
+        )
         cfg["model"]["lora_dropout"] = 0.1
         cfg["lr_scheduler"] = {
             "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
@@ -146,7 +155,9 @@ def steps(out: Path) -> list[int]:
 
 def outcome(out: Path) -> tuple:
     """Return everything that must be equal in all runs: adapter, curves, and the last checkpoint."""
-    state = torch.load(out / "checkpoints" / f"step_{steps(out)[-1]:08d}" / "state.pt", weights_only=True)
+    state = torch.load(
+        out / "checkpoints" / f"step_{steps(out)[-1]:08d}" / "state.pt", weights_only=True
+    )
     del state["config"]
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     timing = {"seconds", "tokens_per_second", "peak_memory"}
@@ -197,10 +208,14 @@ def test_killed_in_mid_epoch_and_resumed(make, reference, killed):
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_stopped(make, reference, tmp_path, signum, code):
     out = tmp_path / "out"
-    found, messages = forked(main, make(out, metric_logger=at(6, signum)))  # in step 7, which the run still completes
+    found, messages = forked(
+        main, make(out, metric_logger=at(6, signum))
+    )  # in step 7, which the run still completes
     assert found == code, messages
     assert one_line_has(messages, "stopped at step 7", "all saved", RESUME)
     assert "Traceback" not in messages
@@ -249,7 +264,9 @@ def test_sigterm_during_setup(make, tmp_path):
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize("counts", [range(1, 25, 6), pytest.param(range(1, 40), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "counts", [range(1, 25, 6), pytest.param(range(1, 40), marks=pytest.mark.nightly)]
+)
 def test_killed_while_writing(make, reference, tmp_path, counts):
     """The first start finds nothing to resume."""
     out = tmp_path / "out"
@@ -280,7 +297,11 @@ def test_resume_of_a_finished_run_changes_nothing(make, reference, tmp_path):
     assert "all 10 steps are done already" in messages
     after = tree(out)
     changed = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)}
-    assert changed <= {"summary.json", "config.yaml", "hardware.jsonl"}  # peak memory; resume_from_checkpoint
+    assert changed <= {
+        "summary.json",
+        "config.yaml",
+        "hardware.jsonl",
+    }  # peak memory; resume_from_checkpoint
     assert after["hardware.jsonl"].startswith(before["hardware.jsonl"])
     assert json.loads(after["summary.json"])["steps"] == 10
 
@@ -298,10 +319,15 @@ def test_a_mixture_of_data_sets(make, folder, tmp_path):
     assert [part["rows_given"] for part in found] == [30, 60]
     assert sum(part["rows"] for part in found) == 45
     assert "rows, 66.7% of an epoch (30 rows, weight 2)" in messages
-    assert forked(main, make(out, dataset=sets, metric_logger=at(9, signal.SIGKILL)))[0] == -signal.SIGKILL
+    assert (
+        forked(main, make(out, dataset=sets, metric_logger=at(9, signal.SIGKILL)))[0]
+        == -signal.SIGKILL
+    )
     other = [sets[0], {**sets[1], "weight": 3}]
     line = refused(main, make(out, dataset=other), RESUME)
-    assert one_line_has(line, "another run: rows and weights of the data sets: was (", "2.0), is (", "3.0)")
+    assert one_line_has(
+        line, "another run: rows and weights of the data sets: was (", "2.0), is (", "3.0)"
+    )
     resumed(make(out, dataset=sets))
     assert_equal(out, whole)
 
@@ -309,7 +335,10 @@ def test_a_mixture_of_data_sets(make, folder, tmp_path):
 @pytest.mark.wide
 def test_seed_that_was_drawn_is_kept(make, tmp_path):
     out, again = tmp_path / "out", tmp_path / "again"
-    assert forked(main, make(out, seed=None, epochs=1, metric_logger=at(3, signal.SIGKILL)))[0] == -signal.SIGKILL
+    assert (
+        forked(main, make(out, seed=None, epochs=1, metric_logger=at(3, signal.SIGKILL)))[0]
+        == -signal.SIGKILL
+    )
     resumed(make(out, seed=None, epochs=1))
     seed = yaml.safe_load((out / "config.yaml").read_text())["seed"]
     forks.succeed(main, make(again, seed=seed, epochs=1))
@@ -342,12 +371,22 @@ def test_what_is_free_to_change(make, tmp_path):
     out, whole = tmp_path / "out", tmp_path / "whole"
     model = {**yaml.safe_load(make(out).read_text())["model"], "lora_dropout": 0.0}
     forks.succeed(main, make(whole, model=model))
-    assert forked(main, make(out, model=model, metric_logger=at(7, signal.SIGKILL)))[0] == -signal.SIGKILL
-    changes = {"batch_size": 2, "log_every_n_steps": 3, "keep_last_n_checkpoints": 1, "run_val_every_n_steps": 4}
+    assert (
+        forked(main, make(out, model=model, metric_logger=at(7, signal.SIGKILL)))[0]
+        == -signal.SIGKILL
+    )
+    changes = {
+        "batch_size": 2,
+        "log_every_n_steps": 3,
+        "keep_last_n_checkpoints": 1,
+        "run_val_every_n_steps": 4,
+    }
     changes |= {"loss": {"_component_": "rocm_ext.losses.CrossEntropy", "chunk_tokens": 7}}
     resumed(make(out, model=model, early_stopping_patience=9, dtype="fp32", **changes))
     assert steps(out) == [10]
-    found, expected = ([line["loss"] for line in outcome(o)[1] if "loss" in line] for o in (out, whole))
+    found, expected = (
+        [line["loss"] for line in outcome(o)[1] if "loss" in line] for o in (out, whole)
+    )
     assert found == pytest.approx(expected, rel=1e-5)
     assert [line["step"] for line in outcome(out)[1] if "val_loss" in line] == [5, 8]
 
@@ -374,12 +413,17 @@ def test_a_schedule_follows_raised_epochs(make, reference, killed, tmp_path):
     forks.succeed(main, make(whole, epochs=3))
     messages = resumed(make(killed, epochs=3))
     assert "lr_scheduler follows the new number of steps: learning rate " in messages
-    rates = {o: [line["lr"] for line in outcome(o)[1] if "lr" in line] for o in (killed, whole, reference)}
+    rates = {
+        o: [line["lr"] for line in outcome(o)[1] if "lr" in line]
+        for o in (killed, whole, reference)
+    }
     assert rates[killed] == rates[reference][:6] + rates[whole][6:]
 
 
 def test_used_output_dir(make, reference, tmp_path):
-    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)  # all that there is of a run that was killed early
+    (tmp_path / "begun" / "checkpoints").mkdir(
+        parents=True
+    )  # all that there is of a run that was killed early
     with pytest.raises(UserError, match="holds an earlier run"):
         LoRAFinetune(config.load("lora_finetune_rocm", str(make(tmp_path / "begun")))).check()
     out = shutil.copytree(reference, tmp_path / "out")
@@ -395,7 +439,12 @@ def test_used_output_dir(make, reference, tmp_path):
     fresh = make(out, overwrite_output_dir=True, metric_logger=at(1, signal.SIGKILL))
     assert forked(main, fresh)[0] == -signal.SIGKILL
     left = set(os.listdir(out)) - {"hardware.jsonl", ".lock", ".lock.json"}
-    assert left == {"config.yaml", "rows.json", "metrics.jsonl", "checkpoints"}  # nothing from the earlier run
+    assert left == {
+        "config.yaml",
+        "rows.json",
+        "metrics.jsonl",
+        "checkpoints",
+    }  # nothing from the earlier run
     forks.succeed(main, make(out), "overwrite_output_dir=True")
     assert_equal(out, reference)
 
@@ -403,7 +452,10 @@ def test_used_output_dir(make, reference, tmp_path):
 @pytest.mark.wide
 def test_early_stopping(make, tmp_path):
     options = {"run_val_every_n_steps": 1, "early_stopping_patience": 2, "save_every_n_steps": 1}
-    options |= {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.3}, "lr_scheduler": None}  # it diverges
+    options |= {
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.3},
+        "lr_scheduler": None,
+    }  # it diverges
     options |= {"keep_last_n_checkpoints": 99}
     whole, out = tmp_path / "whole", tmp_path / "out"
     forks.succeed(main, make(whole, **options))
@@ -420,14 +472,19 @@ def test_early_stopping(make, tmp_path):
     resumed(make(out, **options))
     assert_equal(out, whole)
     messages = resumed(make(out, **options, epochs=3))
-    assert f"stopped early at step {best + 2}: 2 validations without a better validation loss" in messages
+    assert (
+        f"stopped early at step {best + 2}: 2 validations without a better validation loss"
+        in messages
+    )
     assert_equal(out, whole)
 
 
 def test_disk_full_in_a_checkpoint(make, reference, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(out)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(out)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip(f"cannot mount a small disk here: {mounted.stderr.decode().strip()}")
     try:
@@ -437,7 +494,9 @@ def test_disk_full_in_a_checkpoint(make, reference, tmp_path):
         assert steps(out) == [2, 4]
         assert not list(out.glob("checkpoints/.*"))
 
-        assert "no space left to write" in refused(main, make(out), RESUME)  # the disk is still full
+        assert "no space left to write" in refused(
+            main, make(out), RESUME
+        )  # the disk is still full
         filler.unlink()
         resumed(make(out))
         assert_equal(out, reference)
@@ -453,12 +512,16 @@ def assert_one_line(messages: str, *parts: str) -> None:
     assert "Exception ignored" not in messages
 
 
-@pytest.mark.parametrize("what", [pytest.param("step_00000002", marks=pytest.mark.wide), "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "what", [pytest.param("step_00000002", marks=pytest.mark.wide), "metrics.jsonl"]
+)
 def test_file_that_cannot_grow(make, reference, tmp_path, what):
     """The system refuses further writes in the middle of a file."""
     out = tmp_path / "out"
     if what == "metrics.jsonl":
-        line = refused(main, make(out, metric_logger=at(6, stop_growth, out / what), save_every_n_steps=None))
+        line = refused(
+            main, make(out, metric_logger=at(6, stop_growth, out / what), save_every_n_steps=None)
+        )
         assert steps(out) == [5]
         assert not (out / what).read_text().endswith("\n")
     else:
@@ -474,7 +537,9 @@ def test_file_that_cannot_grow(make, reference, tmp_path, what):
 def test_two_ranks_killed_and_resumed(make, tmp_path):
     def launch(path: Path) -> subprocess.CompletedProcess:
         ranks = ["--nnodes", "1", "--nproc_per_node", "2"]
-        return tune("run", *ranks, "lora_finetune_rocm", "--config", path, env={"PYTHONPATH": str(REPO)})
+        return tune(
+            "run", *ranks, "lora_finetune_rocm", "--config", path, env={"PYTHONPATH": str(REPO)}
+        )
 
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert launch(make(whole)).returncode == 0

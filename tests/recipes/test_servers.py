@@ -25,7 +25,15 @@ from rocm_ext.rl.records import PhaseRecords
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.train.learner import Learner
 from tests.kit import grpo_runs, raft_runs
-from tests.kit.forks import RESUME, forked, forked_ranks, several_ranks, signal_at, succeed, succeed_on_ranks
+from tests.kit.forks import (
+    RESUME,
+    forked,
+    forked_ranks,
+    several_ranks,
+    signal_at,
+    succeed,
+    succeed_on_ranks,
+)
 from tests.kit.grpo_runs import lines
 from tests.kit.lines import one_line_has
 from tests.kit.raft_runs import held_out, loaded, records, trained
@@ -33,13 +41,22 @@ from tests.kit.servers import COMPLETIONS, error, is_check, vllm_form
 
 OVERLAP = {"max_staleness": 1}
 BOTH = pytest.mark.parametrize(
-    "changes", [pytest.param({}, id="sequential", marks=pytest.mark.wide), pytest.param(OVERLAP, id="overlap")]
+    "changes",
+    [
+        pytest.param({}, id="sequential", marks=pytest.mark.wide),
+        pytest.param(OVERLAP, id="overlap"),
+    ],
 )
 
 
 def engine(fakes, **more) -> dict:
     urls = [fake.url for fake in fakes]
-    return {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": urls, "patience": "1 s", **more}
+    return {
+        "_component_": "rocm_ext.sampling.OpenAIEngine",
+        "urls": urls,
+        "patience": "1 s",
+        **more,
+    }
 
 
 @pytest.fixture
@@ -48,7 +65,12 @@ def make(folder, tmp_path):
 
     def make(*fakes, concurrency=None, **changes):
         more = {"concurrency": concurrency} if concurrency else {}
-        changes = {"max_new_tokens": 6, "engine": engine(fakes, **more), "eval_prompts": None, **changes}
+        changes = {
+            "max_new_tokens": 6,
+            "engine": engine(fakes, **more),
+            "eval_prompts": None,
+            **changes,
+        }
         if changes["eval_prompts"] == "held out":
             del changes["eval_prompts"]
         return grpo_runs.write_run(folder, tmp_path / "out", **changes)
@@ -82,9 +104,14 @@ def loads(fake, out) -> dict[str, int]:
 def assert_whole(out, steps=4, evaluations=0) -> None:
     """Every answer is in the records once, and nothing of the servers' adapters is left."""
     for name in ("samples", "verdicts"):
-        keys = [(s["step"], s["phase"], s["prompt_id"], s["sample"]) for s in lines(out / f"{name}.jsonl")]
+        keys = [
+            (s["step"], s["phase"], s["prompt_id"], s["sample"])
+            for s in lines(out / f"{name}.jsonl")
+        ]
         assert len(keys) == len(set(keys)) == steps * 16 + evaluations * 6, name
-    assert [line["step"] for line in lines(out / "metrics.jsonl") if "eval" not in line] == list(range(1, steps + 1))
+    assert [line["step"] for line in lines(out / "metrics.jsonl") if "eval" not in line] == list(
+        range(1, steps + 1)
+    )
     assert not (out / "policy").exists()
     assert not list(out.glob("*.rank*"))
 
@@ -106,7 +133,12 @@ def lags(out) -> list[float]:
 def test_each_step_samples_with_its_adapter(serve, make, out, messages):
     fake = serve()
     train(make(fake, prompts_per_step=2))
-    assert loads(fake, out) == {".adapter-check": 1, "policy/step_1": 1, "policy/step_2": 1, "policy/step_3": 1}
+    assert loads(fake, out) == {
+        ".adapter-check": 1,
+        "policy/step_1": 1,
+        "policy/step_2": 1,
+        "policy/step_3": 1,
+    }
     assert policies(out) == {1: {0}, 2: {1}, 3: {2}, 4: {3}}
     assert fake.rules.adapters == {}
     assert not (out / "policy").exists()
@@ -137,18 +169,28 @@ def test_the_next_step_samples_while_this_one_trains(serve, make, out, messages)
         def rows(self, selected):
             """Train once the next step's answers are there."""
             number = self.trainer.step + 1
-            while number < 4 and sum(line["step"] == number + 1 for line in lines(out / "samples.jsonl")) < 16:
+            while (
+                number < 4
+                and sum(line["step"] == number + 1 for line in lines(out / "samples.jsonl")) < 16
+            ):
                 time.sleep(0.01)
             return super().rows(selected)
 
     trained(Slow, make(fake, **OVERLAP))
-    assert loads(fake, out) == {".adapter-check": 1, "policy/step_1": 1, "policy/step_2": 1, "policy/step_3": 1}
+    assert loads(fake, out) == {
+        ".adapter-check": 1,
+        "policy/step_1": 1,
+        "policy/step_2": 1,
+        "policy/step_3": 1,
+    }
     assert policies(out) == {1: {0}, 2: {0}, 3: {1}, 4: {2}}
     assert lags(out) == [0, 1, 1, 1]
     steps = lines(out / "metrics.jsonl")
     assert steps[0]["mismatch_mean"] < 1e-4 < min(step["mismatch_mean"] for step in steps[1:])
     assert all(0 <= step["hidden_seconds"] <= step["sample_seconds"] for step in steps)
-    assert steps[0]["hidden_seconds"] < max(step["hidden_seconds"] for step in steps)  # no step trains before the first
+    assert steps[0]["hidden_seconds"] < max(
+        step["hidden_seconds"] for step in steps
+    )  # no step trains before the first
     assert fake.rules.adapters == {}
     assert_whole(out)
     assert not [line for line in messages if fake.url in line]
@@ -167,7 +209,10 @@ def test_an_evaluation_does_not_stop_sampling(serve, make, out):
     fake.before = before
     train(make(fake, max_staleness=2, eval_prompts="held out", eval_every_n_steps=1, concurrency=2))
     assert_whole(out, evaluations=5)
-    first, last = of_evaluations.index(True, 6), len(of_evaluations) - of_evaluations[::-1].index(True)
+    first, last = (
+        of_evaluations.index(True, 6),
+        len(of_evaluations) - of_evaluations[::-1].index(True),
+    )
     assert False in of_evaluations[first : last - 6]
     assert max(lags(out)) <= 2
     assert fake.rules.adapters == {}
@@ -190,11 +235,17 @@ def test_two_ranks_share_two_servers(serve, make, out, changes):
 @BOTH
 @pytest.mark.parametrize(
     ("stale", "other"),
-    [("base", "without an adapter"), pytest.param("step_1", "the adapter of step 1", marks=pytest.mark.wide)],
+    [
+        ("base", "without an adapter"),
+        pytest.param("step_1", "the adapter of step 1", marks=pytest.mark.wide),
+    ],
 )
 def test_a_server_with_an_old_adapter_is_an_error(serve, make, out, changes, stale, other):
     honest, fake = serve(), serve(stale)
-    with pytest.raises(UserError, match=f"{fake.url} does not sample with the adapter that it has loaded: .*{other}"):
+    with pytest.raises(
+        UserError,
+        match=f"{fake.url} does not sample with the adapter that it has loaded: .*{other}",
+    ):
         train(make(honest, fake, **changes))
     assert honest.rules.adapters == fake.rules.adapters == {}
     assert not (out / "policy").exists()
@@ -222,7 +273,11 @@ def test_an_error_beside_training_reaches_every_rank(serve, make):
     fake = serve()
 
     def before(path, body):
-        if body and any("step_1" in at for at in fake.rules.adapters.values()) and not is_check(body):
+        if (
+            body
+            and any("step_1" in at for at in fake.rules.adapters.values())
+            and not is_check(body)
+        ):
             return error(400, "too long", "BadRequestError")
         return None
 
@@ -244,14 +299,23 @@ def test_an_error_on_one_rank_ends_all(serve, make_raft):
 
     def before(path, body):
         adapter = fake.rules.adapters.get((body or {}).get("model"), "")
-        if "cycle_1" in adapter and body["temperature"] == 0 and body["prompt"] == refused and not is_check(body):
+        if (
+            "cycle_1" in adapter
+            and body["temperature"] == 0
+            and body["prompt"] == refused
+            and not is_check(body)
+        ):
             return error(400, "too long", "BadRequestError")
         return None
 
     fake.before = before
     codes, said = zip(*forked_ranks(raft_main, path, "overwrite_output_dir=True"), strict=True)
     assert codes == (1, 1)
-    asked = next(rank for rank in range(2) if "HTTP 400: too long; waiting for the other ranks' answers" in said[rank])
+    asked = next(
+        rank
+        for rank in range(2)
+        if "HTTP 400: too long; waiting for the other ranks' answers" in said[rank]
+    )
     assert f"rank {asked}: Refused:" in said[1 - asked]
     assert "HTTP 400: too long" in said[1 - asked]
     assert fake.rules.adapters == {}
@@ -280,7 +344,11 @@ def test_answers_without_tokens_are_no_update(serve, make, out, empty):
     fake = serve()
 
     def before(path, body):
-        if path == COMPLETIONS and not is_check(body) and (empty == "all groups" or sum(body["prompt"]) % 2):
+        if (
+            path == COMPLETIONS
+            and not is_check(body)
+            and (empty == "all groups" or sum(body["prompt"]) % 2)
+        ):
             return vllm_form(body, "", None, None, finish_reason="length", logprobs=None)
         return None
 
@@ -296,13 +364,19 @@ def at_sample(step: int, count: int, signum: int):
     """Return a ``prepare`` that sends ``signum`` once a step has ``count`` samples."""
 
     def when(phase, record):
-        return phase._scope[:2] == (step, "sample") and "text" in record and len(phase.records) == count
+        return (
+            phase._scope[:2] == (step, "sample")
+            and "text" in record
+            and len(phase.records) == count
+        )
 
     return signal_at(PhaseRecords, "append", when, signum)
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("signum", "staleness"), [(signal.SIGKILL, 1), (signal.SIGINT, 1), (signal.SIGKILL, 2)])
+@pytest.mark.parametrize(
+    ("signum", "staleness"), [(signal.SIGKILL, 1), (signal.SIGINT, 1), (signal.SIGKILL, 2)]
+)
 def test_stopped_beside_training(serve, make, out, signum, staleness):
     fake = serve()
     path = make(fake, max_staleness=staleness, curriculum="informative")
@@ -318,7 +392,10 @@ def test_stopped_beside_training(serve, make, out, signum, staleness):
     assert 5 <= len(before) < 16
     succeed(main, path, RESUME)
     assert_whole(out)
-    assert before == [line for line in lines(out / "samples.jsonl") if line["step"] == 3][: len(before)]
+    assert (
+        before
+        == [line for line in lines(out / "samples.jsonl") if line["step"] == 3][: len(before)]
+    )
     assert max(lags(out)) <= staleness
 
 
@@ -350,7 +427,12 @@ def test_samples_beside_a_rewrite_stay(serve, make, out, monkeypatch):
     monkeypatch.setattr(files, "flush", sync)
     train(make(fake, **OVERLAP, keep_samples=1, save_every_n_steps=1))
     assert Counter(line["step"] for line in lines(out / "samples.jsonl")) == {4: 16}
-    assert Counter(line["step"] for line in lines(out / "verdicts.jsonl")) == {1: 16, 2: 16, 3: 16, 4: 16}
+    assert Counter(line["step"] for line in lines(out / "verdicts.jsonl")) == {
+        1: 16,
+        2: 16,
+        3: 16,
+        4: 16,
+    }
 
 
 @several_ranks
@@ -397,8 +479,14 @@ def test_answers_of_an_older_adapter_are_weighed(serve, make, out):
             total, labels = torch.zeros(()), 0
             for key, advantage in selected.advantages.items():
                 sample, prompt = selected.samples[key], self.prompts.tokens[key[0]]
-                logits = self.learner.decoder(torch.tensor([[*prompt, *sample.tokens]]))[0, len(prompt) - 1 : -1]
-                ours = logits.float().log_softmax(-1).gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
+                logits = self.learner.decoder(torch.tensor([[*prompt, *sample.tokens]]))[
+                    0, len(prompt) - 1 : -1
+                ]
+                ours = (
+                    logits.float()
+                    .log_softmax(-1)
+                    .gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
+                )
                 weights = (ours.detach() - torch.tensor(sample.logprobs)).exp().clamp(max=1.2)
                 total = total - advantage * (ours * (weights if weighed else 1.0)).sum()
                 labels += len(sample.tokens)
@@ -423,9 +511,14 @@ def test_a_server_without_adapters_is_refused_before_sampling(serve, make, make_
     assert fake.bodies() == []
     assert not out.exists()
     fake = serve()
-    model = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder / "base")}
+    model = {
+        "_component_": "rocm_ext.model.from_checkpoint",
+        "checkpoint_dir": str(folder / "base"),
+    }
     rows = {"model": {**model, "trainable_tokens": [3]}, "checkpointer": None}
-    with pytest.raises(UserError, match=r"no server is known to load .* rows of tokens.*sample in this process"):
+    with pytest.raises(
+        UserError, match=r"no server is known to load .* rows of tokens.*sample in this process"
+    ):
         train(make(fake, **rows))
     assert fake.adapter_calls() == fake.bodies() == []
 
@@ -441,7 +534,9 @@ def test_layers_that_servers_would_scale_wrongly_are_refused(serve, make_raft, m
 
     monkeypatch.setattr(Learner, "setup_model", uneven)
     fake = serve()
-    with pytest.raises(UserError, match=r"scale all layers of an adapter alike.*model\.alpha_pattern.*LocalEngine"):
+    with pytest.raises(
+        UserError, match=r"scale all layers of an adapter alike.*model\.alpha_pattern.*LocalEngine"
+    ):
         train_raft(make_raft(fake))
     assert fake.bodies() == []
 
@@ -450,7 +545,9 @@ def test_layers_that_servers_would_scale_wrongly_are_refused(serve, make_raft, m
 def test_a_vllm_that_mixes_adapters_up_samples_no_step_ahead(serve, make, out):
     fake = serve()
     fake.rules.version = "0.24.0+rocm722"
-    with pytest.raises(UserError, match=f"^{fake.url} runs vLLM 0.24.0.*issue 47724.* or set max_staleness=0$"):
+    with pytest.raises(
+        UserError, match=f"^{fake.url} runs vLLM 0.24.0.*issue 47724.* or set max_staleness=0$"
+    ):
         train(make(fake, **OVERLAP))
     assert fake.bodies() == []
     train(make(fake, steps=1))
@@ -466,17 +563,23 @@ def test_a_vllm_that_mixes_adapters_up_samples_no_step_ahead(serve, make, out):
      ({"mismatch": "none", "min_entropy": 0.1}, "min_entropy", "logprobs"),
      ({"mismatch": "none", "old_logprobs": "sampler", "updates_per_step": 2}, "old_logprobs=sampler", "logprobs")],
 )  # fmt: skip
-def test_a_server_without_log_probs_is_refused_before_sampling(serve, make, changes, setting, missing):
+def test_a_server_without_log_probs_is_refused_before_sampling(
+    serve, make, changes, setting, missing
+):
     fake = serve()
     without(fake, missing)
-    with pytest.raises(UserError, match=f"^{setting}: the engine returns no token ids and log-probs of sampling"):
+    with pytest.raises(
+        UserError, match=f"^{setting}: the engine returns no token ids and log-probs of sampling"
+    ):
         loaded(GRPO, make(fake, **changes)).check()
     assert fake.bodies() == []
 
 
 def test_log_probs_of_another_temperature_are_refused(serve, make):
     fake = serve()
-    with pytest.raises(UserError, match=f"mismatch=truncate: {fake.url} returns log-probs of temperature 1 .* 0.7"):
+    with pytest.raises(
+        UserError, match=f"mismatch=truncate: {fake.url} returns log-probs of temperature 1 .* 0.7"
+    ):
         loaded(GRPO, make(fake, temperature=0.7)).check()
     assert fake.bodies() == []
 
@@ -495,7 +598,9 @@ def without(fake, key) -> None:
 
 
 @pytest.mark.wide
-def test_evaluations_sample_in_process_if_the_server_takes_no_adapters(serve, make_raft, out, messages, caplog):
+def test_evaluations_sample_in_process_if_the_server_takes_no_adapters(
+    serve, make_raft, out, messages, caplog
+):
     caplog.set_level(logging.INFO, "rocm_ext")
     fake = serve(lora=False)
     path = make_raft(fake, profile_steps=3)
@@ -526,7 +631,9 @@ def test_the_first_adapter_is_tried_before_sampling(serve, make_raft, out):
         train_raft(make_raft(fake, output_dir=str(out / "third")), *again)
 
 
-@pytest.mark.parametrize(("noise", "step", "told"), [(0.02, 0.05, True), (0.02, 0.002, False), (0.0, 0.0, False)])
+@pytest.mark.parametrize(
+    ("noise", "step", "told"), [(0.02, 0.05, True), (0.02, 0.002, False), (0.0, 0.0, False)]
+)
 def test_the_share_of_the_new_adapter(noise, step, told):
     """Its interval holds the true share, and is narrow unless rounding hides the adapters' difference."""
     generator = torch.Generator().manual_seed(0)

@@ -29,7 +29,11 @@ VALIDATED = {"validation_fraction": 0.2, "run_val_every_n_steps": 1, "log_every_
 
 
 def test_tensorboard_shows_every_validation_and_the_config(folder, tmp_path):
-    logger = {"_component_": f"{LOGGERS}.TensorBoardLogger", "log_dir": str(tmp_path / "board"), "organize_logs": False}
+    logger = {
+        "_component_": f"{LOGGERS}.TensorBoardLogger",
+        "log_dir": str(tmp_path / "board"),
+        "organize_logs": False,
+    }
     finetune(folder, tmp_path / "out", metric_logger=logger, **VALIDATED)
     board = EventAccumulator(str(tmp_path / "board")).Reload()
     found = {event.step: event.tensor_proto.float_val[0] for event in board.Tensors("val_loss")}
@@ -45,7 +49,12 @@ def test_weights_and_biases_gets_every_validation_and_the_config(folder, tmp_pat
     """A resumed run of theirs has a config that differs in resume_from_checkpoint, which they refuse by default."""
     wandb = MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    finetune(folder, tmp_path / "out", metric_logger={"_component_": f"{LOGGERS}.WandBLogger"}, **VALIDATED)
+    finetune(
+        folder,
+        tmp_path / "out",
+        metric_logger={"_component_": f"{LOGGERS}.WandBLogger"},
+        **VALIDATED,
+    )
     logged = [call.args[0] for call in wandb.log.call_args_list]
     assert [line["global_step"] for line in logged if "val_loss" in line] == [1, 2, 3, 4, 5, 6]
     assert [line["global_step"] for line in logged if "loss" in line] == [4]

@@ -51,7 +51,9 @@ def folder(tmp_path, tiny, monkeypatch) -> Path:
 
 
 def write_run(folder: Path, tiny: tuple[Path, Path], name: str = "my_run.yaml", **changes) -> Path:
-    return write_yaml(folder / name, run_config(*tiny, folder / "out", **{"recipe": "layer_decay", **changes}))
+    return write_yaml(
+        folder / name, run_config(*tiny, folder / "out", **{"recipe": "layer_decay", **changes})
+    )
 
 
 def run_in_process(script: Path, *arguments: object, monkeypatch) -> int:
@@ -81,18 +83,28 @@ def test_its_key_comes_from_the_command_line_the_run_or_its_defaults(folder, tin
     assert set(cfg) == {*config.defaults("lora_finetune_rocm"), "layer_lr_decay"}
     (folder / "configs").mkdir()  # a folder of its own
     assert config.load(recipe, str(write_run(folder / "configs", tiny))).layer_lr_decay == 0.9
-    assert config.load(recipe, "cpu_pocket").recipe == "layer_decay", "a config of the recipe that it extends"
+    assert config.load(recipe, "cpu_pocket").recipe == "layer_decay", (
+        "a config of the recipe that it extends"
+    )
 
 
 def test_its_keys_are_checked_as_ours_are(folder, tiny):
     run = str(folder / "my_run.yaml")
-    with pytest.raises(UserError, match=r"unknown key layer_lr_decays; did you mean layer_lr_decay\?"):
+    with pytest.raises(
+        UserError, match=r"unknown key layer_lr_decays; did you mean layer_lr_decay\?"
+    ):
         config.load("layer_decay", run, ["layer_lr_decays=0.8"])
     trainer = runpy.run_path(str(folder / "layer_decay.py"))["LayerDecayTrainer"]
-    with pytest.raises(UserError, match="LayerDecayTrainer makes its own optimiser; set loraplus_lr_ratio=null"):
-        LoRAFinetune(config.load("layer_decay", run, ["loraplus_lr_ratio=4"]), trainer=trainer).check()
+    with pytest.raises(
+        UserError, match="LayerDecayTrainer makes its own optimiser; set loraplus_lr_ratio=null"
+    ):
+        LoRAFinetune(
+            config.load("layer_decay", run, ["loraplus_lr_ratio=4"]), trainer=trainer
+        ).check()
     write_run(folder, tiny, layer_lr_deacy=0.8)
-    with pytest.raises(UserError, match=r"unknown key layer_lr_deacy; did you mean layer_lr_decay\?"):
+    with pytest.raises(
+        UserError, match=r"unknown key layer_lr_deacy; did you mean layer_lr_decay\?"
+    ):
         config.load("layer_decay", run)
     write_run(folder, tiny)
     defaults = folder / "layer_decay.yaml"
@@ -125,7 +137,10 @@ def test_defaults_that_are_none(folder, defaults, message):
         ("recipe_main(NAME)(main)", "is no recipe; expected recipe_main"),
         ("recipe_main('mine')(main)", "recipe mine needs defaults=FILE.yaml"),
         ("recipe_main('mine', defaults='no.yaml')(main)", "no.yaml of recipe mine do not exist"),
-        ("recipe_main('raft_rocm', defaults='layer_decay.yaml')(main)", "raft_rocm is this library's recipe"),
+        (
+            "recipe_main('raft_rocm', defaults='layer_decay.yaml')(main)",
+            "raft_rocm is this library's recipe",
+        ),
         ("def (", "is no recipe"),
     ],
 )
@@ -137,12 +152,19 @@ def test_files_that_are_no_recipe(folder, script, message):
 
 @pytest.mark.parametrize(
     ("wanted", "asked"),
-    [("layer_decay", "raft_rocm"), ("raft_rocm", "layer_decay"), ("layer_decay", "lora_finetune_rocm")],
+    [
+        ("layer_decay", "raft_rocm"),
+        ("raft_rocm", "layer_decay"),
+        ("layer_decay", "lora_finetune_rocm"),
+    ],
 )
 def test_a_config_of_another_recipe_is_refused(folder, tiny, wanted, asked):
     run = write_run(folder, tiny, name="run.yaml") if wanted == "layer_decay" else "cpu_pocket_raft"
     start = "layer_decay.py" if wanted == "layer_decay" else wanted
-    with pytest.raises(UserError, match=f"is for recipe {wanted}, this is {asked}; start it with `tune run {start} --"):
+    with pytest.raises(
+        UserError,
+        match=f"is for recipe {wanted}, this is {asked}; start it with `tune run {start} --",
+    ):
         config.load(registry.find(asked, folder), str(run))
 
 
@@ -159,7 +181,9 @@ def test_a_recipe_that_extends_none_of_ours(folder, monkeypatch, capsys):
     assert config.load("layer_decay", str(own)).layer_lr_decay == 0.9
     for command in ("plan", "bench"):
         line = fails(capsys, lambda command=command: rocm_ext([command, "--config", str(own)]))
-        assert one_line_has(line, "layer_decay", "extends neither", "lora_finetune_rocm", "raft_rocm")
+        assert one_line_has(
+            line, "layer_decay", "extends neither", "lora_finetune_rocm", "raft_rocm"
+        )
 
 
 @pytest.mark.wide
@@ -185,19 +209,25 @@ def test_a_trainer_inside_raft_sees_its_keys():
 
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize("stated", ["layer_decay", "layer_decay.py", "nothing"])
-def test_plan_finds_its_defaults_beside_the_config(folder, tiny, stated, capsys, as_configured, cpu_of_known_speed):
+def test_plan_finds_its_defaults_beside_the_config(
+    folder, tiny, stated, capsys, as_configured, cpu_of_known_speed
+):
     run = str(write_run(folder, tiny, recipe=None if stated == "nothing" else stated))
     override = ["recipe=layer_decay.py"] if stated == "nothing" else []
     assert rocm_ext(["plan", "--config", run, "--json", "layer_lr_decay=0.7", *override]) == 0
     assert json.loads(capsys.readouterr().out)["rollout"] is None
-    line = fails(capsys, lambda: rocm_ext(["plan", "--config", run, "layer_lr_deca=0.7", *override]))
+    line = fails(
+        capsys, lambda: rocm_ext(["plan", "--config", run, "layer_lr_deca=0.7", *override])
+    )
     assert "did you mean layer_lr_decay" in line
     write_run(folder, tiny, recipe="layer_decays")
     line = fails(capsys, lambda: rocm_ext(["plan", "--config", run]))
     assert one_line_has(line, "recipe layer_decays is unknown", str(folder))
 
 
-def test_a_run_keeps_every_key_of_the_optimizer_and_its_folder_tells_the_recipe(folder, tiny, monkeypatch, capsys):
+def test_a_run_keeps_every_key_of_the_optimizer_and_its_folder_tells_the_recipe(
+    folder, tiny, monkeypatch, capsys
+):
     optimizer = {"_component_": "torch.optim.AdamW", "lr": 1e-3, "weight_decay": 0.3, "betas": [0.8, 0.9],
                  "fused": True}  # fmt: skip
     start = ["--config", write_run(folder, tiny, optimizer=optimizer)]
@@ -208,11 +238,20 @@ def test_a_run_keeps_every_key_of_the_optimizer_and_its_folder_tells_the_recipe(
         made.append(self)
 
     monkeypatch.setattr(torch.optim.AdamW, "__init__", noted)
-    assert run_in_process(folder / "layer_decay.py", *start, "layer_lr_decay=0.8", monkeypatch=monkeypatch) == 0
+    assert (
+        run_in_process(
+            folder / "layer_decay.py", *start, "layer_lr_decay=0.8", monkeypatch=monkeypatch
+        )
+        == 0
+    )
     last, first = made[-1].param_groups  # the plan makes one, too
     assert (last["lr"], first["lr"]) == (1e-3, 0.8e-3)
     for group in (last, first):
-        assert (group["weight_decay"], list(group["betas"]), group["fused"]) == (0.3, [0.8, 0.9], True)
+        assert (group["weight_decay"], list(group["betas"]), group["fused"]) == (
+            0.3,
+            [0.8, 0.9],
+            True,
+        )
     assert len(last["params"]) == len(first["params"]) > 0
 
     out = folder / "out"
@@ -227,12 +266,16 @@ def test_a_run_keeps_every_key_of_the_optimizer_and_its_folder_tells_the_recipe(
     assert config.load("layer_decay", str(out / "config.yaml")) == saved
     # and the run goes on only as what it was begun as
     start.append("resume_from_checkpoint=True")
-    line = fails(capsys, lambda: run_in_process(folder / "layer_decay.py", *start, monkeypatch=monkeypatch))
+    line = fails(
+        capsys, lambda: run_in_process(folder / "layer_decay.py", *start, monkeypatch=monkeypatch)
+    )
     assert "layer_lr_decay: was 0.8, is 0.9" in line
 
 
 @pytest.mark.wide
-def test_compare_takes_recipes_of_one_family_and_names_the_difference(folder, tiny, monkeypatch, capsys):
+def test_compare_takes_recipes_of_one_family_and_names_the_difference(
+    folder, tiny, monkeypatch, capsys
+):
     from rocm_ext.recipes import lora_finetune_rocm
 
     plain = write_yaml(folder / "plain.yaml", run_config(*tiny, folder / "plain"))
@@ -263,7 +306,9 @@ def package(tmp_path, monkeypatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path / "site")
     real = importlib.metadata.entry_points
     ours = {"group": registry.GROUP}
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **kw: entries if kw == ours else real(**kw))
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda **kw: entries if kw == ours else real(**kw)
+    )
     registry.recipes.cache_clear()
     yield home
     registry.recipes.cache_clear()
@@ -272,7 +317,9 @@ def package(tmp_path, monkeypatch) -> Path:
 def test_a_package_registers_recipes_and_configs(package, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/tune", "download"])
     monkeypatch.setattr(torchtune_registry, "_ALL_RECIPES", [])
-    monkeypatch.setattr("rocm_ext.config.startup.begin", lambda tune: None)  # this process stays as it is
+    monkeypatch.setattr(
+        "rocm_ext.config.startup.begin", lambda tune: None
+    )  # this process stays as it is
     hook.register()
     *ours, theirs = torchtune_registry._ALL_RECIPES
     assert [recipe.name for recipe in ours] == list(registry.TITLES)
@@ -293,7 +340,9 @@ def test_files_beside_a_packaged_recipe_that_are_no_configs(package):
     (package / "torn.yaml").write_text("recipe: [layer_decay\n")
     (package / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     (package / "folder.yaml").mkdir()
-    assert [path.name for path in registry.recipes()["layer_decay"].configs] == ["pocket_decay.yaml"]
+    assert [path.name for path in registry.recipes()["layer_decay"].configs] == [
+        "pocket_decay.yaml"
+    ]
 
 
 # one write, which lines of other ranks cannot split
@@ -303,7 +352,11 @@ MARK = "import os\nos.write(1, f\"top {os.getpid()} {os.environ.get('GOMP_SPINCO
 def bare() -> dict[str, str]:
     """An environment without the CPU profile's variables."""
     ours = environment_for(load_profile("cpu"), detect(), {})
-    return {name: value for name, value in os.environ.items() if name not in ours and name != registry.DECIDED}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ours and name != registry.DECIDED
+    }
 
 
 @pytest.mark.wide  # test_startup.py has it without a process
@@ -312,7 +365,14 @@ def test_tune_run_sets_the_environment_before_the_script_begins_and_runs_it_once
     script = folder / "layer_decay.py"
     script.write_text(MARK + script.read_text())
     ranks = ["--nproc_per_node", "2"] if how == "two ranks" else []
-    command = [str(Path(sys.executable).with_name("tune")), "run", *ranks, "layer_decay.py", "--config", "my_run.yaml"]
+    command = [
+        str(Path(sys.executable).with_name("tune")),
+        "run",
+        *ranks,
+        "layer_decay.py",
+        "--config",
+        "my_run.yaml",
+    ]
     environ = {**bare(), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*command, "layer_lr_decay=0.8"], cwd=folder, env=environ, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:  # fmt: skip
@@ -333,7 +393,9 @@ def test_a_script_that_is_started_without_tune_is_told_what_comes_late(folder):
     script = folder / "layer_decay.py"
     script.write_text(MARK + script.read_text())
     command = [sys.executable, str(script), "--config", "my_run.yaml"]
-    run = subprocess.run(command, cwd=folder, env={**bare(), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    run = subprocess.run(
+        command, cwd=folder, env={**bare(), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("top") == 1
     assert "or: export GOMP_SPINCOUNT=20000" in run.stderr
@@ -341,7 +403,12 @@ def test_a_script_that_is_started_without_tune_is_told_what_comes_late(folder):
 
 @pytest.mark.wide
 def test_eval_has_the_environment_before_torch_is_imported(tmp_path):
-    command = [str(Path(sys.executable).with_name("rocm-ext")), "eval", "--config", "cpu_pocket_raft"]
+    command = [
+        str(Path(sys.executable).with_name("rocm-ext")),
+        "eval",
+        "--config",
+        "cpu_pocket_raft",
+    ]
     run = subprocess.run(command, cwd=tmp_path, env=bare(), capture_output=True, text=True)
     assert run.returncode == 1
     assert "environment: GOMP_SPINCOUNT=20000 " in run.stderr

@@ -30,20 +30,34 @@ FREE_MEMORY = Figures("", False, {"fp32": 1e11}, 1e30)  # only operations take t
 def top(tmp_path_factory) -> Path:
     """A model with a wide vocabulary, and 32 pairs of long sides: prompts of about 60 tokens, answers of about 200."""
     top = tmp_path_factory.mktemp("views")
-    write_model(top / "model", hidden_size=128, intermediate_size=352, num_hidden_layers=3, vocab=4096)
-    sides = {"chosen": "She sold half as many clips in May. ", "rejected": "Weng earns $12 an hour. "}
+    write_model(
+        top / "model", hidden_size=128, intermediate_size=352, num_hidden_layers=3, vocab=4096
+    )
+    sides = {
+        "chosen": "She sold half as many clips in May. ",
+        "rejected": "Weng earns $12 an hour. ",
+    }
     rows = [
-        {"prompt": f"How many {i:02}? " * 10, **{side: text * 16 for side, text in sides.items()}} for i in range(32)
+        {"prompt": f"How many {i:02}? " * 10, **{side: text * 16 for side, text in sides.items()}}
+        for i in range(32)
     ]
     (top / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    single = [{"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2} for i, row in enumerate(rows)]
+    single = [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2}
+        for i, row in enumerate(rows)
+    ]
     (top / "single.jsonl").write_text("".join(json.dumps(row) + "\n" for row in single))
     return top
 
 
 def write_config(top: Path, out: Path, lora: dict | None = None, **changes) -> Path:
-    dataset = {"_component_": "rocm_ext.data.preference_dataset", "source": str(top / "pairs.jsonl")}
-    cfg = run_config(top / "model", top / "pairs.jsonl", out, recipe="dpo_rocm", startup_checks=False, **changes)
+    dataset = {
+        "_component_": "rocm_ext.data.preference_dataset",
+        "source": str(top / "pairs.jsonl"),
+    }
+    cfg = run_config(
+        top / "model", top / "pairs.jsonl", out, recipe="dpo_rocm", startup_checks=False, **changes
+    )
     cfg |= {"dataset": dataset, "max_steps_per_epoch": 2}
     cfg["tokenizer"]["max_seq_len"] = None
     cfg["model"] |= lora or {}
@@ -54,7 +68,9 @@ def write_config(top: Path, out: Path, lora: dict | None = None, **changes) -> P
 def _speeds(monkeypatch):
     """Neither measure this CPU nor search for better settings, which takes most of the time."""
     monkeypatch.setattr("rocm_ext.plan.speeds.measure_cpu", lambda: FREE_MEMORY)
-    monkeypatch.setattr(TrainingPlanner, "fit", lambda self, budget: self.choice(self.rows.longest, [], budget))
+    monkeypatch.setattr(
+        TrainingPlanner, "fit", lambda self, budget: self.choice(self.rows.longest, [], budget)
+    )
 
 
 # with dropout both sides compute the prompt
@@ -84,7 +100,9 @@ def test_a_pair_is_planned_as_two_sequences_that_share_a_prompt(top, tmp_path, c
         score(recipe.learner, recipe.trainer.rows)
     found = plan(capsys, "--config", path)
     planned = found["configured"]["step"]
-    assert planned["tokens"] == pytest.approx(sum(batch.real_tokens for batch in update.batches), rel=0.02)
+    assert planned["tokens"] == pytest.approx(
+        sum(batch.real_tokens for batch in update.batches), rel=0.02
+    )
     assert planned["flops"] == pytest.approx(sum(op.flops for op in step.operations), rel=0.02)
     seconds = sum(op.flops for op in reference.operations) / 1e11
     assert found["reference_seconds"] == pytest.approx(seconds, rel=0.02)
@@ -113,7 +131,9 @@ def test_the_baseline_of_single_answers_is_planned(top, tmp_path, capsys):
     assert found["configured"]["memory"]["peak"] == recipe.learner.planned_peak
 
 
-def dpo(folder: Path, speed: float = 1000.0, factor: float = 1.0, steps: int = 60, **settings) -> Path:
+def dpo(
+    folder: Path, speed: float = 1000.0, factor: float = 1.0, steps: int = 60, **settings
+) -> Path:
     """Write the folder of a run of 60 steps, with a validation every 20, whose margin grows from 0 to 2."""
     margins = factor * np.linspace(0, 2, steps)
     lines = step_lines(np.log1p(np.exp(-margins)), speed)
@@ -138,9 +158,14 @@ PREFERENCES = ["Margin", "Accuracy", "Rewards", "Validation: rewards", "Log-prob
 
 
 def test_a_report_draws_what_pairs_measure(tmp_path):
-    runs = [dpo(tmp_path / "run"), dpo(tmp_path / "other", factor=0.5, recipe="my_pairs")]  # which extends dpo_rocm
+    runs = [
+        dpo(tmp_path / "run"),
+        dpo(tmp_path / "other", factor=0.5, recipe="my_pairs"),
+    ]  # which extends dpo_rocm
     assert (RunFolder(runs[1]).recipe, RunFolder(runs[1]).family) == ("my_pairs", "dpo_rocm")
-    assert {"margin 2.000", "accuracy 90.0 %", "validation margin 1.000"} <= {*run_text(progress(runs[0])).split(", ")}
+    assert {"margin 2.000", "accuracy 90.0 %", "validation margin 1.000"} <= {
+        *run_text(progress(runs[0])).split(", ")
+    }
     for shown in (runs[:1], runs):
         assert main(["report", *map(str, shown), "--output", str(tmp_path / "report.html")]) == 0
         html = (tmp_path / "report.html").read_text()
@@ -152,12 +177,23 @@ def test_a_report_draws_what_pairs_measure(tmp_path):
     for fact in ("Recipe DPO", "Steps 60, epoch 1", "Margin 0.08475 → 1.915, means of 6 steps", "Validation margin",
                  "Accuracy 51.69 → 88.31, means of 6 steps (%)", "Best validation loss 0.4 at step 60"):  # fmt: skip
         assert fact in text, fact
-    assert all(f"{name} goes from" in html for name in ("run, training", "other, validation")), "runs are told apart"
+    assert all(f"{name} goes from" in html for name in ("run, training", "other, validation")), (
+        "runs are told apart"
+    )
 
 
 def test_compare_decides_by_loss(tmp_path, capsys):
     a = dpo(tmp_path / "a", loss={"beta": 0.1, "chunk_tokens": 8})
-    assert main(["compare", str(a), str(dpo(tmp_path / "b", speed=1800, loss={"beta": 0.1, "chunk_tokens": 16}))]) == 0
+    assert (
+        main(
+            [
+                "compare",
+                str(a),
+                str(dpo(tmp_path / "b", speed=1800, loss={"beta": 0.1, "chunk_tokens": 16})),
+            ]
+        )
+        == 0
+    )
     assert "validation loss at step 60" in capsys.readouterr().out
     other = dpo(tmp_path / "other", speed=1800, factor=0.5, loss={"beta": 0.05})
     assert main(["compare", str(a), str(other), "--json"]) == 3

@@ -47,7 +47,10 @@ def test_the_page_of_a_run(run):
         "10 160 5 of 10 50.0 % 23.7 – 76.3",  # the evaluation after step 10 and its 160 answers
     ):  # fmt: skip
         assert fact in text, fact
-    for title, names in {"Parts of the reward": {"form", "sum"}, "Pass@k": {"k = 1", "k = 2"}}.items():
+    for title, names in {
+        "Parts of the reward": {"form", "sum"},
+        "Pass@k": {"k = 1", "k = 2"},
+    }.items():
         assert {line["name"] for line in figure(html, title)["data"]} == names
     assert "not finite" not in text  # step 4 made no update, so it has no loss
     assert 4 not in figure(html, "Loss")["data"][0]["x"]
@@ -62,7 +65,9 @@ def test_charts_of_zeros_are_named(run):
             line |= {"mismatch_mean": 0.0, "mismatch_max": 0.0}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     html = report(run)
-    assert figures(html) == [title for title in drawn if title not in ("Mismatch", "Largest mismatch")]
+    assert figures(html) == [
+        title for title in drawn if title not in ("Mismatch", "Largest mismatch")
+    ]
     assert "0 throughout: Mismatch, Largest mismatch, " in words(html)
 
 
@@ -76,15 +81,24 @@ def test_groups_to_read(run, tmp_path):
     assert "CORRECT reward 1, 25 tokens step 1: 0 and 1 found 0" in text
     assert "WRONG reward 0, 25 tokens, cut off step 20: 2 and 1 found 2" in text
     samples = run / "samples.jsonl"
-    for path in (run / "verdicts.jsonl", samples):  # the order of the lines does not matter, nor do damaged ones
+    for path in (
+        run / "verdicts.jsonl",
+        samples,
+    ):  # the order of the lines does not matter, nor do damaged ones
         lines = path.read_text().splitlines(keepends=True)
-        path.write_bytes("".join(reversed(lines)).encode() + b'{"step": 1, junk}\n\xff\n{"step": 1, "phase": "sam')
+        path.write_bytes(
+            "".join(reversed(lines)).encode()
+            + b'{"step": 1, junk}\n\xff\n{"step": 1, "phase": "sam'
+        )
     html = report(run)
     assert groups(html) == [(step, kind, 4) for step in (1, 20) for kind in kinds]
     for name in ("verdicts", "samples"):
         assert f"{name}.jsonl: skipped 2 lines that are not JSON objects" in words(html)
     samples.write_text("".join(line for line in reversed(lines) if json.loads(line)["step"] >= 18))
-    assert {step for step, _, _ in groups(report(run))} == {18, 20}  # the last steps' answers alone are kept
+    assert {step for step, _, _ in groups(report(run))} == {
+        18,
+        20,
+    }  # the last steps' answers alone are kept
     html = report(grpo(tmp_path / "many", {}, steps=1, samples=20))
     assert {shown for _, _, shown in groups(html)} == {8}
     assert "8 of 20 answers" in words(html)
@@ -129,7 +143,9 @@ def test_a_conversation_to_read(tmp_path):
     ]  # fmt: skip
     text = conversation(grpo(tmp_path / "run", {}, steps=1, samples=2), said)
     asked, first, second = re.split("WRONG reward 0, 20 tokens|CORRECT reward 1, 25 tokens", text)
-    opening = "1 tool: in_stock in_stock Count an item. item string Its name. system Look each item up."
+    opening = (
+        "1 tool: in_stock in_stock Count an item. item string Its name. system Look each item up."
+    )
     assert opening in asked
     assert asked.endswith("user How many limes? "), "once for all answers"
     assert first.split() == second.split() == (
@@ -140,7 +156,9 @@ def test_a_conversation_to_read(tmp_path):
 
 
 def test_a_conversation_has_its_prompt_once(tmp_path):
-    data = write_jsonl(tmp_path / "rows.jsonl", [{"id": "0123456789abcdef", "prompt": "How many limes?"}])
+    data = write_jsonl(
+        tmp_path / "rows.jsonl", [{"id": "0123456789abcdef", "prompt": "How many limes?"}]
+    )
     prompts = {"_component_": "rocm_ext.data.prompt_dataset", "source": str(data)}
     said = [{"role": "assistant", "content": "24"}]
     for program in (True, False):
@@ -172,14 +190,18 @@ def test_other_states(tmp_path):
     sampling = grpo(tmp_path / "sampling", {}, steps=1, planned=20, finished=False)
     (sampling / "metrics.jsonl").unlink()
     assert {step for step, _, _ in groups(report(sampling))} == {1}
-    scores = dict.fromkeys(range(61), RIGHT[0]) | {30: RIGHT[20]}  # more evaluations than a table shows
+    scores = dict.fromkeys(range(61), RIGHT[0]) | {
+        30: RIGHT[20]
+    }  # more evaluations than a table shows
     text = words(report(grpo(tmp_path / "long", scores, steps=60)))
     assert "Best held-out pass@1 80.0 % after step 30" in text
     assert 0 < len(re.findall(r" 3 of 10 30.0 %| 8 of 10 80.0 %", text)) < 61
 
 
 def test_beside_a_run_of_raft(run, tmp_path):
-    html = report(run, raft(tmp_path / "raft", [RIGHT[0], RIGHT[20]]), output=tmp_path / "both.html")
+    html = report(
+        run, raft(tmp_path / "raft", [RIGHT[0], RIGHT[20]]), output=tmp_path / "both.html"
+    )
     drawn = html.split("<b>Held-out pass@1 by answers</b>")[1].split("</figure>")[0]
     assert "raft goes from 30 at answers sampled 0 to 80 at answers sampled 24" in drawn
 
@@ -190,7 +212,13 @@ def test_beside_a_run_of_raft(run, tmp_path):
 def test_two_runs_by_held_out_scores(tmp_path, capsys, worse, better, code, says):
     before, middle, after = passing(0.3, 1), passing(0.4, 3), passing(0.5, 2)
     a = grpo(tmp_path / "a", {0: before, 10: middle, 20: after}, steps=24, seconds=20)
-    b = grpo(tmp_path / "b", {0: before, 5: middle, 20: flip(after, worse, better)}, steps=24, seconds=10, clip_low=0.1)
+    b = grpo(
+        tmp_path / "b",
+        {0: before, 5: middle, 20: flip(after, worse, better)},
+        steps=24,
+        seconds=10,
+        clip_low=0.1,
+    )
     assert main(["compare", str(a), str(b)]) == code
     out = capsys.readouterr().out
     assert says in out.splitlines()[-1]
@@ -199,7 +227,9 @@ def test_two_runs_by_held_out_scores(tmp_path, capsys, worse, better, code, says
     assert "clip_low" in out
     found = document(capsys, a, b)
     assert found["p"] == pytest.approx(mcnemar(worse, better))
-    scores = {name: shares for name, shares in found["measured"].items() if name.startswith("held-out")}
+    scores = {
+        name: shares for name, shares in found["measured"].items() if name.startswith("held-out")
+    }
     assert list(scores) == ["held-out pass@1, step 0", "held-out pass@1, step 20"]
     of_a, of_b = scores["held-out pass@1, step 20"]
     assert of_b - of_a == pytest.approx((better - worse) / 400)
@@ -213,13 +243,22 @@ def test_two_runs_by_held_out_scores(tmp_path, capsys, worse, better, code, says
 def test_evaluations_with_configs_of_both_recipes(tmp_path, capsys):
     """`rocm-ext eval` writes the same records with either; older versions wrote the scores to a file of the cycle."""
     a = raft(tmp_path / "a", [passing(0.3, 1)], finished=False, prompts=None)
-    b = raft(tmp_path / "b", [flip(passing(0.3, 1), 0, 60)], finished=False, prompts=None, recipe="grpo_rocm", steps=10)
+    b = raft(
+        tmp_path / "b",
+        [flip(passing(0.3, 1), 0, 60)],
+        finished=False,
+        prompts=None,
+        recipe="grpo_rocm",
+        steps=10,
+    )
     assert RunFolder(b).is_evaluation
     assert RunFolder(b).finished
     assert main(["compare", str(a), str(b)]) == 0
     assert "held-out pass@1 +15.0 points" in " ".join(capsys.readouterr().out.split())
     (b / "cycle_0").mkdir()
-    (b / "cycle_0" / "eval.json").write_text(json.dumps(json.loads((b / "metrics.jsonl").read_text())["eval"]))
+    (b / "cycle_0" / "eval.json").write_text(
+        json.dumps(json.loads((b / "metrics.jsonl").read_text())["eval"])
+    )
     (b / "metrics.jsonl").write_text("")
     assert RunFolder(b).finished
     assert main(["compare", str(a), str(b)]) == 3  # an unknown speed
@@ -228,7 +267,10 @@ def test_evaluations_with_configs_of_both_recipes(tmp_path, capsys):
 
 def told(capsys, out: Path) -> dict:
     capsys.readouterr()
-    assert main(["monitor", "--json", "--count", "1", "--root", str(out.parent), "--run", str(out)]) == 0
+    assert (
+        main(["monitor", "--json", "--count", "1", "--root", str(out.parent), "--run", str(out)])
+        == 0
+    )
     return json.loads(capsys.readouterr().out)["run"]
 
 
@@ -239,7 +281,10 @@ def test_progress_of_a_running_run(tmp_path, capsys):
     answers = policy_answers(6, 4, 4)
 
     def verdicts(count: int, phase: str = "sample") -> None:
-        lines = [json.dumps({"step": 6, "phase": phase, **verdict}) + "\n" for _, verdict in answers[:count]]
+        lines = [
+            json.dumps({"step": 6, "phase": phase, **verdict}) + "\n"
+            for _, verdict in answers[:count]
+        ]
         with (out / "verdicts.jsonl").open("a") as file:
             file.write("".join(lines))
         os.utime(out / "metrics.jsonl", (1e9, 1e9))
@@ -263,9 +308,15 @@ def test_progress_of_a_running_run(tmp_path, capsys):
 @pytest.mark.parametrize("recipe", ["my_policy", None])
 def test_the_records_tell_the_family_and_the_end(run, recipe):
     config = run / "config.yaml"
-    whole = config.read_text().replace("recipe: grpo_rocm\n", f"recipe: {recipe}\n" if recipe else "")
+    whole = config.read_text().replace(
+        "recipe: grpo_rocm\n", f"recipe: {recipe}\n" if recipe else ""
+    )
     summary = json.loads((run / "summary.json").read_text())
-    for planned, stopped, finished in ((20, None, True), (30, None, False), (30, "no better held-out score", True)):
+    for planned, stopped, finished in (
+        (20, None, True),
+        (30, None, False),
+        (30, "no better held-out score", True),
+    ):
         config.write_text(whole.replace("\nsteps: 20", f"\nsteps: {planned}"))
         (run / "summary.json").write_text(json.dumps({**summary, "stopped": stopped}))
         assert (RunFolder(run).family, RunFolder(run).finished) == ("grpo_rocm", finished)

@@ -14,7 +14,11 @@ from tests.kit.run_folders import curve, grpo, raft, sft, write_jsonl
 
 def hardware(folder: Path, lines: int = 30) -> Path:
     readings = [
-        {"time": 1.75e9 + 5 * i, "gpus": [{"id": "a", "busy": i}, {"id": "b", "power": 100 + i}], "host": {"cpu": 10}}
+        {
+            "time": 1.75e9 + 5 * i,
+            "gpus": [{"id": "a", "busy": i}, {"id": "b", "power": 100 + i}],
+            "host": {"cpu": 10},
+        }
         for i in range(lines)
     ]
     write_jsonl(folder / "hardware.jsonl", readings)
@@ -31,9 +35,13 @@ def two_ranks(folder: Path) -> Path:
 
 
 RUNS = {
-    "sft": lambda path: hardware(sft(path, curve(60), validation={20: 1.4, 60: 1.1}, finished=False)),
+    "sft": lambda path: hardware(
+        sft(path, curve(60), validation={20: 1.4, 60: 1.1}, finished=False)
+    ),
     "raft": lambda path: hardware(raft(path, [[True, False]] * 3, drawn=2, finished=False)),
-    "grpo": lambda path: hardware(grpo(path, {0: [True, False], 6: [True, True]}, steps=6, finished=False)),
+    "grpo": lambda path: hardware(
+        grpo(path, {0: [True, False], 6: [True, True]}, steps=6, finished=False)
+    ),
     "ranks": lambda path: two_ranks(grpo(path, {0: [True, False]}, steps=5, finished=False)),
 }
 

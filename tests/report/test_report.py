@@ -87,9 +87,14 @@ def test_a_run_of_sft(run, capsys):
 
 @pytest.mark.parametrize("recipe", ["lora_finetune_rocm", "dpo_rocm", "of_my_own"])
 def test_a_run_of_sft_with_evaluations(tmp_path, recipe):
-    out = sft(tmp_path / "run", curve(20), right=dict(zip((0, 10, 20), RIGHT, strict=True)), recipe=recipe)
+    out = sft(
+        tmp_path / "run", curve(20), right=dict(zip((0, 10, 20), RIGHT, strict=True)), recipe=recipe
+    )
     html = report(out)
-    assert [title for title in figures(html) if title != "Validation loss"] == ["Held-out pass@1", *CHARTS]
+    assert [title for title in figures(html) if title != "Validation loss"] == [
+        "Held-out pass@1",
+        *CHARTS,
+    ]
     assert figure(html, "Held-out pass@1")["data"][0]["x"] == [0, 10, 20]
     text = words(html)
     assert "30.0 % (10.8 – 60.3) → 80.0 % (49.0 – 94.3)" in text
@@ -104,7 +109,9 @@ def test_a_run_of_raft(raft_run):
     html = report(raft_run)
     assert figures(html) == [*RAFT_CHARTS, *CHARTS]
     text = words(html)
-    assert "30.0 % (10.8 – 60.3) → 80.0 % (49.0 – 94.3)" in text  # Wilson's intervals of 3 and 8 of 10
+    assert (
+        "30.0 % (10.8 – 60.3) → 80.0 % (49.0 – 94.3)" in text
+    )  # Wilson's intervals of 3 and 8 of 10
     assert "cycle 2 24 8 of 10 80.0 % 49.0 – 94.3" not in text
     assert "cycle 2 48 8 of 10 80.0 % 49.0 – 94.3" in text  # after 24 answers in each of two cycles
     assert "groups of cycles 1 and 2, one of each kind" in text
@@ -129,13 +136,19 @@ def test_several_runs(run, raft_run, tmp_path, monkeypatch):
     assert "seed" in differing
     assert "output_dir" not in differing  # nor what is below it
     assert "State not finished, last line of 20" in text
-    drawn = [trace["line"]["color"] for trace in figure(html, "Loss")["data"] if trace.get("hoverinfo") != "skip"]
+    drawn = [
+        trace["line"]["color"]
+        for trace in figure(html, "Loss")["data"]
+        if trace.get("hoverinfo") != "skip"
+    ]
     assert drawn == ["var(--c0)", "var(--c1)", "var(--c2)"]
 
 
 def prompts(folder: Path) -> dict[str, Any]:
     """The setting ``prompts`` of a run, whose file is written into a folder."""
-    rows = [{"id": f"prompt{i}", "prompt": f"What is {i} and {i}?", "answer": "7"} for i in range(6)]
+    rows = [
+        {"id": f"prompt{i}", "prompt": f"What is {i} and {i}?", "answer": "7"} for i in range(6)
+    ]
     data = write_jsonl(folder / "prompts.jsonl", rows)
     return {"_component_": "rocm_ext.data.prompt_dataset", "source": str(data)}
 
@@ -153,7 +166,9 @@ def test_hardware_of_several_gpus_and_a_pause(tmp_path):
     load = figure(html, "GPU load")
     assert [trace["name"] for trace in load["data"]] == ["GPU 0", "GPU 1", "GPU 2"]
     assert [mark["label"]["text"] for mark in load["layout"]["shapes"]] == ["resumed"]
-    assert [trace["y"].index(None) for trace in load["data"]] == [60] * 3  # two strokes, and none across
+    assert [trace["y"].index(None) for trace in load["data"]] == [
+        60
+    ] * 3  # two strokes, and none across
     assert "9m55s, resumed 1 time" in words(html)  # the pause in between does not count
 
 
@@ -164,10 +179,16 @@ def test_runs_with_few_steps(tmp_path):
     html = report(sft(tmp_path / "one", curve(1), finished=False))
     assert figures(html) == list(CHARTS)
     traces = [trace for title in CHARTS for trace in figure(html, title)["data"]]
-    assert [(trace["x"], trace["mode"]) for trace in traces] == [([1], "lines+markers")] * len(CHARTS)
+    assert [(trace["x"], trace["mode"]) for trace in traces] == [([1], "lines+markers")] * len(
+        CHARTS
+    )
     html = report(sft(tmp_path / "three", [2.5, 2.0, 1.5]))
-    assert 'aria-label="Loss, nats per token: loss goes from 2.5 at step 1 to 1.5 at step 3"' in html
-    html = report(raft(tmp_path / "raft", RIGHT[:1], finished=False))  # the evaluation before training
+    assert (
+        'aria-label="Loss, nats per token: loss goes from 2.5 at step 1 to 1.5 at step 3"' in html
+    )
+    html = report(
+        raft(tmp_path / "raft", RIGHT[:1], finished=False)
+    )  # the evaluation before training
     assert figures(html) == ["Held-out pass@1"]
     assert "cycle 0 0 3 of 10 30.0 % 10.8 – 60.3" in words(html)
 
@@ -176,7 +197,9 @@ def test_losses_that_are_not_finite_and_spikes(tmp_path):
     losses = curve(60)
     losses[[20, 40]] = np.nan, np.inf
     html = report(sft(tmp_path / "run", losses))
-    (lost,) = [trace for trace in figure(html, "Loss")["data"] if trace["name"].endswith("not finite")]
+    (lost,) = [
+        trace for trace in figure(html, "Loss")["data"] if trace["name"].endswith("not finite")
+    ]
     assert lost["x"] == [21, 41]
     (_, lost) = figure(report(sft(tmp_path / "all", [np.nan] * 30)), "Loss")["data"]
     assert len(lost["x"]) == 30
@@ -185,7 +208,9 @@ def test_losses_that_are_not_finite_and_spikes(tmp_path):
     html = report(sft(tmp_path / "spike", losses))
     loss = figure(html, "Loss")
     assert 2 < loss["layout"]["yaxis"]["range"][1] < 20
-    assert max(value for trace in loss["data"] for value in trace["y"]) == 1e6  # a reader can zoom out
+    assert (
+        max(value for trace in loss["data"] for value in trace["y"]) == 1e6
+    )  # a reader can zoom out
     assert "without spikes" in words(html)
 
 
@@ -193,7 +218,9 @@ def test_in_the_middle_of_a_cycle(raft_run):
     shutil.rmtree(raft_run / "adapter")
     (raft_run / "summary.json").unlink()
     lines = (raft_run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (raft_run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < 2))
+    (raft_run / "metrics.jsonl").write_text(
+        "".join(line for line in lines if json.loads(line)["step"] < 2)
+    )
     for name in ("samples", "verdicts"):
         remove_lines(raft_run / f"{name}.jsonl", 2, "eval")
     text = words(report(raft_run))
@@ -203,10 +230,23 @@ def test_in_the_middle_of_a_cycle(raft_run):
 
 
 def test_a_run_of_raft_of_an_earlier_version(raft_run, tmp_path):
-    now, before = RunFolder(raft_run), RunFolder(as_earlier_raft(shutil.copytree(raft_run, tmp_path / "before")))
+    now, before = (
+        RunFolder(raft_run),
+        RunFolder(as_earlier_raft(shutil.copytree(raft_run, tmp_path / "before"))),
+    )
     assert (before.family, before.unit, before.finished) == (now.family, now.unit, now.finished)
     assert before.evaluations == now.evaluations
-    for key in ("step", "answers", "sampled_tokens", "right", "kept", "updates", "entropy", "tokens", "seconds"):
+    for key in (
+        "step",
+        "answers",
+        "sampled_tokens",
+        "right",
+        "kept",
+        "updates",
+        "entropy",
+        "tokens",
+        "seconds",
+    ):
         assert before.steps[key].tolist() == pytest.approx(now.steps[key].tolist()), key
     assert before.updates["loss"].tolist() == now.updates["loss"].tolist()
     text = words(report(before.path))
@@ -250,7 +290,9 @@ def test_no_run(tmp_path, capsys, files):
     assert len(err.splitlines()) == 1
     assert str(folder) in err
     if isinstance(files, dict):
-        assert one_line_has(err, "output_dir", "lora_finetune_rocm", "raft_rocm", "grpo_rocm", "dpo_rocm")
+        assert one_line_has(
+            err, "output_dir", "lora_finetune_rocm", "raft_rocm", "grpo_rocm", "dpo_rocm"
+        )
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -267,36 +309,87 @@ def test_a_page_that_cannot_be_written(run, tmp_path, capsys, monkeypatch):
 
 
 JUNK = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just(10**400)),
-    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.sampled_from("ab"), inner, max_size=2)),
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just(10**400)
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2), st.dictionaries(st.sampled_from("ab"), inner, max_size=2)
+    ),
     max_leaves=4,
 )
-KEYS = ["step", "loss", "val_loss", "lr", "tokens", "seconds", "peak_memory", "time", "gpus", "host", "cycle", "phase"]
-KEYS += ["cycles", "filter", "prompts", "correct", "pass_at_k", "reward", "verdict", "sample", "prompt_id", "logprobs"]
-KEYS += ["messages", "tools", "given", "parts", "detail", "answers", "flat", "eval", "text", "stopped", "steps"]
+KEYS = [
+    "step",
+    "loss",
+    "val_loss",
+    "lr",
+    "tokens",
+    "seconds",
+    "peak_memory",
+    "time",
+    "gpus",
+    "host",
+    "cycle",
+    "phase",
+]
+KEYS += [
+    "cycles",
+    "filter",
+    "prompts",
+    "correct",
+    "pass_at_k",
+    "reward",
+    "verdict",
+    "sample",
+    "prompt_id",
+    "logprobs",
+]
+KEYS += [
+    "messages",
+    "tools",
+    "given",
+    "parts",
+    "detail",
+    "answers",
+    "flat",
+    "eval",
+    "text",
+    "stopped",
+    "steps",
+]
 KEYS += ["sample_seconds", "reward/form"]
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["raft", pytest.param("grpo", marks=pytest.mark.wide)])
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_values_in_its_files(tmp_path_factory, recipe, data):
     folder = tmp_path_factory.mktemp("wild")
     if recipe == "raft":
-        run, other = (hardware(raft(folder / name, RIGHT[:2], answers=4, drawn=1), lines=4) for name in "ab")
+        run, other = (
+            hardware(raft(folder / name, RIGHT[:2], answers=4, drawn=1), lines=4) for name in "ab"
+        )
     else:
         scores = {0: RIGHT[0], 2: RIGHT[2]}
-        run, other = (hardware(grpo(folder / name, scores, steps=3, samples=2), lines=4) for name in "ab")
+        run, other = (
+            hardware(grpo(folder / name, scores, steps=3, samples=2), lines=4) for name in "ab"
+        )
     files = sorted(path for path in run.rglob("*.json*") if path.is_file())
     for path in data.draw(st.lists(st.sampled_from(files), min_size=1, max_size=3, unique=True)):
         lines = path.read_text().splitlines()
         value = json.loads(data.draw(st.sampled_from(lines))) if path.suffix == ".jsonl" else {}
         value |= data.draw(st.dictionaries(st.sampled_from(KEYS), JUNK, min_size=1, max_size=4))
-        line, junk = json.dumps(value).encode(), data.draw(st.binary(max_size=60) | st.just(b"[" * 9000))
+        line, junk = (
+            json.dumps(value).encode(),
+            data.draw(st.binary(max_size=60) | st.just(b"[" * 9000)),
+        )
         with path.open("ab" if path.suffix == ".jsonl" else "wb") as file:
             file.write(
-                b"\n".join([line, junk, b""]) if path.suffix == ".jsonl" else data.draw(st.sampled_from([line, junk]))
+                b"\n".join([line, junk, b""])
+                if path.suffix == ".jsonl"
+                else data.draw(st.sampled_from([line, junk]))
             )
     assert "</html>" in report(run)
     for how in ([], ["--json"]):
@@ -304,23 +397,56 @@ def test_any_values_in_its_files(tmp_path_factory, recipe, data):
     assert main(["monitor", "--count", "1", "--root", str(folder), "--run", str(run)]) == 0
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_any_values_in_what_it_says_of_the_data(run, data):
     """A damaged `rows.json` leaves the rest of the page."""
-    spread = {"min": 3, "median": 4, "p95": 9, "max": 9, "mean": 5.0, "total": 16, "histogram": [[3, 5, 2], [6, 9, 1]]}
-    part = {"rows": 3, "counts": {"rows": 3, "truncated": 1}, "first": {"truncated": "a:1"}, "kept": 3, "repeated": 1}
+    spread = {
+        "min": 3,
+        "median": 4,
+        "p95": 9,
+        "max": 9,
+        "mean": 5.0,
+        "total": 16,
+        "histogram": [[3, 5, 2], [6, 9, 1]],
+    }
+    part = {
+        "rows": 3,
+        "counts": {"rows": 3, "truncated": 1},
+        "first": {"truncated": "a:1"},
+        "kept": 3,
+        "repeated": 1,
+    }
     part |= {"first_repeated": [["a:3", "a:2"]], "tokens": {"row": spread}, "trained_share": 0.5}
-    sequence = {"side": "rejected", "tokens": 3, "trained_tokens": 1, "text": "ask answer", "trained": [[4, 10]]}
-    content = {"dataset": part, "steps_per_epoch": 1, "rows_per_step": 3, "ranks": 1, "data_sets": []}
-    content |= {"validation": part, "shown": [{"row": 0, "origin": "a:1", "weight": 2.0, "sequences": [sequence]}]}
+    sequence = {
+        "side": "rejected",
+        "tokens": 3,
+        "trained_tokens": 1,
+        "text": "ask answer",
+        "trained": [[4, 10]],
+    }
+    content = {
+        "dataset": part,
+        "steps_per_epoch": 1,
+        "rows_per_step": 3,
+        "ranks": 1,
+        "data_sets": [],
+    }
+    content |= {
+        "validation": part,
+        "shown": [{"row": 0, "origin": "a:1", "weight": 2.0, "sequences": [sequence]}],
+    }
     (run / "rows.json").write_text(json.dumps(content))
     assert "<mark>answer</mark>" in report(run)
     inner, key = json.loads(json.dumps(content)), data.draw(st.sampled_from(sorted(content)))
     damaged = inner
     while isinstance(inner[key], dict | list) and inner[key] and data.draw(st.booleans()):
         inner = inner[key]
-        key = data.draw(st.sampled_from(sorted(inner) if isinstance(inner, dict) else range(len(inner))))
+        key = data.draw(
+            st.sampled_from(sorted(inner) if isinstance(inner, dict) else range(len(inner)))
+        )
     inner[key] = data.draw(JUNK | st.just({}))
     (run / "rows.json").write_text(json.dumps(damaged))
     assert {*CHARTS} <= {*figures(report(run))}
@@ -361,7 +487,9 @@ def test_smoothing_ignores_what_is_not_finite():
 
 NASTY = (
     "<script>window.pwned=1</script><img src=x onerror='window.pwned=2'>]]>--></title></style></pre></svg>"
-    "\"'`&lt;&#60;{{7*7}}{% raw %}\u202eright to left\u2066\x00\x1b[31m\x7f\u2028\ud800 \ufeff" + "W" * 5000
+    "\"'`&lt;&#60;{{7*7}}{% raw %}\u202eright to left\u2066\x00\x1b[31m\x7f\u2028\ud800 \ufeff"
+    + "W"
+    * 5000
 )
 
 
@@ -373,16 +501,29 @@ def hostile(folder: Path) -> Path:
     config |= {"model": {"_component_": NASTY, NASTY: NASTY}, "hardware": NASTY, "dtype": NASTY}
     (run / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
     scope = {"step": 2, "phase": "sample", "prompt_id": NASTY}
-    lines = [{**scope, "sample": i, "verdict": NASTY[:60], "reward": 0.5, "detail": NASTY} for i in range(3)]
-    calls = [{"id": NASTY, "function": {"name": NASTY, "arguments": {NASTY: NASTY}}, "problem": NASTY}]
-    said = {"role": NASTY, "name": NASTY, "content": NASTY, "reasoning_content": NASTY, "tool_calls": calls}
+    lines = [
+        {**scope, "sample": i, "verdict": NASTY[:60], "reward": 0.5, "detail": NASTY}
+        for i in range(3)
+    ]
+    calls = [
+        {"id": NASTY, "function": {"name": NASTY, "arguments": {NASTY: NASTY}}, "problem": NASTY}
+    ]
+    said = {
+        "role": NASTY,
+        "name": NASTY,
+        "content": NASTY,
+        "reasoning_content": NASTY,
+        "tool_calls": calls,
+    }
     parameters = {"properties": {NASTY: {"type": NASTY, "description": NASTY}}}
     tool = {"function": {"name": NASTY, "description": NASTY, "parameters": parameters}}
     told = {"messages": [said, {**said, "role": "system"}], "tools": [tool]}
     samples = [{**line, **told, "text": NASTY, "tokens": [1], "logprobs": [-1.0]} for line in lines]
     for name, more in (("verdicts", lines), ("samples", samples)):
         append_jsonl(run / f"{name}.jsonl", more)
-    append_jsonl(run / "metrics.jsonl", [{"step": 1, "reward": 0.5, "machine": NASTY, NASTY: NASTY}])
+    append_jsonl(
+        run / "metrics.jsonl", [{"step": 1, "reward": 0.5, "machine": NASTY, NASTY: NASTY}]
+    )
     gpus = [{"id": NASTY, "name": NASTY, "busy": 5}, {"id": "b", "busy": 6}]
     write_jsonl(run / "hardware.jsonl", [{"time": 5 * i, "gpus": gpus} for i in range(5)])
     return run

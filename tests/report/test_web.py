@@ -33,8 +33,19 @@ from tests.report.test_report import NASTY, figures, hostile, report, words
 @contextlib.contextmanager
 def serving(*arguments: object) -> Iterator[tuple[str, subprocess.Popen]]:
     """Start the command; yields the address it prints and its process."""
-    command = [sys.executable, "-m", "rocm_ext.cli", "monitor", "--web", "--interval", "0.1", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "rocm_ext.cli",
+        "monitor",
+        "--web",
+        "--interval",
+        "0.1",
+        *map(str, arguments),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout
             line = process.stdout.readline()
@@ -45,7 +56,9 @@ def serving(*arguments: object) -> Iterator[tuple[str, subprocess.Popen]]:
             process.kill()
 
 
-def ask(url: str, path: str = "", method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, str]:
+def ask(
+    url: str, path: str = "", method: str = "GET", **headers: str
+) -> tuple[http.client.HTTPResponse, str]:
     """Return the response to a request for a path below ``url``, and its text."""
     at = urlsplit(url)
     connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=60)
@@ -53,7 +66,9 @@ def ask(url: str, path: str = "", method: str = "GET", **headers: str) -> tuple[
     response = connection.getresponse()
     content = response.read()
     connection.close()
-    return response, (gzip.decompress(content) if response.headers["Content-Encoding"] else content).decode()
+    return response, (
+        gzip.decompress(content) if response.headers["Content-Encoding"] else content
+    ).decode()
 
 
 def wait(url: str, until: Callable[[str], Any]) -> str:
@@ -94,11 +109,23 @@ def test_the_whole_page(site):
 
 def test_no_other_path_method_name_or_address(site):
     url, _ = site
-    for path in ("../../../etc/passwd", "..%2f..%2fetc%2fpasswd", "metrics.jsonl", "run/config.yaml"):
+    for path in (
+        "../../../etc/passwd",
+        "..%2f..%2fetc%2fpasswd",
+        "metrics.jsonl",
+        "run/config.yaml",
+    ):
         assert ask(url, path)[0].status == 404
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
         assert ask(url, "page", method)[0].status == 501
-    for name in ("evil.example", "evil.example:8642", "127.0.0.1.evil.example", "", "[", "10.0.0.1"):
+    for name in (
+        "evil.example",
+        "evil.example:8642",
+        "127.0.0.1.evil.example",
+        "",
+        "[",
+        "10.0.0.1",
+    ):
         response, text = ask(url, Host=name)
         assert response.status == 403, name
         assert "Loss" not in text
@@ -117,7 +144,8 @@ def test_a_port_in_use(capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "named"), [(["--web", "--json"], "--json"), (["--port", "1"], "--web"), (["--run", "a", "b"], "--web")]
+    ("options", "named"),
+    [(["--web", "--json"], "--json"), (["--port", "1"], "--web"), (["--run", "a", "b"], "--web")],
 )
 def test_options_that_are_wrong(capsys, options, named):
     assert main(["monitor", *options]) == 2
@@ -128,12 +156,15 @@ def test_options_that_are_wrong(capsys, options, named):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 0), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.wide)]
+    ("number", "code"),
+    [(signal.SIGINT, 0), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.wide)],
 )
 def test_it_ends_cleanly(tmp_path, number, code):
     with serving("--port", 0, "--log", tmp_path / "log.jsonl") as (url, process):
         port = urlsplit(url).port or 0
-        with socket.create_connection(("127.0.0.1", port)):  # a browser's connection that stays open
+        with socket.create_connection(
+            ("127.0.0.1", port)
+        ):  # a browser's connection that stays open
             wait(url, lambda text: "Host" in text)
             process.send_signal(number)
             assert process.wait(30) == code
@@ -158,7 +189,9 @@ def test_a_run_from_before_its_begin_to_its_end(tmp_path):
         hour = float(int(time.time()) - 3600)
         for path in run.iterdir():
             os.utime(path, (hour, hour))  # as if it had been killed
-        page = wait(url, lambda text: "Nothing new: the run has stopped, hangs or was killed" in text)
+        page = wait(
+            url, lambda text: "Nothing new: the run has stopped, hangs or was killed" in text
+        )
         assert f'data-at="{hour}"' in page
         append(run, *lines[2:])  # it was resumed, and did a step again
         assert "Running" in wait(url, lambda text: "Steps 8" in words(text))
@@ -169,7 +202,11 @@ def test_a_run_from_before_its_begin_to_its_end(tmp_path):
 
 
 def test_several_runs_one_of_them_to_come(tmp_path):
-    folders = [raft(tmp_path / "a", [[True, False]] * 2), grpo(tmp_path / "b", {0: [True]}, steps=3), tmp_path / "c"]
+    folders = [
+        raft(tmp_path / "a", [[True, False]] * 2),
+        grpo(tmp_path / "b", {0: [True]}, steps=3),
+        tmp_path / "c",
+    ]
     folders.append(hostile(tmp_path))
     with serving("--port", 0, "--run", *folders) as (url, _):
         html = ask(url)[1]
@@ -212,7 +249,15 @@ def test_the_page_says_that_it_loads(tmp_path, monkeypatch):
 @pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.wide)])
 def test_in_a_browser(browser, tmp_path, width):
     """The page follows a run; what the reader opened, zoomed and scrolled to stays."""
-    run = hardware(grpo(tmp_path / "run", {0: [True, False], 6: [True, True]}, steps=6, planned=40, finished=False))
+    run = hardware(
+        grpo(
+            tmp_path / "run",
+            {0: [True, False], 6: [True, True]},
+            steps=6,
+            planned=40,
+            finished=False,
+        )
+    )
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:4]))
     page = browser.new_page(viewport={"width": width, "height": 800})
@@ -278,7 +323,9 @@ def test_the_browser_runs_nothing_of_the_runs(browser, tmp_path):
             page.on("request", lambda request, asked=asked: asked.add(urlsplit(request.url).netloc))
             page.goto(address)
             page.wait_for_function("window.Plotly")
-            page.evaluate("['beforeprint', 'afterprint'].forEach(each => dispatchEvent(new Event(each)))")
+            page.evaluate(
+                "['beforeprint', 'afterprint'].forEach(each => dispatchEvent(new Event(each)))"
+            )
             assert (said, asked) == ([], {urlsplit(address).netloc})
             page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
             assert page.evaluate("window.pwned === undefined")

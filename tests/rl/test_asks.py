@@ -29,7 +29,9 @@ def tokenizer(tmp_path_factory):
     component = {"_component_": "rocm_ext.data.HFTokenizer", "path": str(folder / "tokenizer.json")}
     more = {"chat_template": "auto", "chat_template_args": {}, "chat_template_date": "2024-07-26"}
     return open_tokenizer(
-        OmegaConf.create({"tokenizer": component, "checkpointer": {"checkpoint_dir": str(folder)}, **more})
+        OmegaConf.create(
+            {"tokenizer": component, "checkpointer": {"checkpoint_dir": str(folder)}, **more}
+        )
     )
 
 
@@ -40,7 +42,9 @@ class Script:
         self.replies, self.at_once, self.heard, self.open, self.most = replies, at_once, [], {}, 0
 
     def begin(self, key, row):
-        self.open[key] = iter(self.replies[key[1]] if isinstance(self.replies, dict) else self.replies)
+        self.open[key] = iter(
+            self.replies[key[1]] if isinstance(self.replies, dict) else self.replies
+        )
         self.most = max(self.most, len(self.open))
         return self.say(key, None)
 
@@ -81,7 +85,9 @@ def test_the_model_may_have_said_nothing(tokenizer, blank, system):
     """A history that is rendered anew has an empty message, too."""
     more = [{"role": "system", "content": "Speak."}] * system
     asks = [Ask([user("hi")], []), Ask([*more, user("hi"), assistant(blank), user("and?")], [])]
-    [(sample, result)], _ = talk(tokenizer, [blank if isinstance(blank, str) else "", "no"], [*asks, END])
+    [(sample, result)], _ = talk(
+        tokenizer, [blank if isinstance(blank, str) else "", "no"], [*asks, END]
+    )
     assert result == END, result.detail
     assert [fresh for _, _, fresh in sample.given] == [True, system]
 
@@ -91,7 +97,10 @@ def test_messages_that_a_program_rewrites_are_no_turns(tokenizer):
     [(sample, _)], _ = talk(tokenizer, ["yes", "no"], [*asks, END])
     assert [message["content"] for message in sample.messages] == ["hi", "yes", "YES", "and?", "no"]
     assert sample.tools is None
-    assert Selected._of_conversations(SimpleNamespace(samples={"a": sample})) == {"turns": 2, "rewritten": 1}
+    assert Selected._of_conversations(SimpleNamespace(samples={"a": sample})) == {
+        "turns": 2,
+        "rewritten": 1,
+    }
 
 
 SAME = {"name": "add", "arguments": '{"a": 3}'}
@@ -107,12 +116,19 @@ def test_calls_come_back_in_other_forms(tokenizer, said):
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
     answered = [said, {"role": "tool", "content": "7"}]
     [(sample, result)], script = talk(
-        tokenizer, [call, "It is 7."], [Ask([user("hi")], tools), Ask([user("hi"), *answered], tools), END]
+        tokenizer,
+        [call, "It is 7."],
+        [Ask([user("hi")], tools), Ask([user("hi"), *answered], tools), END],
     )
     assert result == END, result.detail
     assert "tool_calls" in script.heard[1]
     assert sample.tools == tools
-    assert [message["role"] for message in sample.messages] == ["user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in sample.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert [fresh for _, _, fresh in sample.given] == [True, False]
 
 

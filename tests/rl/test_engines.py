@@ -95,12 +95,17 @@ def test_what_stays_open_leaves_training_its_memory(training, stays, told, monke
                 found = answers_of(session, ask(TEXTS, 4, cycle=step), WARM)
                 assert session.stats()["tokens"] == sum(len(c.tokens) for c in found.values())
             opened.append((engine.now, taken()))
-            with LocalEngine(decoder=decoder, tokenizer=Words(), free_memory=lambda: GIB).session() as new:
+            with LocalEngine(
+                decoder=decoder, tokenizer=Words(), free_memory=lambda: GIB
+            ).session() as new:
                 assert_same(found, answers_of(new, ask(TEXTS, 4, cycle=step), WARM))
     assert opened == 3 * [{"cache": (1, 4_194_304), "layout": (1, 0), "nothing": (0, 0)}[stays]]
     assert engine.count == (3 if stays == "nothing" else 1)
     assert told in caplog.text
-    assert caplog.text.count("fit into memory together") == {"cache": 0, "layout": 1, "nothing": 2}[stays]
+    assert (
+        caplog.text.count("fit into memory together")
+        == {"cache": 0, "layout": 1, "nothing": 2}[stays]
+    )
 
 
 def test_slots_leave_training_its_memory_where_that_costs_few():

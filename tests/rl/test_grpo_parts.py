@@ -26,7 +26,14 @@ from rocm_ext.rl.evaluation import advice, flat_reason, mismatch_warning, rate_w
 from rocm_ext.rl.prompts import choose_by_curriculum as choose
 from rocm_ext.rl.prompts import pass_rate
 from rocm_ext.rl.rollout import Answers
-from rocm_ext.rl.selection import EPSILON, advantages, by_prompt, length_share, select, shaped_rewards
+from rocm_ext.rl.selection import (
+    EPSILON,
+    advantages,
+    by_prompt,
+    length_share,
+    select,
+    shaped_rewards,
+)
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.train.loop import StepStats
 from rocm_ext.verifiers import Result, Verdict
@@ -36,7 +43,9 @@ CENTERS, SCALES = ("mean", "leave_one_out"), ("std", "batch", "none")
 values = st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(-1, 1, allow_subnormal=False))
 one_group = st.lists(values, min_size=1, max_size=6)
 of_step = st.dictionaries(st.sampled_from("abcdef"), one_group, max_size=5).map(
-    lambda drawn: {(prompt, i): value for prompt, group in drawn.items() for i, value in enumerate(group)}
+    lambda drawn: {
+        (prompt, i): value for prompt, group in drawn.items() for i, value in enumerate(group)
+    }
 )
 kinds = st.tuples(st.sampled_from(CENTERS), st.sampled_from(SCALES))
 
@@ -48,13 +57,16 @@ def answer(tokens, cut=False):
 def judged(given_rewards):
     """The verdicts of answers with these rewards; None: ERROR."""
     return {
-        key: Result(Verdict.ERROR if reward is None else Verdict.WRONG, reward) for key, reward in given_rewards.items()
+        key: Result(Verdict.ERROR if reward is None else Verdict.WRONG, reward)
+        for key, reward in given_rewards.items()
     }
 
 
 def rewarded(samples, given_rewards, truncated, penalty=1.0, margin=0):
     cfg = {"truncation_penalty": penalty, "truncation_margin": margin, "max_new_tokens": 100}
-    return shaped_rewards(samples, judged(given_rewards), OmegaConf.create({**cfg, "truncated": truncated}))
+    return shaped_rewards(
+        samples, judged(given_rewards), OmegaConf.create({**cfg, "truncated": truncated})
+    )
 
 
 def flat(found):
@@ -66,7 +78,10 @@ def test_an_answer_without_a_reward_has_none():
     samples = {("a", i): answer(5) for i in range(3)}
     given_rewards = {("a", 0): 0.25, ("a", 1): None, ("a", 2): 0.0}
     for truncated in ("mask", "keep", "penalize"):
-        assert rewarded(samples, given_rewards, truncated=truncated) == {("a", 0): 0.25, ("a", 2): 0.0}
+        assert rewarded(samples, given_rewards, truncated=truncated) == {
+            ("a", 0): 0.25,
+            ("a", 2): 0.0,
+        }
 
 
 @pytest.mark.parametrize(("tokens", "cut", "margin", "share"), [
@@ -80,7 +95,9 @@ def test_long_answers_are_penalized_as_in_dapo(tokens, cut, margin, share):
     samples = {("a", 0): answer(tokens, cut)}
     found = rewarded(samples, {("a", 0): 0.5}, truncated="penalize", penalty=0.4, margin=margin)
     assert found == {("a", 0): pytest.approx(0.5 - 0.4 * share)}
-    assert rewarded(samples, {("a", 0): 0.5}, truncated="keep", penalty=0.4, margin=margin) == {("a", 0): 0.5}
+    assert rewarded(samples, {("a", 0): 0.5}, truncated="keep", penalty=0.4, margin=margin) == {
+        ("a", 0): 0.5
+    }
 
 
 @given(of_step, kinds, st.randoms(use_true_random=False))
@@ -89,7 +106,9 @@ def test_advantages_add_up_to_zero_in_any_order_and_are_none_in_a_flat_group(dra
     assert found.keys() == drawn.keys()
     for group in by_prompt(drawn).values():
         worth = {key: found[key] for key in group}
-        assert abs(math.fsum(worth.values())) <= 1e-9 * max(1.0, max(map(abs, worth.values())) / EPSILON)
+        assert abs(math.fsum(worth.values())) <= 1e-9 * max(
+            1.0, max(map(abs, worth.values())) / EPSILON
+        )
         if max(group.values()) - min(group.values()) <= 1e-8:
             assert set(worth.values()) == {0.0}
         else:  # the best answer gains, the worst loses
@@ -116,7 +135,9 @@ def test_without_groups_rewards_are_compared_with_the_step_or_with_nothing(drawn
     expected = all_rewards - (all_rewards.mean() if center == "batch" and len(drawn) else 0.0)
     if scale == "batch":
         expected = expected / ((all_rewards.std(ddof=1) if len(drawn) > 1 else 0.0) + EPSILON)
-    assert list(found.values()) == pytest.approx(expected.tolist(), abs=1e-3 if scale == "batch" else 2e-8)
+    assert list(found.values()) == pytest.approx(
+        expected.tolist(), abs=1e-3 if scale == "batch" else 2e-8
+    )
 
 
 STEP = {"center": "mean", "scale": "none", "negative_weight": 1.0, "prompts_per_step": 2, "max_new_tokens": 9,
@@ -126,11 +147,14 @@ STEP = {"center": "mean", "scale": "none", "negative_weight": 1.0, "prompts_per_
 def selected(given_rewards, asked, cut=(), **changes):
     """Select from answers with these rewards, to prompts that were asked in this order."""
     answers = {key: answer(4, key in cut) for key in given_rewards}
-    return select([Answers(answers, judged(given_rewards), {})], asked, OmegaConf.create({**STEP, **changes}))
+    return select(
+        [Answers(answers, judged(given_rewards), {})], asked, OmegaConf.create({**STEP, **changes})
+    )
 
 
 @pytest.mark.parametrize(
-    ("weight", "worth"), [(1.0, [0.75, -0.25, -0.25, -0.25]), (0.4, [0.75, -0.1, -0.1, -0.1]), (0.0, [0.75])]
+    ("weight", "worth"),
+    [(1.0, [0.75, -0.25, -0.25, -0.25]), (0.4, [0.75, -0.1, -0.1, -0.1]), (0.0, [0.75])],
 )
 def test_negative_advantages_have_their_weight(weight, worth):
     """One of four answers to a is right; b is flat."""
@@ -143,18 +167,26 @@ def test_negative_advantages_have_their_weight(weight, worth):
 
 def test_prompts_are_trained_in_the_order_in_which_they_were_asked():
     """A refill asks more than the step needs."""
-    chosen = selected({(prompt, i): float(i) for prompt in "abc" for i in range(2)}, ["c", "a", "b"], refill=True)
+    chosen = selected(
+        {(prompt, i): float(i) for prompt in "abc" for i in range(2)}, ["c", "a", "b"], refill=True
+    )
     assert {prompt for prompt, _ in chosen.advantages} == {"c", "a"}
     assert chosen.answers == 4  # of c and a
 
 
-@pytest.mark.parametrize(("weight", "refill", "answers"), [(1.0, False, 7), (0.0, False, 7), (1.0, True, 4)])
+@pytest.mark.parametrize(
+    ("weight", "refill", "answers"), [(1.0, False, 7), (0.0, False, 7), (1.0, True, 4)]
+)
 def test_the_divisor_counts_flat_wrong_and_cut_answers_and_no_errors(weight, refill, answers):
     """As in Dr. GRPO, which sums over all sampled answers: 4 of a, one of them cut, 3 of b, which is flat.
 
     A refill replaces b.
     """
-    drawn = {("a", i): float(i == 0) for i in range(4)} | {("b", i): 1.0 for i in range(3)} | {("b", 3): None}
+    drawn = (
+        {("a", i): float(i == 0) for i in range(4)}
+        | {("b", i): 1.0 for i in range(3)}
+        | {("b", 3): None}
+    )
     chosen = selected(drawn, ["a", "b"], cut=[("a", 3)], negative_weight=weight, refill=refill)
     assert (len(chosen.advantages), chosen.answers) == (3 if weight else 1, answers)
 
@@ -174,9 +206,16 @@ def test_kl_in_the_reward_equals_rloo(center, baseline):
         sample.logprobs = rng.normal(size=len(sample.tokens)).tolist()
     cfg = OmegaConf.create({**STEP, "center": center})
     chosen = select([Answers(samples, results, {})], ["a", "b"], cfg, reference, 0.3)
-    total = {key: drawn[key] - 0.3 * (sum(samples[key].logprobs) - reference[key].sum()) for key in drawn}
+    total = {
+        key: drawn[key] - 0.3 * (sum(samples[key].logprobs) - reference[key].sum()) for key in drawn
+    }
     wanted = {
-        key: value - (fmean(v for other, v in total.items() if other[0] == key[0] and other != key) if baseline else 0)
+        key: value
+        - (
+            fmean(v for other, v in total.items() if other[0] == key[0] and other != key)
+            if baseline
+            else 0
+        )
         for key, value in total.items()
     }
     del wanted["a", 2]
@@ -192,12 +231,17 @@ def trl_advantages():
     if spec is None:
         pytest.skip("needs trl")
     folder = Path(spec.origin).parent / "trainer"
-    utils, trainer = (ast.parse((folder / name).read_text()) for name in ("utils.py", "grpo_trainer.py"))
-    nanstd = next(node for node in utils.body if isinstance(node, ast.FunctionDef) and node.name == "nanstd")
+    utils, trainer = (
+        ast.parse((folder / name).read_text()) for name in ("utils.py", "grpo_trainer.py")
+    )
+    nanstd = next(
+        node for node in utils.body if isinstance(node, ast.FunctionDef) and node.name == "nanstd"
+    )
     branch = next(
         node
         for node in ast.walk(trainer)
-        if isinstance(node, ast.If) and "aggregation == 'sum_then_normalize'" in ast.unparse(node.test)
+        if isinstance(node, ast.If)
+        and "aggregation == 'sum_then_normalize'" in ast.unparse(node.test)
     )
     code = compile(ast.Module([nanstd, *branch.body], []), "trl", "exec")
 
@@ -214,19 +258,26 @@ def trl_advantages():
     return run
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [("std", "group"), ("batch", "batch"), ("none", "none")])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("std", "group"), ("batch", "batch"), ("none", "none")]
+)
 def test_advantages_equal_those_of_trl(trl_advantages, ours, theirs):
     rng = np.random.default_rng(0)
     for most in (1, 4, 10**6):  # right or wrong, partial rewards, almost continuous ones
         table = rng.integers(0, most + 1, (16, 8)) / most
         table[0, :] = 1.0
         table[rng.random(table.shape) < 0.1] = math.nan  # ERROR; TRL: no reward function applies
-        given_rewards = {(f"p{i}", j): float(table[i, j]) for i, j in zip(*np.nonzero(~np.isnan(table)), strict=True)}
+        given_rewards = {
+            (f"p{i}", j): float(table[i, j])
+            for i, j in zip(*np.nonzero(~np.isnan(table)), strict=True)
+        }
         found = advantages(given_rewards, "mean", ours)
         expected = trl_advantages(table.tolist(), theirs)
         assert len(found) > 100
         for (prompt, j), value in found.items():
-            assert value == pytest.approx(expected[int(prompt[1:])][j], rel=1e-6, abs=1e-9)  # TRL: a factor in fp32
+            assert value == pytest.approx(
+                expected[int(prompt[1:])][j], rel=1e-6, abs=1e-9
+            )  # TRL: a factor in fp32
 
 
 def test_length_share_is_the_r_squared_of_a_regression_with_an_intercept_per_group():
@@ -235,13 +286,17 @@ def test_length_share_is_the_r_squared_of_a_regression_with_an_intercept_per_gro
         length = rng.integers(1, 100, (6, 8))
         reward = rng.normal(size=(6, 1)) + slope * length + noise * rng.normal(size=(6, 8))
         keys = list(itertools.product("abcdef", range(8)))
-        rewarded, lengths = (dict(zip(keys, each.ravel().tolist(), strict=True)) for each in (reward, length))
+        rewarded, lengths = (
+            dict(zip(keys, each.ravel().tolist(), strict=True)) for each in (reward, length)
+        )
         level = {("level", i): 0.5 for i in range(8)}  # a group of equal rewards, which has no say
         found = length_share(rewarded | level, lengths | {key: 7 * key[1] for key in level})
         intercepts = np.kron(np.eye(6), np.ones((8, 1)))
         design = np.hstack([intercepts, length.reshape(-1, 1)])
         residual = [
-            ((reward.ravel() - each @ np.linalg.lstsq(each, reward.ravel(), rcond=None)[0]) ** 2).sum()
+            (
+                (reward.ravel() - each @ np.linalg.lstsq(each, reward.ravel(), rcond=None)[0]) ** 2
+            ).sum()
             for each in (design, intercepts)
         ]
         assert found == pytest.approx(math.copysign(1 - residual[0] / residual[1], slope), abs=1e-9)
@@ -251,7 +306,9 @@ def test_length_share_is_the_r_squared_of_a_regression_with_an_intercept_per_gro
 def test_length_share_is_a_share_or_undefined(drawn, slope):
     lengths = {key: 10 + slope * key[1] for key in drawn}
     found = length_share(drawn, lengths)
-    assert (found is None) == (flat(advantages(drawn, "mean", "none")) == {prompt for prompt, _ in drawn})
+    assert (found is None) == (
+        flat(advantages(drawn, "mean", "none")) == {prompt for prompt, _ in drawn}
+    )
     assert found is None or -1 <= found <= 1
     if found is not None and slope == 0:
         assert found == 0
@@ -265,18 +322,26 @@ histories = st.dictionaries(st.sampled_from(IDS), history, max_size=40)
 
 
 def chosen(asked, step=5, steps=10, count=8, curriculum="none", seed=0, prompts=IDS, exclude=()):
-    return choose(prompts, asked, step, steps, count=count, curriculum=curriculum, seed=seed, exclude=exclude)
+    return choose(
+        prompts, asked, step, steps, count=count, curriculum=curriculum, seed=seed, exclude=exclude
+    )
 
 
 @given(histories, st.integers(1, 10), st.integers(0, 50), curricula, st.sets(st.sampled_from(IDS)))
-def test_a_step_asks_different_prompts_as_many_as_there_are(asked, step, count, curriculum, exclude):
+def test_a_step_asks_different_prompts_as_many_as_there_are(
+    asked, step, count, curriculum, exclude
+):
     found = chosen(asked, step, count=count, curriculum=curriculum, exclude=exclude)
     assert len(found) == len(set(found)) == min(count, len(IDS) - len(exclude))
     assert not exclude & set(found)
 
 
-@given(histories, st.integers(1, 10), curricula, st.integers(0, 3), st.randoms(use_true_random=False))
-def test_a_draw_goes_on_in_a_refill_and_does_not_depend_on_the_order_of_prompts(asked, step, curriculum, seed, rng):
+@given(
+    histories, st.integers(1, 10), curricula, st.integers(0, 3), st.randoms(use_true_random=False)
+)
+def test_a_draw_goes_on_in_a_refill_and_does_not_depend_on_the_order_of_prompts(
+    asked, step, curriculum, seed, rng
+):
     first = chosen(asked, step, curriculum=curriculum, seed=seed)
     more = chosen(asked, step, curriculum=curriculum, seed=seed, exclude=first)
     assert not set(first) & set(more)
@@ -321,7 +386,12 @@ def test_informative_prefers_pass_rates_near_a_half():
         for seed in range(2000)
         for prompt in chosen(asked, count=1, curriculum="informative", seed=seed)
     )
-    weights = {0.0: 0.09, 0.5: 0.25, 1.0: 0.09, None: 0.43 / 3}  # p (1 - p); unknown: the mean of the others
+    weights = {
+        0.0: 0.09,
+        0.5: 0.25,
+        1.0: 0.09,
+        None: 0.43 / 3,
+    }  # p (1 - p); unknown: the mean of the others
     for rate, weight in weights.items():
         assert drawn[rate] / 2000 == pytest.approx(weight / sum(weights.values()), abs=0.04)
 
@@ -329,16 +399,29 @@ def test_informative_prefers_pass_rates_near_a_half():
 def test_easy_to_hard_begins_with_the_easiest_then_asks_unmeasured_prompts_and_ends_with_all():
     asked = {prompt: [(1, i / 39)] for i, prompt in enumerate(IDS)}  # p39 is the easiest
     for step, easiest in ((1, 8), (6, 24), (11, 40)):
-        drawn = {prompt for seed in range(60) for prompt in chosen(asked, step, 11, 4, "easy_to_hard", seed)}
+        drawn = {
+            prompt
+            for seed in range(60)
+            for prompt in chosen(asked, step, 11, 4, "easy_to_hard", seed)
+        }
         assert drawn == set(IDS[-easiest:])
-    asked = {prompt: [(1, 0.9)] for prompt in IDS[:3]} | {prompt: [(1, 0.0)] for prompt in IDS[3:30]}
+    asked = {prompt: [(1, 0.9)] for prompt in IDS[:3]} | {
+        prompt: [(1, 0.0)] for prompt in IDS[3:30]
+    }
     first = chosen(asked, 1, 100, 13, "easy_to_hard")
     assert set(first) == {*IDS[30:], *IDS[:3]}
     assert set(first[:10]) == set(IDS[30:])  # of these, the least often asked
 
 
 def step(number, **more):
-    line = {"step": number, "updates": 1, "reward": 0.5, "reward_std": 0.5, "flat": 0.2, "truncated": 0.0}
+    line = {
+        "step": number,
+        "updates": 1,
+        "reward": 0.5,
+        "reward_std": 0.5,
+        "flat": 0.2,
+        "truncated": 0.0,
+    }
     return line | {"entropy": 0.5, "length_share": 0.1} | more
 
 
@@ -366,10 +449,13 @@ def test_collapsed_entropy_stops(entropies, stops):
 
 
 @pytest.mark.parametrize(
-    ("scores", "since"), [([50], 0), ([50, 50], 1), ([50, 49, 50], 2), ([50, 49, 51], 0), ([50, 52, 51, 52, 40], 3)]
+    ("scores", "since"),
+    [([50], 0), ([50, 50], 1), ([50, 49, 50], 2), ([50, 49, 51], 0), ([50, 52, 51, 52, 40], 3)],
 )
 def test_no_gain_counts_evaluations_since_the_best(scores, since):
-    rows = [line for i, score in enumerate(scores) for line in (step(10 * i), evaluated(10 * i, score))]
+    rows = [
+        line for i, score in enumerate(scores) for line in (step(10 * i), evaluated(10 * i, score))
+    ]
     assert reason(rows, stop_after_no_gain=since + 1) is None
     if since:
         assert f"in {since} evaluation" in reason(rows, stop_after_no_gain=since)
@@ -384,7 +470,9 @@ def test_rewards_that_length_explains_stop():
     assert "55%" in (longer := reason(rows, max_length_share=0.5))
     shorter = reason([step(i, length_share=-0.55) for i in range(1, 11)], max_length_share=0.5)
     assert shorter == longer.replace("longer", "shorter")
-    assert reason([*rows, step(11, length_share=None)], max_length_share=0.5)  # flat steps do not count
+    assert reason(
+        [*rows, step(11, length_share=None)], max_length_share=0.5
+    )  # flat steps do not count
 
 
 NO_UPDATE = {"updates": 0, "flat": 1.0}
@@ -461,7 +549,10 @@ def test_advice_on_hacked_rewards_and_collapse_comes_once(ends, found):
 
 
 def test_the_mismatch_is_told_once():
-    rows = [{"step": step, "mismatch_kl": value} for step, value in enumerate([1e-4, 3e-4, 2e-4, 0.5, 0.6, 1e-4], 1)]
+    rows = [
+        {"step": step, "mismatch_kl": value}
+        for step, value in enumerate([1e-4, 3e-4, 2e-4, 0.5, 0.6, 1e-4], 1)
+    ]
     rows.insert(2, {"step": 2, "eval": {}})
     told = [bool(mismatch_warning(rows[:end])) for end in range(len(rows) + 1)]
     assert told == [False, False, False, False, False, True, False, False]
@@ -483,7 +574,15 @@ class Trainer(PolicyTrainer):
         assert set(multiprocessing.active_children()) <= self.processes
         self.seen.append(set(update.rows))
         self.answers.append(update.sequences)
-        return StepStats(0.0, 0.0, 1e-4, 1, 0.0, False, {"token_gradient": 0.25, "ratio_max": float(len(self.seen))})
+        return StepStats(
+            0.0,
+            0.0,
+            1e-4,
+            1,
+            0.0,
+            False,
+            {"token_gradient": 0.25, "ratio_max": float(len(self.seen))},
+        )
 
     def skip_updates(self, count):
         self.skipped += count
@@ -500,7 +599,9 @@ def test_an_update_keeps_its_groups_as_others_go_flat(groups):
     trainer = Trainer(prompts_per_step=16, groups_per_update=4, updates_per_step=2, num_workers=4)
     trainer.train(groups)
     assert len(trainer.seen) == 2 * max(1, groups // 4)
-    assert all(len(rows) % 2 == 0 and len(rows) // 2 in range(min(4, groups), 8) for rows in trainer.seen)
+    assert all(
+        len(rows) % 2 == 0 and len(rows) // 2 in range(min(4, groups), 8) for rows in trainer.seen
+    )
     assert max(map(len, trainer.seen)) - min(map(len, trainer.seen)) <= 2, "spread evenly"
     for rows in (trainer.seen[: len(trainer.seen) // 2], trainer.seen[len(trainer.seen) // 2 :]):
         assert sorted(row for update in rows for row in update) == list(range(groups * 2)), "a pass"
@@ -522,7 +623,8 @@ def test_an_update_says_what_it_learns_from():
 
 
 @pytest.mark.parametrize(
-    ("counts", "answers"), [({"answers": 40, "trained": 16}, 20), ({"answers": 8, "trained": 8}, 8), ({}, 8)]
+    ("counts", "answers"),
+    [({"answers": 40, "trained": 16}, 20), ({"answers": 8, "trained": 8}, 8), ({}, 8)],
 )
 def test_a_mean_over_answers_counts_those_that_are_not_trained_on(counts, answers):
     """Two updates of 8 sequences each: of 40 answers, of 8 of two sequences each, of all that there are."""

@@ -45,4 +45,7 @@ def test_finished_steps_give_pass_rates_and_the_next_one_goes_on(tmp_path):
     records = Records.open(tmp_path, Ranks(torch.device("cpu")), 1, -1)
     records.finish(1, records.verdicts(1, "sample"))
     assert records.asked == {"a": [(1, 0.5)], "b": [(1, None)]}
-    assert [records.phase(step, "sample")[1].records.keys() for step in (1, 2)] == [set(), {("c", 0)}]
+    assert [records.phase(step, "sample")[1].records.keys() for step in (1, 2)] == [
+        set(),
+        {("c", 0)},
+    ]

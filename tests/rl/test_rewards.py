@@ -5,7 +5,15 @@ import json
 import pytest
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.verifiers import ExactMatch, JsonSchema, Pool, PythonTests, Regex, Verdict, extract_code
+from rocm_ext.verifiers import (
+    ExactMatch,
+    JsonSchema,
+    Pool,
+    PythonTests,
+    Regex,
+    Verdict,
+    extract_code,
+)
 from rocm_ext.verifiers.cases import same_output
 
 pytest.importorskip("resource", reason="forks and POSIX signals")
@@ -29,7 +37,9 @@ def test_a_body_after_many_blank_lines_takes_linear_time():
     assert PythonTests(sandbox="rlimits", timeout=20)(code, row).verdict is Verdict.WRONG
 
 
-@pytest.mark.parametrize("printed", ["1" * LONG + "x", "1." + "1" * LONG + "x", "1" * LONG, "1 " * LONG])
+@pytest.mark.parametrize(
+    "printed", ["1" * LONG + "x", "1." + "1" * LONG + "x", "1" * LONG, "1 " * LONG]
+)
 def test_output_is_compared_in_linear_time(printed: str):
     assert not same_output(printed, "2", 1e-6)
     assert same_output(printed, printed + "\n", 1e-6)
@@ -53,8 +63,15 @@ def test_equality_is_of_the_answer_after_the_reasoning(text: str, verdict: str):
 def by_row():
     """JSON judged by the schema of its row, by a patient judge or by one with half a second."""
     node = {"_component_": "rocm_ext.verifiers.JsonSchema", "field": "schema"}
-    with Pool({**node, "timeout": 30}, 1, 60) as patient, Pool({**node, "timeout": 0.5}, 1, 60) as hurried:
-        yield lambda text, schema, hurry: (hurried if hurry else patient).submit(text, {"schema": schema}).result()
+    with (
+        Pool({**node, "timeout": 30}, 1, 60) as patient,
+        Pool({**node, "timeout": 0.5}, 1, 60) as hurried,
+    ):
+        yield (
+            lambda text, schema, hurry: (
+                (hurried if hurry else patient).submit(text, {"schema": schema}).result()
+            )
+        )
 
 
 SCHEMA = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}

@@ -14,7 +14,13 @@ from rocm_ext.runs.scores import wilson
 from rocm_ext.verifiers import Result, Verdict
 
 BAR = KeepRule("rewarded", 0.5)
-RULES = {"rule": BAR, "per_prompt": None, "best_fraction": 1.0, "deduplicate": False, "drop_truncated": False}
+RULES = {
+    "rule": BAR,
+    "per_prompt": None,
+    "best_fraction": 1.0,
+    "deduplicate": False,
+    "drop_truncated": False,
+}
 
 rewards = st.one_of(st.none(), st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]))
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=2)
@@ -28,7 +34,9 @@ def phase(drawn):
         index = counts[prompt] = counts.get(prompt, -1) + 1
         key = (f"p{prompt}", index)
         samples[key] = Sample(*key, 0, "length" if cut else "stop", "", tokens, [0.0] * len(tokens))
-        verdict = Verdict.ERROR if reward is None else Verdict.CORRECT if reward == 1 else Verdict.WRONG
+        verdict = (
+            Verdict.ERROR if reward is None else Verdict.CORRECT if reward == 1 else Verdict.WRONG
+        )
         results[key] = Result(verdict, reward)
     return samples, results
 
@@ -39,7 +47,9 @@ def keep(drawn, seed=0, **rules):
 
 @given(answers, st.integers(0, 5))
 def test_every_answer_is_kept_or_counted_once(drawn, seed):
-    kept, counts = keep(drawn, seed, per_prompt=2, best_fraction=0.7, deduplicate=True, drop_truncated=True)
+    kept, counts = keep(
+        drawn, seed, per_prompt=2, best_fraction=0.7, deduplicate=True, drop_truncated=True
+    )
     assert counts.pop("kept") == len(kept)
     assert len(kept) + sum(counts.values()) == len(drawn)
 
@@ -58,8 +68,12 @@ def test_the_order_of_records_does_not_matter(drawn, seed, rng):
 def test_right_answers_or_those_with_enough_reward_are_kept(drawn):
     samples, results = phase(drawn)
     kept, _ = filter_samples(samples, results, **RULES, seed=0)
-    assert {s.key for s in kept} == {k for k, r in results.items() if r.reward is not None and r.reward >= 0.5}
-    kept, counts = filter_samples(samples, results, **{**RULES, "rule": KeepRule("correct", 0.5)}, seed=0)
+    assert {s.key for s in kept} == {
+        k for k, r in results.items() if r.reward is not None and r.reward >= 0.5
+    }
+    kept, counts = filter_samples(
+        samples, results, **{**RULES, "rule": KeepRule("correct", 0.5)}, seed=0
+    )
     assert {s.key for s in kept} == {k for k, r in results.items() if r.verdict is Verdict.CORRECT}
     assert counts.get("not_correct", 0) == sum(r.reward in (0.5, 0.75) for r in results.values())
 
@@ -69,7 +83,10 @@ def test_empty_equal_and_cut_answers_are_left_out_if_asked():
     assert [sample.tokens for sample in kept] == [[1]]
     assert counts == {"empty": 1, "kept": 1}
     equal = [(0, 1.0, [1, 2], False), (0, 1.0, [1, 2], False), (1, 1.0, [1, 2], False)]
-    assert keep(equal, deduplicate=True)[1] == {"duplicate": 1, "kept": 2}  # equal answers to two prompts both count
+    assert keep(equal, deduplicate=True)[1] == {
+        "duplicate": 1,
+        "kept": 2,
+    }  # equal answers to two prompts both count
     cut = [(0, 1.0, [1], True), (0, 1.0, [2], False)]
     assert [s.sample for s in keep(cut, drop_truncated=True)[0]] == [1]
     assert [s.sample for s in keep(cut)[0]] == [0, 1]
@@ -81,7 +98,11 @@ def test_the_best_of_each_prompt_are_kept(drawn):
     _, results = phase(drawn)
     for prompt in {key[0] for key in results}:
         found = sorted((results[s.key].reward for s in kept if s.prompt_id == prompt), reverse=True)
-        fit = [r.reward for k, r in results.items() if k[0] == prompt and r.reward is not None and r.reward >= 0.25]
+        fit = [
+            r.reward
+            for k, r in results.items()
+            if k[0] == prompt and r.reward is not None and r.reward >= 0.25
+        ]
         assert found == sorted(fit, reverse=True)[:2]
 
 
@@ -97,9 +118,19 @@ PROMPTS = [f"p{i}" for i in range(20)]
 
 
 def choose(rates, count=None, skip=True, retry=2, seed=0):
-    last = {prompt: (cycle, rate) for cycle, asked in enumerate(rates, start=1) for prompt, rate in asked.items()}
+    last = {
+        prompt: (cycle, rate)
+        for cycle, asked in enumerate(rates, start=1)
+        for prompt, rate in asked.items()
+    }
     return choose_unsolved(
-        PROMPTS, last, len(rates) + 1, count=count, skip_solved=skip, retry_unsolved_after=retry, seed=seed
+        PROMPTS,
+        last,
+        len(rates) + 1,
+        count=count,
+        skip_solved=skip,
+        retry_unsolved_after=retry,
+        seed=seed,
     )
 
 
@@ -130,7 +161,9 @@ def test_the_seed_and_not_the_order_of_the_file_decides():
     assert choose([], 7, seed=3) != choose([], 7, seed=4)
 
 
-@pytest.mark.parametrize(("n", "correct", "k"), [(5, 0, 2), (5, 2, 1), (6, 2, 3), (6, 4, 3), (4, 4, 4), (8, 1, 8)])
+@pytest.mark.parametrize(
+    ("n", "correct", "k"), [(5, 0, 2), (5, 2, 1), (6, 2, 3), (6, 4, 3), (4, 4, 4), (8, 1, 8)]
+)
 def test_pass_at_k_is_the_share_of_draws_with_a_right_one(n, correct, k):
     draws = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
     assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws))
@@ -146,7 +179,11 @@ def test_measurements_of_answers_equal_their_definitions(drawn):
     samples, results = phase(drawn)
     found = measure(samples, results)
     lengths = {key: len(sample.tokens) for key, sample in samples.items()}
-    rated = {key: result.verdict is Verdict.CORRECT for key, result in results.items() if result.reward is not None}
+    rated = {
+        key: result.verdict is Verdict.CORRECT
+        for key, result in results.items()
+        if result.reward is not None
+    }
     for name, chosen in {
         "mean_tokens": lengths,
         "mean_tokens_right": [key for key, right in rated.items() if right],
@@ -154,24 +191,32 @@ def test_measurements_of_answers_equal_their_definitions(drawn):
     }.items():
         each = [lengths[key] for key in chosen]
         assert found[name] == (pytest.approx(sum(each) / len(each)) if each else None)
-    groups = [[key for key in samples if key[0] == prompt] for prompt in {prompt for prompt, _ in samples}]
+    groups = [
+        [key for key in samples if key[0] == prompt] for prompt in {prompt for prompt, _ in samples}
+    ]
     if not groups:
         return
     distinct = [len({str(samples[key].tokens) for key in group}) / len(group) for group in groups]
     assert found["distinct"] == pytest.approx(sum(distinct) / len(distinct))
-    groups = [rights for group in groups if (rights := [rated[key] for key in group if key in rated])]
+    groups = [
+        rights for group in groups if (rights := [rated[key] for key in group if key in rated])
+    ]
     if not groups:
         assert (found["all_right"], found["all_wrong"]) == (None, None)
         return
     assert found["all_right"] == pytest.approx(sum(map(all, groups)) / len(groups))
-    assert found["all_wrong"] == pytest.approx(sum(not any(rights) for rights in groups) / len(groups))
+    assert found["all_wrong"] == pytest.approx(
+        sum(not any(rights) for rights in groups) / len(groups)
+    )
     assert {name for name in found if name.startswith("pass_at")} == {
         f"pass_at_{k}" for k in (1, 2, 4, 8, 16, 32) if k <= max(map(len, groups))
     }
     for k in (1, 2):
         draws = [list(itertools.combinations(rights, k)) for rights in groups if len(rights) >= k]
         shares = [sum(map(any, of)) / len(of) for of in draws]
-        assert found.get(f"pass_at_{k}") == (pytest.approx(sum(shares) / len(shares)) if shares else None)
+        assert found.get(f"pass_at_{k}") == (
+            pytest.approx(sum(shares) / len(shares)) if shares else None
+        )
 
 
 @pytest.mark.parametrize(("k", "n", "low", "high"), [

@@ -68,13 +68,20 @@ def test_faster_and_the_same(base, tmp_path, capsys):
 
 
 WORSE, SAME = curve(STEPS) * EQUAL * 1.031, curve(STEPS)
-ROWS = {"_component_": "rocm_ext.data.sft_dataset", "source": "train.jsonl", "train_on_input": False}
+ROWS = {
+    "_component_": "rocm_ext.data.sft_dataset",
+    "source": "train.jsonl",
+    "train_on_input": False,
+}
 MOVED, ON_INPUT = {**ROWS, "source": "/other/place.jsonl"}, {**ROWS, "train_on_input": True}
 
 
 def changed(**changes):
     """Lines of steps of the same losses, but for some values."""
-    return [{**line, **{key: change(line) for key, change in changes.items()}} for line in step_lines(curve(STEPS))]
+    return [
+        {**line, **{key: change(line) for key, change in changes.items()}}
+        for line in step_lines(curve(STEPS))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +215,8 @@ def test_rates_of_false_alarm_and_detection(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("phi", "steps", "least"), [(0.0, 50, 0.93), (0.5, 50, 0.935), (0.9, 500, 0.92), (0.9, 50, 0.79)]
+    ("phi", "steps", "least"),
+    [(0.0, 50, 0.93), (0.5, 50, 0.935), (0.9, 500, 0.92), (0.9, 50, 0.79)],
 )
 def test_intervals_cover_the_truth(phi, steps, least):
     """relative_difference's docstring gives these numbers; a plain standard error covers 40 % at correlation 0.9."""
@@ -239,7 +247,12 @@ def flip(right: list[bool], worse: int, better: int) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("worse", "better", "code", "says"),
-    [(5, 6, 0, "take it"), (60, 10, 1, "worse, -12.5"), (40, 30, 3, "prompts are needed"), (0, 60, 0, "+15.0 points")],
+    [
+        (5, 6, 0, "take it"),
+        (60, 10, 1, "worse, -12.5"),
+        (40, 30, 3, "prompts are needed"),
+        (0, 60, 0, "+15.0 points"),
+    ],
 )
 def test_raft_by_held_out_scores(tmp_path, capsys, worse, better, code, says):
     before, after = passing(0.3, 1), passing(0.5, 2)
@@ -255,12 +268,20 @@ def test_raft_by_held_out_scores(tmp_path, capsys, worse, better, code, says):
     assert of_b - of_a == pytest.approx((better - worse) / 400)
 
 
-@pytest.mark.parametrize(("worse", "code", "says"), [(5, 0, "held-out pass@1 after step 120"), (60, 1, "is worse")])
+@pytest.mark.parametrize(
+    ("worse", "code", "says"), [(5, 0, "held-out pass@1 after step 120"), (60, 1, "is worse")]
+)
 def test_sft_on_other_rows_by_held_out_scores(tmp_path, capsys, worse, code, says):
     before, after = passing(0.3, 1), passing(0.5, 2)
     a = sft(tmp_path / "a", curve(120), right={0: before, 120: after})
     rows = {**CONFIG["dataset"], "train_on_input": True}
-    b = sft(tmp_path / "b", curve(120), speed=2000, right={0: before, 120: flip(after, worse, 6)}, dataset=rows)
+    b = sft(
+        tmp_path / "b",
+        curve(120),
+        speed=2000,
+        right={0: before, 120: flip(after, worse, 6)},
+        dataset=rows,
+    )
     assert run(a, b) == code
     out = capsys.readouterr().out
     assert says in out.splitlines()[-1]
@@ -281,7 +302,12 @@ def test_raft_that_cannot_be_compared(tmp_path, capsys, kind, says):
     of_b = [passing(0.3, 1, 200), passing(0.5, 2, 200)] if kind == "prompts" else scores
     names = ("MathAnswer", "ExactAnswer" if kind == "verifiers" else "MathAnswer")
     a, b = (
-        raft(tmp_path / name, right, finished=len(right) > 1, verifier={"_component_": f"rocm_ext.verifiers.{judge}"})
+        raft(
+            tmp_path / name,
+            right,
+            finished=len(right) > 1,
+            verifier={"_component_": f"rocm_ext.verifiers.{judge}"},
+        )
         for name, right, judge in zip("ab", (scores, of_b), names, strict=True)
     )
     if kind == "verdicts":
@@ -319,7 +345,9 @@ def test_score_statistics():
 # ---- what users give it
 
 
-@pytest.mark.parametrize("kind", ["missing", "empty", "file", "other recipe", "other model", "itself"])
+@pytest.mark.parametrize(
+    "kind", ["missing", "empty", "file", "other recipe", "other model", "itself"]
+)
 def test_nothing_to_compare(base, tmp_path, capsys, kind):
     other = tmp_path / "other"
     if kind == "empty":
@@ -329,7 +357,11 @@ def test_nothing_to_compare(base, tmp_path, capsys, kind):
     elif kind == "other recipe":
         raft(other, [passing(0.3, 1)])
     elif kind == "other model":
-        sft(other, curve(STEPS), checkpointer={"_component_": "x", "checkpoint_dir": "/models/Qwen2.5-0.5B-Instruct"})
+        sft(
+            other,
+            curve(STEPS),
+            checkpointer={"_component_": "x", "checkpoint_dir": "/models/Qwen2.5-0.5B-Instruct"},
+        )
     elif kind == "itself":
         other = base
     assert run(base, other) == 2
@@ -348,7 +380,9 @@ def test_a_model_is_known_by_its_weights(base, tmp_path, capsys):
 
     of_weights(base, "1f")
     moved = {"_component_": "x", "checkpoint_dir": "/moved/model"}
-    assert run(base, of_weights(sft(tmp_path / "same", curve(STEPS), checkpointer=moved), "1f")) == 0
+    assert (
+        run(base, of_weights(sft(tmp_path / "same", curve(STEPS), checkpointer=moved), "1f")) == 0
+    )
     assert run(base, of_weights(sft(tmp_path / "other", curve(STEPS)), "2e")) == 2
     assert "another one" in capsys.readouterr().err
     built = sft(tmp_path / "built", curve(STEPS), model={"_component_": "another.builder"})

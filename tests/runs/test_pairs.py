@@ -40,7 +40,9 @@ def test_pairs_are_right_and_wrong_answers_of_one_prompt(answers, per_prompt, li
     used = [each for pair in pairs for each in pair]
     assert len(used) == len(set(used))
     for prompt in "abc":
-        sides = [sum(a.right is side for a in answers if a.prompt_id == prompt) for side in (True, False)]
+        sides = [
+            sum(a.right is side for a in answers if a.prompt_id == prompt) for side in (True, False)
+        ]
         assert sum(right.prompt_id == prompt for right, _ in pairs) == min(per_prompt, *sides)
     some = choose_pairs(answers, per_prompt=per_prompt, limit=limit, seed=seed)
     assert len(some) == min(limit, len(pairs))
@@ -49,7 +51,9 @@ def test_pairs_are_right_and_wrong_answers_of_one_prompt(answers, per_prompt, li
     for prompt in "abc":
         for side in (True, False):
             kept = sum(a.prompt_id == prompt and a.right is side for a in single)
-            assert kept == min(per_prompt, sum(a.right is side for a in answers if a.prompt_id == prompt))
+            assert kept == min(
+                per_prompt, sum(a.right is side for a in answers if a.prompt_id == prompt)
+            )
     some = choose_single(answers, per_prompt=per_prompt, limit=limit, seed=seed)
     assert len(some) == min(limit, len(single))
     assert [a for a in single if a in some] == some
@@ -68,8 +72,13 @@ ANSWERS = [  # step, phase, prompt, number, text, verdict, why it ended
 @pytest.fixture
 def runs(tmp_path) -> Path:
     """A run of RAFT with two cycles and one of GRPO with two steps, over the same prompts."""
-    asked = [json.loads(line)["question"] for line in write_rows(tmp_path / "rows.jsonl", 3).read_text().splitlines()]
-    source = write_jsonl(tmp_path / "rows.jsonl", [{"id": f"p{i}", "question": text} for i, text in enumerate(asked)])
+    asked = [
+        json.loads(line)["question"]
+        for line in write_rows(tmp_path / "rows.jsonl", 3).read_text().splitlines()
+    ]
+    source = write_jsonl(
+        tmp_path / "rows.jsonl", [{"id": f"p{i}", "question": text} for i, text in enumerate(asked)]
+    )
     samples, verdicts = [], []
     for step, phase, prompt, number, text, verdict, reason in ANSWERS:
         scope = {"step": step, "phase": phase, "prompt_id": prompt, "sample": number}
@@ -91,12 +100,24 @@ def runs(tmp_path) -> Path:
 def test_records_become_rows_of_the_dataset(runs, kind, capsys):
     assert main(["pairs", str(runs / kind)]) == 0
     said = capsys.readouterr().out
-    assert one_line_has(said, "2 pairs of 2 prompts", "3 right", "3 wrong", "1 ERROR", "1 truncated")
+    assert one_line_has(
+        said, "2 pairs of 2 prompts", "3 right", "3 wrong", "1 ERROR", "1 truncated"
+    )
     rows = [json.loads(line) for line in (runs / kind / "pairs.jsonl").read_text().splitlines()]
-    questions = [json.loads(line)["question"] for line in (runs / "rows.jsonl").read_text().splitlines()]
+    questions = [
+        json.loads(line)["question"] for line in (runs / "rows.jsonl").read_text().splitlines()
+    ]
     assert rows == [
-        {"prompt": [{"role": "user", "content": questions[0]}], "chosen": "right", "rejected": "wrong"},
-        {"prompt": [{"role": "user", "content": questions[1]}], "chosen": "good!", "rejected": "late"},
+        {
+            "prompt": [{"role": "user", "content": questions[0]}],
+            "chosen": "right",
+            "rejected": "wrong",
+        },
+        {
+            "prompt": [{"role": "user", "content": questions[1]}],
+            "chosen": "good!",
+            "rejected": "late",
+        },
     ]
     assert main(["pairs", str(runs / kind), "--limit", "1", "-o", str(runs / "one.jsonl")]) == 0
     assert len((runs / "one.jsonl").read_text().splitlines()) == 1
@@ -106,7 +127,11 @@ def test_records_become_rows_of_the_dataset(runs, kind, capsys):
     capsys.readouterr()
     assert main(["pairs", str(runs / kind), "--single"]) == 0
     assert one_line_has(
-        capsys.readouterr().out, "single.jsonl: 6 answers of 2 prompts", "3 right", "3 wrong", "1 ERROR"
+        capsys.readouterr().out,
+        "single.jsonl: 6 answers of 2 prompts",
+        "3 right",
+        "3 wrong",
+        "1 ERROR",
     )
     rows = [json.loads(line) for line in (runs / kind / "single.jsonl").read_text().splitlines()]
     assert {row["prompt"][0]["role"] for row in rows} == {"user"}
@@ -125,7 +150,8 @@ def test_what_has_no_pairs_is_refused(runs, tmp_path, capsys):
     sft = tmp_path / "sft"
     sft.mkdir()
     write_yaml(
-        sft / "config.yaml", {"recipe": "lora_finetune_rocm", "model": {}, "checkpointer": {}, "output_dir": "x"}
+        sft / "config.yaml",
+        {"recipe": "lora_finetune_rocm", "model": {}, "checkpointer": {}, "output_dir": "x"},
     )
     assert main(["pairs", str(sft)]) == 1
     assert "samples no answers; pairs needs one of raft_rocm, grpo_rocm" in capsys.readouterr().err

@@ -29,7 +29,14 @@ from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.attention import SlotCache, Slots
 from rocm_ext.model.build import Weights, build_model, load_weights
-from rocm_ext.model.lora import Dora, adapter_parameters, adapters, adopt, init_adapters, merged_linear
+from rocm_ext.model.lora import (
+    Dora,
+    adapter_parameters,
+    adapters,
+    adopt,
+    init_adapters,
+    merged_linear,
+)
 from rocm_ext.model.native.decoder import NativeSampler, native
 from rocm_ext.model.sampler import copied_bytes, sampler_of
 from rocm_ext.model.token_rows import TokenRows, attach, is_tied
@@ -48,7 +55,9 @@ CPU = torch.device("cpu")
 
 
 @torch.no_grad()
-def model(family: str = "qwen2", lora: str | None = None, adapted=tuple(ALL_PROJECTIONS), **changes):
+def model(
+    family: str = "qwen2", lora: str | None = None, adapted=tuple(ALL_PROJECTIONS), **changes
+):
     """Make torchtune's decoder with random weights, sharp enough that attention matters, and optional adapters."""
     torch.manual_seed(0)
     shape = SHAPE | changes
@@ -82,7 +91,9 @@ def with_rows(decoder):
     return decoder
 
 
-def sample(decoder, requests, sampling, tokenizer=None, slots=None, memory=GIB, merge=None, **options):
+def sample(
+    decoder, requests, sampling, tokenizer=None, slots=None, memory=GIB, merge=None, **options
+):
     """Sample and return completions by prompt and sample."""
     with sampler_of(decoder, merge) as laid_out:
         session = LocalSession(laid_out, tokenizer or Words(), lambda: memory, slots, **options)
@@ -92,7 +103,9 @@ def sample(decoder, requests, sampling, tokenizer=None, slots=None, memory=GIB, 
 
 
 def local_engine(decoder, tokenizer=None, **options) -> LocalEngine:
-    return LocalEngine(decoder=decoder, tokenizer=tokenizer or Words(), free_memory=lambda: GIB, **options)
+    return LocalEngine(
+        decoder=decoder, tokenizer=tokenizer or Words(), free_memory=lambda: GIB, **options
+    )
 
 
 # ---- the same log-probs as a forward pass
@@ -103,7 +116,11 @@ def teacher_forced(decoder, completion, temperature: float = 1.0) -> torch.Tenso
     """Compute log-probs of an answer's tokens with torchtune's own forward pass."""
     prompt = completion.request.tokens
     logits = decoder(torch.tensor([[*prompt, *completion.tokens[:-1]]]))[0, len(prompt) - 1 :]
-    return (logits.float() / temperature).log_softmax(-1).gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
+    return (
+        (logits.float() / temperature)
+        .log_softmax(-1)
+        .gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +130,13 @@ def teacher_forced(decoder, completion, temperature: float = 1.0) -> torch.Tenso
         ("llama", "lora", Sampling(20, temperature=0.6, top_k=40, top_p=0.9, min_p=0.02)),
         ("mistral", None, Sampling(20, temperature=0)),
         ("qwen2", "rslora", Sampling(20, temperature=0.6, logprobs_temperature=0.6)),
-        ("qwen2", None, Sampling(20, temperature=1.7, top_k=40, top_p=0.9, min_p=0.02, logprobs_temperature=1.7)),
+        (
+            "qwen2",
+            None,
+            Sampling(
+                20, temperature=1.7, top_k=40, top_p=0.9, min_p=0.02, logprobs_temperature=1.7
+            ),
+        ),
         ("mistral", None, Sampling(20, temperature=1, logprobs_temperature=0.6)),
     ],
     ids=str,
@@ -121,16 +144,24 @@ def teacher_forced(decoder, completion, temperature: float = 1.0) -> torch.Tenso
 def test_logprobs_are_those_of_the_asked_temperature_without_truncation(family, lora, sampling):
     decoder = model(family, lora)
     answers = sample(decoder, ask(prompts(1, 9, 40), 4), sampling)
-    found = torch.tensor([value for completion in answers.values() for value in completion.logprobs])
+    found = torch.tensor(
+        [value for completion in answers.values() for value in completion.logprobs]
+    )
     at = sampling.logprobs_temperature
-    expected, plain = (torch.cat([teacher_forced(decoder, c, t) for c in answers.values()]) for t in (at, 1.0))
+    expected, plain = (
+        torch.cat([teacher_forced(decoder, c, t) for c in answers.values()]) for t in (at, 1.0)
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
     assert at == 1 or (found - plain).abs().max() > 0.2
     same = sample(decoder, ask(prompts(1, 9, 40), 4), replace(sampling, logprobs_temperature=1.0))
-    assert {key: c.tokens for key, c in same.items()} == {key: c.tokens for key, c in answers.items()}
+    assert {key: c.tokens for key, c in same.items()} == {
+        key: c.tokens for key, c in answers.items()
+    }
 
 
-@pytest.mark.parametrize("adapted", [ALL_PROJECTIONS, ["q_proj"], ["k_proj", "output_proj"]], ids=str)
+@pytest.mark.parametrize(
+    "adapted", [ALL_PROJECTIONS, ["q_proj"], ["k_proj", "output_proj"]], ids=str
+)
 @pytest.mark.parametrize(("family", "lora"), [("qwen2", "dora"), ("llama", "lora")])
 def test_an_adapter_beside_the_weights_gives_the_same(family, lora, adapted):
     decoder = model(family, lora, adapted)
@@ -175,7 +206,10 @@ def assert_same(found, reference) -> None:
     for key, completion in found.items():
         expected = reference[key]
         assert (completion.tokens, completion.logprobs) == (expected.tokens, expected.logprobs), key
-        assert (completion.text, completion.finish_reason) == (expected.text, expected.finish_reason)
+        assert (completion.text, completion.finish_reason) == (
+            expected.text,
+            expected.finish_reason,
+        )
 
 
 @pytest.fixture
@@ -190,10 +224,15 @@ def test_samples_of_a_wide_model_do_not_depend_on_slots(two_threads):
     """MKL sums products of 896 columns in blocks, on several threads, and differently for other numbers of rows."""
     wide = model(num_layers=1, num_heads=14, embed_dim=896)
     requests = ask(prompts(9, 200), 64)
-    assert_same(sample(wide, requests, Sampling(4), slots=16), sample(wide, requests, Sampling(4), slots=128))
+    assert_same(
+        sample(wide, requests, Sampling(4), slots=16),
+        sample(wide, requests, Sampling(4), slots=128),
+    )
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     chosen=st.lists(st.integers(0, 79), min_size=1, max_size=40, unique=True),
     slots=st.sampled_from([None, 16, 17, 19, 24]),
@@ -221,7 +260,9 @@ def test_ranks_take_prompts_as_they_have_slots(small, reference):
         ]
     for answers in found:
         assert_same(answers, reference)
-        assert {prompt for prompt, _ in answers} == {prompt for prompt, sample in answers if sample == 0}
+        assert {prompt for prompt, _ in answers} == {
+            prompt for prompt, sample in answers if sample == 0
+        }
     assert found[0].keys() | found[1].keys() == reference.keys()
     assert len(found[0]) + len(found[1]) == len(reference)
     assert {prompt for prompt, _ in found[1]} == {"3", "0"}  # 16 slots
@@ -249,7 +290,9 @@ def split_mix(seed: int, position: int) -> float:
     return ((z ^ (z >> 31)) >> 11) / 2**53
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**31)), min_size=1, max_size=50))
+@given(
+    st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**31)), min_size=1, max_size=50)
+)
 def test_uniforms_are_split_mix(pairs):
     seeds, positions = torch.tensor(pairs).T
     assert uniforms(seeds, positions).tolist() == [split_mix(*pair) for pair in pairs]
@@ -317,10 +360,15 @@ def test_tokens_are_drawn_with_their_exact_probabilities(vocabulary, options):
     assert (counts - n * probabilities).abs().max() < 1.05
     assert counts[probabilities == 0].sum() == 0
     torch.testing.assert_close(
-        logprobs, (logits / sampling.logprobs_temperature).log_softmax(-1)[tokens], rtol=0, atol=1e-5
+        logprobs,
+        (logits / sampling.logprobs_temperature).log_softmax(-1)[tokens],
+        rtol=0,
+        atol=1e-5,
     )
 
-    tokens, _ = draw(rows, uniforms(torch.arange(n) * 7919, torch.zeros(n, dtype=torch.int64)), sampling)
+    tokens, _ = draw(
+        rows, uniforms(torch.arange(n) * 7919, torch.zeros(n, dtype=torch.int64)), sampling
+    )
     if sampling.top_k != 1:
         assert_chi_square(torch.bincount(tokens, minlength=size).double(), probabilities)
 
@@ -343,7 +391,9 @@ def rows_of_logits(draw_value):
 }))  # fmt: skip
 def test_what_is_excluded_is_never_drawn(logits, options):
     sampling = Sampling(1, **options)
-    edges = torch.tensor([0.0, 2.0**-53, 0.25, 0.5, 0.75, 1 - 2.0**-24, 1 - 2.0**-53], dtype=torch.float64)
+    edges = torch.tensor(
+        [0.0, 2.0**-53, 0.25, 0.5, 0.75, 1 - 2.0**-24, 1 - 2.0**-53], dtype=torch.float64
+    )
     tokens, logprobs = draw(logits.expand(len(edges), -1), edges, sampling)
     assert tokens.min() >= 0
     assert tokens.max() < len(logits)
@@ -362,7 +412,9 @@ def test_what_is_excluded_is_never_drawn(logits, options):
 
 def test_a_flat_row_keeps_its_nucleus_beside_a_peaked_one():
     """The most probable tokens, which a peaked row takes top_p from, are too few for a flat one."""
-    logits = torch.randn(2, 1700, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.3], [9.0]])
+    logits = torch.randn(2, 1700, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [[0.3], [9.0]]
+    )
     numbers, sampling = torch.arange(200).double() / 200, Sampling(1, top_p=0.8)
     alone = [draw(row.expand(200, -1), numbers, sampling)[0] for row in logits]
     beside, _ = draw(logits.repeat_interleave(200, 0), numbers.repeat(2), sampling)
@@ -390,15 +442,23 @@ def test_merged_weights_are_those_that_are_exported(family, lora, tmp_path):
     peft_files.write_adapter(tmp_path, decoder, "QWEN2" if family == "qwen2" else "LLAMA3", "base")
     updates = peft_files.updates_by_weight(load_file(tmp_path / peft_files.ADAPTER_WEIGHTS))
     with sampler_of(decoder) as laid_out:
-        for i, (layer, theirs) in enumerate(zip(laid_out.decoder.layers, decoder.layers, strict=True)):
+        for i, (layer, theirs) in enumerate(
+            zip(laid_out.decoder.layers, decoder.layers, strict=True)
+        ):
 
             def expected(ours, name, i=i):
                 update = updates[f"model.layers.{i}.{name}.weight"]
-                a, b, norms = update[".lora_A.weight"], update[".lora_B.weight"], update.get(".lora_magnitude_vector")
+                a, b, norms = (
+                    update[".lora_A.weight"],
+                    update[".lora_B.weight"],
+                    update.get(".lora_magnitude_vector"),
+                )
                 return merged_linear(ours.weight, a, b, 6 / 4, norms)
 
             attention, mlp = theirs.attn, theirs.mlp
-            assert torch.equal(layer.attn.output_proj.weight, expected(attention.output_proj, "self_attn.o_proj"))
+            assert torch.equal(
+                layer.attn.output_proj.weight, expected(attention.output_proj, "self_attn.o_proj")
+            )
             v = layer.attn.joined.weight[-layer.attn.num_kv_heads * layer.attn.head_dim :]
             assert torch.equal(v, expected(attention.v_proj, "self_attn.v_proj"))
             gate, up = layer.mlp.joined.weight.chunk(2)
@@ -409,14 +469,17 @@ def test_merged_weights_are_those_that_are_exported(family, lora, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("merge", "adapted"), [(False, ["q_proj", "v_proj"]), (True, ["q_proj"]), (True, ["output_proj"])]
+    ("merge", "adapted"),
+    [(False, ["q_proj", "v_proj"]), (True, ["q_proj"]), (True, ["output_proj"])],
 )
 def test_loaded_weights_are_copied_only_where_adapters_change_them(merge, adapted):
     """q, k and v are one product, and so are gate and up; they are loaded into one tensor."""
     lora = {"lora_attn_modules": adapted, "lora_rank": 4, "lora_alpha": 8}
     cfg = {"_component_": "torchtune.models.qwen2.lora_qwen2", **lora, **SHAPE}
     decoder = build_model(OmegaConf.create(cfg), torch.float32, 0, CPU)
-    state = {name: torch.randn(p.shape) for name, p in decoder.named_parameters() if not p.requires_grad}
+    state = {
+        name: torch.randn(p.shape) for name, p in decoder.named_parameters() if not p.requires_grad
+    }
     load_weights(decoder, Weights(state, "QWEN2"), Ranks(CPU))
     assert all(torch.equal(decoder.get_parameter(name), value) for name, value in state.items())
     loaded = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
@@ -424,8 +487,17 @@ def test_loaded_weights_are_copied_only_where_adapters_change_them(merge, adapte
         for layer in made.decoder.layers:
             shared = [part.weight.untyped_storage().data_ptr() in loaded for part in
                       (layer.attn.joined, layer.attn.output_proj, layer.mlp.joined, layer.mlp.w2)]  # fmt: skip
-            assert shared == [not merge or adapted == ["output_proj"], adapted != ["output_proj"], True, True]
-        copied = [p for p in made.decoder.parameters() if p.ndim > 1 and p.untyped_storage().data_ptr() not in loaded]
+            assert shared == [
+                not merge or adapted == ["output_proj"],
+                adapted != ["output_proj"],
+                True,
+                True,
+            ]
+        copied = [
+            p
+            for p in made.decoder.parameters()
+            if p.ndim > 1 and p.untyped_storage().data_ptr() not in loaded
+        ]
         assert copied
         assert sum(p.nbytes for p in copied) == copied_bytes(decoder, merge)
 
@@ -433,10 +505,14 @@ def test_loaded_weights_are_copied_only_where_adapters_change_them(merge, adapte
 @pytest.mark.parametrize("end", ["whole", "early", "error"])
 def test_sampling_leaves_the_model_as_it_was(end):
     decoder = model("qwen2", "dora", tie_word_embeddings=True)
-    before = {name: (p, p.detach().clone(), p.requires_grad) for name, p in decoder.named_parameters()}
+    before = {
+        name: (p, p.detach().clone(), p.requires_grad) for name, p in decoder.named_parameters()
+    }
     try:
         with sampler_of(decoder) as laid_out:
-            completions = LocalSession(laid_out, Words(), lambda: GIB).generate(ask(prompts(3, 4)), Sampling(8))
+            completions = LocalSession(laid_out, Words(), lambda: GIB).generate(
+                ask(prompts(3, 4)), Sampling(8)
+            )
             next(completions)
             if end == "error":
                 raise ZeroDivisionError
@@ -479,7 +555,11 @@ def test_what_trains_is_what_samples(name):
 
 
 def test_attention_that_reads_no_cache_is_refused():
-    shape = {**{key: value for key, value in SHAPE.items() if key != "norm_eps"}, "vocab_size": 64, "num_layers": 1}
+    shape = {
+        **{key: value for key, value in SHAPE.items() if key != "norm_eps"},
+        "vocab_size": 64,
+        "num_layers": 1,
+    }
     decoder = native(gemma2(**shape, head_dim=16))
     for refused in (local_engine(decoder).check, local_engine(decoder).session().__enter__):
         with pytest.raises(UserError, match="attention Gemma2Attention"):
@@ -514,12 +594,16 @@ class Pairs(Words):
         return "".join(f"{chr(97 + token % 7)}{chr(97 + token % 5)}" for token in tokens)
 
 
-@pytest.mark.parametrize("stops", [("dca",), ("gebb", "ab", "fabc"), ("never at all",), "whole answer"])
+@pytest.mark.parametrize(
+    "stops", [("dca",), ("gebb", "ab", "fabc"), ("never at all",), "whole answer"]
+)
 def test_a_stop_string_ends_an_answer(small, untold, stops):
     ends = []
     if whole_answer := stops == "whole answer":
         stops = (Pairs().decode(untold["0", 0].tokens)[:3],)
-    for key, completion in sample(small, ask(TEXTS[:4], 6), Sampling(30, stop_strings=stops), Pairs([])).items():
+    for key, completion in sample(
+        small, ask(TEXTS[:4], 6), Sampling(30, stop_strings=stops), Pairs([])
+    ).items():
         whole = Pairs().decode(untold[key].tokens)
         first = min((at for at, _ in enumerate(whole) if whole.startswith(stops, at)), default=None)
         held = [n for n in range(1, 31) if any(stop in whole[: 2 * n] for stop in stops)]
@@ -540,7 +624,9 @@ class Gappy(Words):
     """Raises on ids beyond its vocabulary, as torchtune's tokenizers do."""
 
     def decode(self, tokens):
-        return "".join([chr(97 + token) for token in tokens if {token: token}[token] < 26 or {}[token]])
+        return "".join(
+            [chr(97 + token) for token in tokens if {token: token}[token] < 26 or {}[token]]
+        )
 
 
 def test_ids_that_the_tokenizer_does_not_know_say_nothing(small, untold):
@@ -548,7 +634,9 @@ def test_ids_that_the_tokenizer_does_not_know_say_nothing(small, untold):
     found = sample(small, ask(TEXTS[:4], 6), Sampling(30), Gappy([]))
     for key, completion in found.items():
         assert completion.tokens == untold[key].tokens
-        assert completion.text == "".join(chr(97 + token) for token in completion.tokens if token < 26)
+        assert completion.text == "".join(
+            chr(97 + token) for token in completion.tokens if token < 26
+        )
     assert any(completion.text for completion in found.values())
 
 
@@ -561,7 +649,9 @@ def test_what_cannot_be_sampled_is_refused(small):
         with pytest.raises(UserError, match="no stop_tokens"):
             local_engine(small, SimpleNamespace(stop_tokens=stops)).check()
     for slots in (0, 8, 2.0, True, "8", 10**6):
-        with pytest.raises(UserError, match=r"engine\.slots.*from 16 .*rounds smaller products differently"):
+        with pytest.raises(
+            UserError, match=r"engine\.slots.*from 16 .*rounds smaller products differently"
+        ):
             local_engine(small, slots=slots)
 
 
@@ -575,7 +665,12 @@ def caches(monkeypatch):
     def counted(self, given):
         made = prefill(self, given)
         record.prefilled.append([tuple(tokens) for tokens in given])
-        record.prefixes += [weakref.ref(t) for cache in made for part in cache.layers for t in (part.keys, part.values)]
+        record.prefixes += [
+            weakref.ref(t)
+            for cache in made
+            for part in cache.layers
+            for t in (part.keys, part.values)
+        ]
         return made
 
     def allocated(self, *args):
@@ -599,7 +694,9 @@ def caches(monkeypatch):
 def test_a_prompt_is_prefilled_once_and_slots_are_no_more_than_samples_or_than_pay(small, caches):
     texts = prompts(*range(1, 31))
     sample(small, ask(texts, 5), Sampling(6), slots=16)
-    assert sorted(tokens for call in caches.prefilled for tokens in call) == sorted(text[:-1] for text in texts)
+    assert sorted(tokens for call in caches.prefilled for tokens in call) == sorted(
+        text[:-1] for text in texts
+    )
     assert len(caches.prefilled) < 30
     for samples in (1, 20, 500):
         sample(small, ask(prompts(5), samples), Sampling(1))
@@ -614,7 +711,9 @@ def test_slots_are_nearly_always_busy_and_answers_come_as_they_end(small, caches
         for completion in session.generate(requests, Sampling(24)):
             lengths.append(len(completion.tokens))
             sampled.append(session.stats()["tokens"])
-            if len(lengths) == 100:  # answered prompts, one in progress and perhaps some already prefilled
+            if (
+                len(lengths) == 100
+            ):  # answered prompts, one in progress and perhaps some already prefilled
                 assert caches.alive(caches.prefixes) < 0.4 * len(caches.prefixes)
         stats = session.stats()
     assert len(lengths) == 200
@@ -675,11 +774,17 @@ def test_slots_fit_into_memory(shape, lengths, sampling, memory, caches):
         assert 16 <= slots < len(requests)
         assert length >= max(lengths) + sampling.max_new_tokens
         with pytest.raises(UserError, match="are free for sampling; 16 answers of"):
-            next(LocalSession(decoder, Words([]), lambda: int(memory / 5)).generate(requests, sampling))
+            next(
+                LocalSession(decoder, Words([]), lambda: int(memory / 5)).generate(
+                    requests, sampling
+                )
+            )
 
 
 @pytest.mark.parametrize(("memory", "keeps"), [(GIB, True), (2e5, False)])
-def test_conversations_wait_in_memory_that_is_there_also_with_a_number_of_slots(small, monkeypatch, memory, keeps):
+def test_conversations_wait_in_memory_that_is_there_also_with_a_number_of_slots(
+    small, monkeypatch, memory, keeps
+):
     class Talks(RequestQueue):
         added = 4
 
@@ -717,7 +822,9 @@ def test_a_refreshed_layout_equals_a_new_one_in_place(family, lora, changes, mer
         parts = tensors(kept.decoder)
         before, places = [part.clone() for part in parts], [part.data_ptr() for part in parts]
         train(decoder, 1)
-        assert all(map(torch.equal, parts, before))  # the layout follows training only when it is refreshed
+        assert all(
+            map(torch.equal, parts, before)
+        )  # the layout follows training only when it is refreshed
         kept.refresh()
         assert [part.data_ptr() for part in tensors(kept.decoder)] == places
         with sampler_of(decoder, merge) as new:
@@ -733,7 +840,13 @@ def test_a_session_that_stays_open_samples_like_new_ones(caches):
     greedy = Sampling(40, temperature=0)
     with engine.session() as session:
         for step, (texts, samples, sampling) in enumerate(
-            [(TEXTS, 8, WARM), (TEXTS[:3], 2, WARM), (TEXTS[5:], 1, greedy), (TEXTS, 10, WARM), (TEXTS[3:], 8, WARM)]
+            [
+                (TEXTS, 8, WARM),
+                (TEXTS[:3], 2, WARM),
+                (TEXTS[5:], 1, greedy),
+                (TEXTS, 10, WARM),
+                (TEXTS[3:], 8, WARM),
+            ]
         ):
             train(decoder, step)
             session.refresh()

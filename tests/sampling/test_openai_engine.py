@@ -54,7 +54,9 @@ def tokenizer(tmp_path_factory):
 def requests_for(tokenizer, *texts, samples=1):
     conversations = [({"role": "user", "content": text},) for text in texts]
     return [
-        Request(f"p{i}", sample, 1000 * i + sample, tuple(render_prompt(tokenizer, messages)), messages)
+        Request(
+            f"p{i}", sample, 1000 * i + sample, tuple(render_prompt(tokenizer, messages)), messages
+        )
         for i, messages in enumerate(conversations)
         for sample in range(samples)
     ]
@@ -120,13 +122,18 @@ def test_greedy_answers_of_transformers_serve_are_its_own(served, model_dir):
     engine = chat_engine(served, model_dir, concurrency=3)
     engine.check()
     assert (engine.exact_tokens, engine.has_logprobs) == (False, False)
-    requests = requests_for(engine.tokenizer, "Natalia sold clips", "How many?", "Add 1 and 2.", "a\n\n b")
+    requests = requests_for(
+        engine.tokenizer, "Natalia sold clips", "How many?", "Add 1 and 2.", "a\n\n b"
+    )
     with engine.session(None) as session:
         completions = list(session.generate(requests, GREEDY))
         tokens = session.stats()["tokens"]
     assert wanted(c.request for c in completions) == wanted(requests)
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_dir), AutoTokenizer.from_pretrained(model_dir)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model_dir),
+        AutoTokenizer.from_pretrained(model_dir),
+    )
     stops = list(engine.tokenizer.stop_tokens)
     for completion in completions:
         prompt = torch.tensor([completion.request.tokens])
@@ -144,8 +151,13 @@ def test_transformers_serve_samples_as_asked(served, model_dir):
     engine = chat_engine(served, model_dir)
     requests = requests_for(engine.tokenizer, "Natalia sold clips", samples=24)
     with engine.session(None) as session:
-        first = {c.request.sample: c for c in session.generate(requests, Sampling(max_new_tokens=64))}
-        again = {c.request.sample: c.text for c in session.generate(requests[:4], Sampling(max_new_tokens=64))}
+        first = {
+            c.request.sample: c for c in session.generate(requests, Sampling(max_new_tokens=64))
+        }
+        again = {
+            c.request.sample: c.text
+            for c in session.generate(requests[:4], Sampling(max_new_tokens=64))
+        }
         top = list(session.generate(requests[:4], Sampling(max_new_tokens=64, top_k=1)))
         stop = top[0].text[8:10]
         (cut,) = session.generate(requests[:1], Sampling(64, top_k=1, stop_strings=(stop,)))
@@ -169,7 +181,10 @@ def test_what_transformers_serve_cannot_do_is_said_in_a_line(served, model_dir, 
     with pytest.raises(UserError, match=r"HTTP 400: Server is pinned to .*; requested 'other'"):
         chat_engine(served, model_dir, model="other").check()
     with (
-        pytest.raises(UserError, match=r"does not load the adapter .* \(HTTP 404: Not Found\)\. .*vllm serve MODEL"),
+        pytest.raises(
+            UserError,
+            match=r"does not load the adapter .* \(HTTP 404: Not Found\)\. .*vllm serve MODEL",
+        ),
         chat_engine(served, model_dir).session(adapter),
     ):
         pytest.fail("the adapter was taken")
@@ -275,7 +290,9 @@ def test_server_errors_cut_connections_and_time_outs_are_retried(vllm, tokenizer
         failure = next(failures, None)
         if failure == "slow":
             return time.sleep(0.6)
-        return vllm_answer(tokenizer, body, finish_reason="abort") if failure == "abort" else failure
+        return (
+            vllm_answer(tokenizer, body, finish_reason="abort") if failure == "abort" else failure
+        )
 
     fake = vllm(reply)
     engine = OpenAIEngine(tokenizer, urls=[fake.url], timeout=0.3)
@@ -291,8 +308,14 @@ def test_retry_after_is_honoured(vllm, tokenizer, form):
 
     def reply(body):
         times.append(time.monotonic())
-        until = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=1.5), usegmt=True)  # in whole seconds
-        return (429, "slow down", {"Retry-After": "0.5" if form == "seconds" else until}) if len(times) == 1 else None
+        until = format_datetime(
+            datetime.now(timezone.utc) + timedelta(seconds=1.5), usegmt=True
+        )  # in whole seconds
+        return (
+            (429, "slow down", {"Retry-After": "0.5" if form == "seconds" else until})
+            if len(times) == 1
+            else None
+        )
 
     run(OpenAIEngine(tokenizer, urls=[vllm(reply).url]), requests_for(tokenizer, "a"))
     assert 0.4 < times[1] - times[0] < 30
@@ -303,7 +326,9 @@ def test_retry_after_is_honoured(vllm, tokenizer, form):
     [("fails", "HTTP 500: CUDA out of memory"), ("is none", "does not answer with a JSON object"),
      ("restarts without adapters", "HTTP 404: The model"), ("serves another model", "HTTP 404: The model")],
 )  # fmt: skip
-def test_the_share_of_a_server_that_fails_moves_to_the_others(vllm, tokenizer, adapter, messages, how, says):
+def test_the_share_of_a_server_that_fails_moves_to_the_others(
+    vllm, tokenizer, adapter, messages, how, says
+):
     seen = []
 
     def failing(body):
@@ -335,16 +360,22 @@ def test_when_no_server_is_left_what_had_finished_has_been_yielded(vllm, tokeniz
             return 502, "<html>bad gateway</html>", {}
 
     fakes = [vllm(dying), vllm()]
-    engine = OpenAIEngine(tokenizer, urls=[fake.url for fake in fakes], concurrency=1, patience="0.02 s")
+    engine = OpenAIEngine(
+        tokenizer, urls=[fake.url for fake in fakes], concurrency=1, patience="0.02 s"
+    )
     got = []
     with engine.session(None) as session:
         fakes[1].die()
         completions = session.generate(requests_for(tokenizer, *"abcdef"), PLAIN)
-        with pytest.raises(UserError, match=r"no server is left: .* with resume_from_checkpoint=True") as caught:
+        with pytest.raises(
+            UserError, match=r"no server is left: .* with resume_from_checkpoint=True"
+        ) as caught:
             deque(map(got.append, completions))
     assert len(got) == 3
     assert re.search(r"bad gateway</html>, for 0s \(prompt p[0-5], sample 0\)", str(caught.value))
-    assert one_line_has(str(caught.value), f"{fakes[0].url}: HTTP 502", f"{fakes[1].url}: ConnectError: ")
+    assert one_line_has(
+        str(caught.value), f"{fakes[0].url}: HTTP 502", f"{fakes[1].url}: ConnectError: "
+    )
 
 
 # ---- permanent failures
@@ -386,7 +417,9 @@ NO_NUMBERS = {
 
 
 @pytest.mark.parametrize("case", [*RUBBISH, *NO_NUMBERS])
-def test_what_training_cannot_use_is_refused_in_one_short_line_and_not_asked_again(vllm, tokenizer, case):
+def test_what_training_cannot_use_is_refused_in_one_short_line_and_not_asked_again(
+    vllm, tokenizer, case
+):
     answer, message = RUBBISH.get(case) or NO_NUMBERS[case]
     fake = vllm(lambda body: answer if case in RUBBISH else vllm_answer(tokenizer, body, **answer))
     decoder = SimpleNamespace(tok_embeddings=SimpleNamespace(num_embeddings=400))
@@ -412,14 +445,24 @@ def forever(part: bytes, pause: float):
         time.sleep(pause)
 
 
-def test_a_body_without_an_end_is_refused_and_one_byte_by_byte_has_a_deadline(vllm, tokenizer, monkeypatch):
+def test_a_body_without_an_end_is_refused_and_one_byte_by_byte_has_a_deadline(
+    vllm, tokenizer, monkeypatch
+):
     monkeypatch.setattr(openai_http, "MAX_BODY", 100_000)
-    endless, slow = (vllm(lambda body, way=way: (200, forever(*way), {})) for way in ((b" " * 10_000, 0), (b" ", 0.05)))
+    endless, slow = (
+        vllm(lambda body, way=way: (200, forever(*way), {}))
+        for way in ((b" " * 10_000, 0), (b" ", 0.05))
+    )
     with pytest.raises(UserError, match=f"{endless.url}.* answers with more than 100000 bytes"):
         run(OpenAIEngine(tokenizer, urls=[endless.url]), requests_for(tokenizer, "a"))
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"no server is left: .*: no answer in time \(ReadTimeout\)"):
-        run(OpenAIEngine(tokenizer, urls=[slow.url], timeout=0.5, patience=0), requests_for(tokenizer, "a"))
+    with pytest.raises(
+        UserError, match=r"no server is left: .*: no answer in time \(ReadTimeout\)"
+    ):
+        run(
+            OpenAIEngine(tokenizer, urls=[slow.url], timeout=0.5, patience=0),
+            requests_for(tokenizer, "a"),
+        )
     assert time.monotonic() - began < 10
 
 
@@ -506,10 +549,15 @@ def test_a_cancellation_that_arrives_with_the_answer_is_not_lost():
 # ---- token ids and log-probabilities
 def llama_answer(ids, completion_tokens):
     """Return an answer in the form of llama.cpp's /v1/completions."""
-    content = [{"id": i, "token": "t", "bytes": [116], "logprob": -0.5, "top_logprobs": []} for i in ids]
+    content = [
+        {"id": i, "token": "t", "bytes": [116], "logprob": -0.5, "top_logprobs": []} for i in ids
+    ]
     text = "So it is." if completion_tokens > 1 else "S"
     choice = {"text": text, "index": 0, "logprobs": {"content": content}, "finish_reason": "stop"}
-    return {"choices": [choice], "usage": {"completion_tokens": completion_tokens, "prompt_tokens": 3}}
+    return {
+        "choices": [choice],
+        "usage": {"completion_tokens": completion_tokens, "prompt_tokens": 3},
+    }
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -529,7 +577,9 @@ def test_ids_in_llama_cpps_logprobs_are_exact_if_they_are_all_there(vllm, tokeni
 
 
 @pytest.mark.parametrize("ids", [None, []])
-def test_without_ids_the_text_is_encoded_again_and_that_is_told_once(vllm, tokenizer, ids, messages):
+def test_without_ids_the_text_is_encoded_again_and_that_is_told_once(
+    vllm, tokenizer, ids, messages
+):
     fake = vllm(paths={COMPLETIONS: lambda body: vllm_answer(tokenizer, body, token_ids=ids)})
     engine = OpenAIEngine(tokenizer, urls=[fake.url])
     completions, _ = run(engine, requests_for(tokenizer, *"abc"))
@@ -541,7 +591,9 @@ def test_without_ids_the_text_is_encoded_again_and_that_is_told_once(vllm, token
     assert "\n".join(messages).count("sends no token ids") == 1
 
 
-@pytest.mark.parametrize("logprobs", [None, [], {"token_logprobs": [-1.0]}, {"token_logprobs": [None, -1.0]}])
+@pytest.mark.parametrize(
+    "logprobs", [None, [], {"token_logprobs": [-1.0]}, {"token_logprobs": [None, -1.0]}]
+)
 def test_logprobs_that_do_not_fit_the_tokens_are_none(vllm, tokenizer, logprobs):
     fake = vllm(lambda body: vllm_answer(tokenizer, body, logprobs=logprobs))
     engine = OpenAIEngine(tokenizer, urls=[fake.url])
@@ -557,7 +609,9 @@ def test_logprobs_that_do_not_fit_the_tokens_are_none(vllm, tokenizer, logprobs)
     [({"finish_reason": "length"}, (), "It is 7. 0", "length"), ({"text": "It is"}, (" is",), "It", "stop"),
      ({"text": "It is", "stop_reason": " 7"}, (" 7",), "It is 0", "stop")],
 )  # fmt: skip
-def test_an_answer_cut_by_length_or_a_stop_string_gets_no_stop_token(vllm, tokenizer, choice, stops, text, reason):
+def test_an_answer_cut_by_length_or_a_stop_string_gets_no_stop_token(
+    vllm, tokenizer, choice, stops, text, reason
+):
     fake = vllm(lambda body: vllm_answer(tokenizer, body, token_ids=None, **choice))
     engine = OpenAIEngine(tokenizer, urls=[fake.url])
     (cut,), _ = run(engine, requests_for(tokenizer, "a"), Sampling(16, stop_strings=stops))
@@ -572,7 +626,10 @@ def test_another_chat_template_than_ours_is_told(vllm, tokenizer, messages):
         choice = vllm_answer(tokenizer, body)["choices"][0]
         del choice["prompt_token_ids"]
         entries = [{"token": "t", "logprob": -1.0} for _ in choice["token_ids"]]
-        choice |= {"message": {"role": "assistant", "content": choice.pop("text")}, "logprobs": {"content": entries}}
+        choice |= {
+            "message": {"role": "assistant", "content": choice.pop("text")},
+            "logprobs": {"content": entries},
+        }
         return {"choices": [choice], "prompt_token_ids": [1, 2]}
 
     engine = OpenAIEngine(tokenizer, urls=[vllm(paths={CHAT: answer}).url], endpoint="chat")
@@ -584,32 +641,52 @@ def test_another_chat_template_than_ours_is_told(vllm, tokenizer, messages):
 
 def test_chat_sends_messages_tools_and_the_variables_of_the_template(tokenizer):
     args = {"enable_thinking": False}
-    chat = ChatTokenizer(tokenizer, TorchtuneRenderer(tokenizer), [tokenizer.eos_id], template_args=args)
+    chat = ChatTokenizer(
+        tokenizer, TorchtuneRenderer(tokenizer), [tokenizer.eos_id], template_args=args
+    )
     call = {"function": {"name": "weather", "arguments": {"city": "Zürich"}}}
     tools = ({"type": "function", "function": {"name": "weather"}},)
-    messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]})
+    messages = (
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    )
     wire = OpenAIEngine(chat, urls=["http://127.0.0.1:1"], endpoint="chat").wire
 
     def sent(dialect, *of):
-        return wire.body(openai.Server("http://x", "m", dialect), "m", Request("p", 0, 0, (1,), *of), PLAIN)
+        return wire.body(
+            openai.Server("http://x", "m", dialect), "m", Request("p", 0, 0, (1,), *of), PLAIN
+        )
 
     body = sent("extended", messages, tools)
-    assert (body["tools"], body["tool_choice"], body["chat_template_kwargs"]) == (list(tools), "none", args)
+    assert (body["tools"], body["tool_choice"], body["chat_template_kwargs"]) == (
+        list(tools),
+        "none",
+        args,
+    )
     function = {"name": "weather", "arguments": '{"city": "Zürich"}'}
-    expected = {**messages[1], "tool_calls": [{"id": "call_0", "type": "function", "function": function}]}
+    expected = {
+        **messages[1],
+        "tool_calls": [{"id": "call_0", "type": "function", "function": function}],
+    }
     assert body["messages"] == [messages[0], expected]
     assert not {"tools", "chat_template_kwargs"} & sent("plain", messages).keys()
     with pytest.raises(UserError, match="prompt p has no messages"):
         sent("plain")
 
 
-@pytest.mark.parametrize("more", ["generation_config", "stop"], ids=["transformers serve", "OpenAI"])
+@pytest.mark.parametrize(
+    "more", ["generation_config", "stop"], ids=["transformers serve", "OpenAI"]
+)
 def test_a_server_gets_no_field_that_it_refuses(vllm, tokenizer, more):
     known = {"model", "prompt", "seed", "logprobs", "max_tokens", "temperature", "top_p", more}
 
     def strict(body):
         if unknown := body.keys() - known:
-            return 400, {"error": {"message": f"Unrecognized request argument supplied: {min(unknown)}"}}, {}
+            return (
+                400,
+                {"error": {"message": f"Unrecognized request argument supplied: {min(unknown)}"}},
+                {},
+            )
         return vllm_answer(tokenizer, body, token_ids=None)
 
     fake = vllm(paths={COMPLETIONS: strict})
@@ -624,7 +701,13 @@ def test_a_server_gets_no_field_that_it_refuses(vllm, tokenizer, more):
         return
     run(engine, requests_for(tokenizer, "a"), sampling)
     stops = list(tokenizer.stop_tokens)
-    wanted = {"do_sample": True, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.0, "eos_token_id": stops}
+    wanted = {
+        "do_sample": True,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.0,
+        "eos_token_id": stops,
+    }
     assert json.loads(fake.bodies()[-1]["generation_config"]) == wanted
 
 
@@ -664,7 +747,9 @@ def test_check_wants_one_model_of_all_servers(vllm, tokenizer):
 def test_check_waits_for_no_server_that_is_gone_or_hangs(vllm, tokenizer, monkeypatch):
     url = f"http://127.0.0.1:{free_port()}"
     start = time.monotonic()
-    with pytest.raises(UserError, match=f"{url} cannot be reached: ConnectError: .*is the server running") as caught:
+    with pytest.raises(
+        UserError, match=f"{url} cannot be reached: ConnectError: .*is the server running"
+    ) as caught:
         OpenAIEngine(tokenizer, urls=[url]).check()
     assert time.monotonic() - start < 20
     assert "\n" not in str(caught.value)
@@ -677,7 +762,10 @@ def test_check_waits_for_no_server_that_is_gone_or_hangs(vllm, tokenizer, monkey
 def test_the_key_is_read_from_the_environment_and_sent(vllm, tokenizer, monkeypatch):
     monkeypatch.setenv("RAFT_KEY", " secret \n")
     fake = vllm()
-    run(OpenAIEngine(tokenizer, urls=[fake.url], api_key_env="RAFT_KEY"), requests_for(tokenizer, "a"))
+    run(
+        OpenAIEngine(tokenizer, urls=[fake.url], api_key_env="RAFT_KEY"),
+        requests_for(tokenizer, "a"),
+    )
     sent = [{name.lower(): value for name, value in headers.items()} for *_, headers in fake.asked]
     assert {headers["authorization"] for headers in sent} == {"Bearer secret"}
 
@@ -704,16 +792,23 @@ def test_bad_arguments(tokenizer, args, message):
 
 
 # ---- adapters
-def test_an_adapter_is_loaded_by_all_used_by_name_and_unloaded(vllm, tokenizer, adapter, monkeypatch):
+def test_an_adapter_is_loaded_by_all_used_by_name_and_unloaded(
+    vllm, tokenizer, adapter, monkeypatch
+):
     monkeypatch.chdir(adapter.parent)
     fakes = [vllm(), vllm()]
-    engine = OpenAIEngine(tokenizer, urls=[fake.url for fake in fakes], lora_name="mine", concurrency=1)
+    engine = OpenAIEngine(
+        tokenizer, urls=[fake.url for fake in fakes], lora_name="mine", concurrency=1
+    )
     with engine.session(Path("adapter")) as session:
         before = [fake.adapter_calls() for fake in fakes]
         list(session.generate(requests_for(tokenizer, *"abcdef"), PLAIN))
     name = before[0][0][1]["lora_name"]
     assert re.fullmatch("mine-[0-9a-f]{12}", name)
-    load = [("unload", {"lora_name": name}), ("load", {"lora_name": name, "lora_path": str(adapter.resolve())})]
+    load = [
+        ("unload", {"lora_name": name}),
+        ("load", {"lora_name": name, "lora_path": str(adapter.resolve())}),
+    ]
     for fake, calls in zip(fakes, before, strict=True):
         assert calls == load
         assert fake.adapter_calls() == [*load, ("unload", {"lora_name": name})]
@@ -746,8 +841,13 @@ def test_requests_are_taken_as_servers_get_free_each_with_its_adapter(vllm, toke
         assert [verb for verb, _ in fake.adapter_calls()] == ["unload", "load"]
         found += itertools.islice(answers, 5)
         go_on.set()
-        assert wanted(answer.request for answer in [*found, *answers]) == wanted(requests_for(tokenizer, *"abcdefg"))
-    assert Counter(body["model"] for body in fake.bodies()) == {fake.rules.model: 3, other.adapter.name: 5}
+        assert wanted(answer.request for answer in [*found, *answers]) == wanted(
+            requests_for(tokenizer, *"abcdefg")
+        )
+    assert Counter(body["model"] for body in fake.bodies()) == {
+        fake.rules.model: 3,
+        other.adapter.name: 5,
+    }
     assert [verb for verb, _ in fake.adapter_calls()] == ["unload", "load", "unload"]
 
 
@@ -763,8 +863,12 @@ def test_other_weights_have_another_name_and_go_after_an_error_too(vllm, tokeniz
     assert [verb for verb, _ in fake.adapter_calls()] == ["unload", "load", "unload"] * 3
 
 
-@pytest.mark.parametrize(("status", "told"), [(404, "Not Found"), (400, "Rank 64 is above 16"), (500, "No LoRA")])
-def test_a_server_that_takes_no_adapters_is_found_before_sampling(vllm, tokenizer, adapter, status, told):
+@pytest.mark.parametrize(
+    ("status", "told"), [(404, "Not Found"), (400, "Rank 64 is above 16"), (500, "No LoRA")]
+)
+def test_a_server_that_takes_no_adapters_is_found_before_sampling(
+    vllm, tokenizer, adapter, status, told
+):
     willing, fake = vllm(), vllm(paths={LOAD: (status, {"detail": told}, {})})
     message = rf"{fake.url}.* does not load the adapter {adapter} \(HTTP {status}: {told}\).*RUNTIME_LORA_UPDATING=True"
     with pytest.raises(UserError, match=message):
@@ -777,7 +881,9 @@ def test_a_server_that_refuses_an_adapter_is_left_out(vllm, tokenizer, adapter, 
     willing, fake = vllm(), vllm(lora=False)
     with OpenAIEngine(tokenizer, urls=[willing.url, fake.url]).session(adapter) as session:
         assert len(list(session.generate(requests_for(tokenizer, *"abc"), PLAIN))) == 3
-    assert f"{fake.url} does not load the adapter {adapter} (HTTP 404: Not Found)" in "\n".join(messages)
+    assert f"{fake.url} does not load the adapter {adapter} (HTTP 404: Not Found)" in "\n".join(
+        messages
+    )
     assert fake.bodies() == []
     with (
         pytest.raises(UserError, match=f"{fake.url} does not load the adapter"),
@@ -786,7 +892,9 @@ def test_a_server_that_refuses_an_adapter_is_left_out(vllm, tokenizer, adapter, 
         pytest.fail("the adapter was taken")
 
 
-def test_a_server_that_is_gone_when_an_adapter_is_loaded_is_left_out(vllm, tokenizer, adapter, messages):
+def test_a_server_that_is_gone_when_an_adapter_is_loaded_is_left_out(
+    vllm, tokenizer, adapter, messages
+):
     gone, fake = vllm(), vllm()
     engine = OpenAIEngine(tokenizer, urls=[gone.url, fake.url], patience=0.02)
     engine.check()
@@ -794,7 +902,16 @@ def test_a_server_that_is_gone_when_an_adapter_is_loaded_is_left_out(vllm, token
     for _ in range(2):
         with engine.session(adapter) as session:
             assert len(list(session.generate(requests_for(tokenizer, *"abc"), PLAIN))) == 3
-    assert len([line for line in messages if f"{gone.url} fails to load or unload an adapter: " in line]) == 1
+    assert (
+        len(
+            [
+                line
+                for line in messages
+                if f"{gone.url} fails to load or unload an adapter: " in line
+            ]
+        )
+        == 1
+    )
     fake.die()
     with (
         pytest.raises(UserError, match=f"no server is left: .*{fake.url}: ConnectError"),
@@ -803,7 +920,9 @@ def test_a_server_that_is_gone_when_an_adapter_is_loaded_is_left_out(vllm, token
         list(session.generate(requests_for(tokenizer, "a"), PLAIN))
 
 
-def test_a_check_of_all_servers_does_not_wait_for_one_that_is_gone(vllm, tokenizer, monkeypatch, messages):
+def test_a_check_of_all_servers_does_not_wait_for_one_that_is_gone(
+    vllm, tokenizer, monkeypatch, messages
+):
     monkeypatch.setattr(openai_session, "_CHECK_PATIENCE", 0.02)
     gone, fake = vllm(), vllm()
     requests = requests_for(tokenizer, *"abc")
@@ -814,7 +933,9 @@ def test_a_check_of_all_servers_does_not_wait_for_one_that_is_gone(vllm, tokeniz
     assert [c.request for c in both[gone.url]] == [c.request for c in both[fake.url]] == requests
     assert list(one) == [fake.url]
     assert session.stats()["tokens"] == 0
-    assert f"nothing checks the adapter in this phase of {gone.url}: ConnectError" in "\n".join(messages)
+    assert f"nothing checks the adapter in this phase of {gone.url}: ConnectError" in "\n".join(
+        messages
+    )
 
 
 def test_a_restarted_server_gets_its_adapter_again(vllm, tokenizer, adapter, messages):
@@ -860,10 +981,16 @@ def test_patience_counts_pauses_that_double(tokenizer, monkeypatch, messages, ca
 
     engine = OpenAIEngine(tokenizer, urls=["http://127.0.0.1:1"], concurrency=1)
     assert engine.terms.patience == 600
-    monkeypatch.setattr(openai_session, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+    monkeypatch.setattr(
+        openai_session, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep})
+    )
     monkeypatch.setattr(openai_session, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    session = OpenAISession(engine.terms, [openai.Server(engine._servers[0].url, "base", "plain")], None)
-    with pytest.raises(UserError, match=r"no server is left: .* for 10m00s \(prompt p0, sample 0\)"):
+    session = OpenAISession(
+        engine.terms, [openai.Server(engine._servers[0].url, "base", "plain")], None
+    )
+    with pytest.raises(
+        UserError, match=r"no server is left: .* for 10m00s \(prompt p0, sample 0\)"
+    ):
         list(session.generate(requests_for(tokenizer, "a"), PLAIN))
     assert pauses[:7] == [0.5, 1, 2, 4, 8, 16, 30]
     assert set(pauses[6:-1]) == {30}
@@ -912,7 +1039,11 @@ def logprob_server(vllm, kind: str):
             entry = {"token": "t", "logprob": values[0]}
             content = [{"id": 0, **entry, "top_logprobs": [entry]}]
             return vllm_form(body, "t", [0], [values[0]], logprobs={"content": content})
-        tops = {"tokens": ["u"], "token_logprobs": [values[1]], "top_logprobs": [{"t": values[0], "u": values[1]}]}
+        tops = {
+            "tokens": ["u"],
+            "token_logprobs": [values[1]],
+            "top_logprobs": [{"t": values[0], "u": values[1]}],
+        }
         return vllm_form(body, "u", [1], [values[1]], logprobs=tops)
 
     return vllm(paths={COMPLETIONS: answer})
@@ -920,12 +1051,20 @@ def logprob_server(vllm, kind: str):
 
 @pytest.mark.parametrize(
     "logprobs",
-    [{"content": [{"logprob": -1.0, "top_logprobs": tops}]} for tops in ([1], "a", [[]], [{"logprob": math.nan}])]
-    + [{"token_logprobs": [-1.0], "top_logprobs": tops} for tops in ([1], "a", [{"t": math.nan}], [{"t": []}])],
+    [
+        {"content": [{"logprob": -1.0, "top_logprobs": tops}]}
+        for tops in ([1], "a", [[]], [{"logprob": math.nan}])
+    ]
+    + [
+        {"token_logprobs": [-1.0], "top_logprobs": tops}
+        for tops in ([1], "a", [{"t": math.nan}], [{"t": []}])
+    ],
     ids=str,
 )
 def test_malformed_top_log_probs_show_nothing(vllm, tokenizer, logprobs):
-    fake = vllm(paths={COMPLETIONS: lambda body: vllm_form(body, "a", [1], [-1.0], logprobs=logprobs)})
+    fake = vllm(
+        paths={COMPLETIONS: lambda body: vllm_form(body, "a", [1], [-1.0], logprobs=logprobs)}
+    )
     with pytest.raises(UserError, match="does not show of which temperature"):
         OpenAIEngine(tokenizer, urls=[fake.url]).check_logprobs(Sampling(8, temperature=0.7))
 
@@ -934,18 +1073,34 @@ def test_malformed_top_log_probs_show_nothing(vllm, tokenizer, logprobs):
     ("kind", "sampling", "refused"),
     [
         ("raw", Sampling(8, temperature=0.7, top_p=0.9), None),
-        ("raw", Sampling(8, temperature=0.7, logprobs_temperature=0.7), "--logprobs-mode processed_logprobs"),
+        (
+            "raw",
+            Sampling(8, temperature=0.7, logprobs_temperature=0.7),
+            "--logprobs-mode processed_logprobs",
+        ),
         ("llama.cpp", Sampling(8, temperature=0.7, top_k=5), None),
-        ("llama.cpp", Sampling(8, temperature=0.7, logprobs_temperature=0.7), "or set temperature to 1"),
+        (
+            "llama.cpp",
+            Sampling(8, temperature=0.7, logprobs_temperature=0.7),
+            "or set temperature to 1",
+        ),
         ("sglang", Sampling(8, temperature=0.7, top_p=0.9, logprobs_temperature=0.7), None),
         ("sglang", Sampling(8, temperature=1.3), "SGLANG_RETURN_ORIGINAL_LOGPROB=1"),
         ("processed", Sampling(8, temperature=0.7, top_p=1.0, logprobs_temperature=0.7), None),
-        ("processed", Sampling(8, temperature=0.7, top_k=5, logprobs_temperature=0.7), "after truncation"),
+        (
+            "processed",
+            Sampling(8, temperature=0.7, top_k=5, logprobs_temperature=0.7),
+            "after truncation",
+        ),
         ("processed", Sampling(8, min_p=0.1), "after truncation"),
         ("processed", Sampling(8, temperature=0.7), "raw_logprobs"),
         ("silent", Sampling(8), None),
         ("silent", Sampling(8, temperature=0.7), "does not show"),
-        ("raw", Sampling(8, temperature=0.7, logprobs_temperature=0.9), "of temperature 0.9 for samples of 0.7"),
+        (
+            "raw",
+            Sampling(8, temperature=0.7, logprobs_temperature=0.9),
+            "of temperature 0.9 for samples of 0.7",
+        ),
     ],
     ids=str,
 )

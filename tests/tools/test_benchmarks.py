@@ -23,7 +23,17 @@ from rocm_ext.model.native.decoder import NativeDecoder
 from tests.kit.parity import our_model
 from tests.kit.processes import wait_for_end
 from tools.benchmarks import __main__ as command
-from tools.benchmarks import beside, dpo, experts, protocol, sampling, sft, training, unpacking, work
+from tools.benchmarks import (
+    beside,
+    dpo,
+    experts,
+    protocol,
+    sampling,
+    sft,
+    training,
+    unpacking,
+    work,
+)
 from tools.benchmarks.protocol import ROOT, Failed, Ratio, Side, take_turns
 
 
@@ -34,7 +44,9 @@ def _importable(monkeypatch):
 
 
 def side(tmp_path, code: str) -> Side:
-    (tmp_path / "side.py").write_text("from tools.benchmarks.sides.talk import Pace, hear, pipe\n" + code)
+    (tmp_path / "side.py").write_text(
+        "from tools.benchmarks.sides.talk import Pace, hear, pipe\n" + code
+    )
     return Side("peer", sys.executable, [str(tmp_path / "side.py")], tmp_path / "log")
 
 
@@ -47,7 +59,9 @@ def test_a_side_does_as_many_steps_as_it_is_told(tmp_path):
         assert answer["peak_memory"] > 2**20
 
 
-@pytest.mark.parametrize("code", ["raise ValueError('torn')", "hear(); print('torn'); raise SystemExit(3)"])
+@pytest.mark.parametrize(
+    "code", ["raise ValueError('torn')", "hear(); print('torn'); raise SystemExit(3)"]
+)
 def test_a_side_that_ends_is_told_with_its_last_words(tmp_path, code):
     with side(tmp_path, code) as peer, pytest.raises(Failed, match=r"(?s)peer ended:.*torn"):
         peer.ask(steps=1)
@@ -55,7 +69,10 @@ def test_a_side_that_ends_is_told_with_its_last_words(tmp_path, code):
 
 def test_a_side_that_hangs_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(protocol, "PATIENCE", 0.5)
-    with side(tmp_path, "import time; time.sleep(600)") as peer, pytest.raises(Failed, match="has not answered"):
+    with (
+        side(tmp_path, "import time; time.sleep(600)") as peer,
+        pytest.raises(Failed, match="has not answered"),
+    ):
         peer.ask(steps=1)
 
 
@@ -87,16 +104,24 @@ def test_a_failed_comparison_loses_no_other(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(command.COMPARE, "sft", compared)
     cycle = {"work": "cycle", "runs": 1, "outside": 0.1, "range": [0, 1]}
     monkeypatch.setattr(command.cycle, "measure", lambda folder, runs: [cycle])
-    monkeypatch.setattr(sys, "argv", ["x", "--work", "sft", "cycle", "--shape", "tiny", "--vocab", "1", "2"])
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--work", "sft", "cycle", "--shape", "tiny", "--vocab", "1", "2"]
+    )
     with pytest.raises(SystemExit) as left:
         command.main()
     captured = capsys.readouterr()
-    assert (left.value.code, captured.err.count("failed: closed"), "10.0%" in captured.out) == (1, 1, True)
+    assert (left.value.code, captured.err.count("failed: closed"), "10.0%" in captured.out) == (
+        1,
+        1,
+        True,
+    )
 
 
 def test_sides_take_turns_and_ratios_are_of_the_same_round():
     order = []
-    assert take_turns({side: side for side in "ABC"}, 3, order.append) == dict.fromkeys("ABC", [None] * 3)
+    assert take_turns({side: side for side in "ABC"}, 3, order.append) == dict.fromkeys(
+        "ABC", [None] * 3
+    )
     assert "".join(order) == "ABCCBAABC"
     found = Ratio.of([2.0, 30.0, 4.0], [1.0, 10.0, 1.0])
     assert (found.median, found.low, found.high) == (3.0, 2.0, 4.0)
@@ -110,7 +135,9 @@ def test_steps_are_written_as_they_are_described(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     described = [row for step in steps for row in step]
     assert len(rows) == 3 * work.SEQUENCES_PER_STEP
-    assert [(len(r["tokens"]), sum(label != -100 for label in r["labels"])) for r in rows] == described
+    assert [
+        (len(r["tokens"]), sum(label != -100 for label in r["labels"])) for r in rows
+    ] == described
     assert max(tokens for tokens, _ in steps[0]) <= 24 < min(tokens for tokens, _ in steps[2])
     padded = [work.padded([[(3, 1), (5, 2), (2, 1), (2, 2)]], batch) for batch in (1, 2, 4)]
     assert padded == [12, 14, 20]
@@ -123,19 +150,27 @@ def test_saved_work_is_counted_as_torch_counts_it(tmp_path, shape, tokens):
     folder = work.write_random_model(tmp_path / "model", shape, vocab)
     cfg = OmegaConf.create({**work.model_config(folder, shape), "lora_rank": 1})
     decoder = build_model(cfg, torch.float32, 0, torch.device("cpu"))
-    frozen = sum(p.numel() for name, p in decoder.named_parameters() if "lora_" not in name and p.ndim == 2)
+    frozen = sum(
+        p.numel() for name, p in decoder.named_parameters() if "lora_" not in name and p.ndim == 2
+    )
     assert work.parameters(shape, vocab) == frozen
     decoder.to_empty(device="cpu")  # the values do not matter
     lora.init_adapters(decoder, 0, torch.device("cpu"))
     width = work.SHAPES[shape]["hidden_size"]
     head = torch.zeros(width, vocab)
     with FlopCounterMode(display=False) as counter:
-        hidden = torch.zeros(1, tokens, width, requires_grad=True)  # a deeper layer's input needs a gradient
+        hidden = torch.zeros(
+            1, tokens, width, requires_grad=True
+        )  # a deeper layer's input needs a gradient
         for layer in decoder.layers:
             hidden = layer(hidden)
         targets = torch.zeros(trained, dtype=torch.int64)
-        CrossEntropy()(lambda h: h @ head, hidden[0, :trained], targets, {}, torch.zeros_like(targets)).backward()
-    assert counter.get_total_flops() == pytest.approx(work.flops(shape, vocab, tokens, trained), rel=0.12)
+        CrossEntropy()(
+            lambda h: h @ head, hidden[0, :trained], targets, {}, torch.zeros_like(targets)
+        ).backward()
+    assert counter.get_total_flops() == pytest.approx(
+        work.flops(shape, vocab, tokens, trained), rel=0.12
+    )
 
 
 @torch.no_grad()
@@ -143,18 +178,24 @@ def test_the_twin_is_the_same_model_without_a_native_decoder(tmp_path):
     work.write_random_model(tmp_path / "model", "qwen3-tiny", 512)
     work.write_foreign_twin(tmp_path / "twin", tmp_path / "model")
     work.write_adapter(tmp_path, "qwen3-tiny")
-    native, foreign = (our_model(tmp_path / name, **work.LORA_OF_FOLDER) for name in ("model", "twin"))
+    native, foreign = (
+        our_model(tmp_path / name, **work.LORA_OF_FOLDER) for name in ("model", "twin")
+    )
     assert isinstance(native, NativeDecoder)
     assert isinstance(foreign, TransformersDecoder)
     assert foreign.packs
     tokens = torch.arange(10, 40)[None]
     torch.testing.assert_close(foreign(tokens), native(tokens), rtol=1e-5, atol=1e-5)
     for decoder in (native, foreign):  # both start from the same adapter
-        build.check_adapter(decoder, peft_files.read_adapter(tmp_path / "peft", decoder, "HF"), "peft")
+        build.check_adapter(
+            decoder, peft_files.read_adapter(tmp_path / "peft", decoder, "HF"), "peft"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------- gates
-@pytest.mark.parametrize(("found", "passes"), [(1.000001, True), (1.01, False), (float("nan"), False)])
+@pytest.mark.parametrize(
+    ("found", "passes"), [(1.000001, True), (1.01, False), (float("nan"), False)]
+)
 def test_losses_that_differ_close_the_gate(found, passes, tmp_path, monkeypatch):
     losses = {"ours": 1.0, "TRL + PEFT": found}
 
@@ -170,7 +211,9 @@ def test_losses_that_differ_close_the_gate(found, passes, tmp_path, monkeypatch)
     closed = nullcontext() if passes else pytest.raises(Failed, match=r"losses of TRL \+ PEFT")
     with closed:
         args = SimpleNamespace(gpu=False, installed=True)
-        assert training.gate(stack, sft.WORK, tmp_path, task, 1, args)[1]["TRL + PEFT"] == pytest.approx(1e-6)
+        assert training.gate(stack, sft.WORK, tmp_path, task, 1, args)[1][
+            "TRL + PEFT"
+        ] == pytest.approx(1e-6)
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -208,7 +251,11 @@ ARGS = SimpleNamespace(gpu=False, attention="sdpa")
 def test_pairs_are_written_as_they_are_described(tmp_path):
     steps = work.write_pair_steps(tmp_path / "rows.jsonl", 1000, short=3, full=2)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    sides = [(len(row["prompt"]) + len(row[side]), len(row[side])) for row in rows for side in ("chosen", "rejected")]
+    sides = [
+        (len(row["prompt"]) + len(row[side]), len(row[side]))
+        for row in rows
+        for side in ("chosen", "rejected")
+    ]
     assert [counts for step in steps for counts in step] == sides
     pairs = dpo.WORK.rows
     assert len(rows) == 5 * pairs
@@ -244,10 +291,15 @@ def test_other_losses_or_gradients_close_the_gate(losses, norms, told):
 ])  # fmt: skip
 def test_arithmetic_of_four_pairs(name, tokens, logits, epoch, step):
     """Prompts have 10 and 20 tokens, answers 5, 3, 1 and 2, all twice."""
-    timed, task = [2 * [(15, 5), (13, 3), (21, 1), (22, 2)]], work.Task("dpo", "tiny", 512, "fp32", ())
+    timed, task = (
+        [2 * [(15, 5), (13, 3), (21, 1), (22, 2)]],
+        work.Task("dpo", "tiny", 512, "fp32", ()),
+    )
     forward_and_back = work.flops("tiny", 512, tokens, logits)
     for kind, factor in (("dpo", epoch), ("dpo step", step)):
-        assert training.arithmetic(dpo.WORK, task, timed, name, kind, ARGS) == pytest.approx(factor * forward_and_back)
+        assert training.arithmetic(dpo.WORK, task, timed, name, kind, ARGS) == pytest.approx(
+            factor * forward_and_back
+        )
 
 
 # ------------------------------------------------------------------------------------- environments, the command
@@ -282,7 +334,9 @@ def test_no_option_is_ignored(options, told, monkeypatch, capsys):
 ])  # fmt: skip
 def test_the_chosen_number_is_held_against_the_best_one(rates, holds, told):
     """Ratios are within a round, to the number whose median is best, here 1."""
-    result = beside.Result("qwen", "4 busy loops", {"1": [20.0, 30.0], "2": [4.0, 6.0], "auto": rates}, threads=1)
+    result = beside.Result(
+        "qwen", "4 busy loops", {"1": [20.0, 30.0], "2": [4.0, 6.0], "auto": rates}, threads=1
+    )
     lines = list(result.lines())
     assert (result.best, result.holds) == ("1", holds)
     assert lines[1] == "| qwen | 4 busy loops | 2 | 5 | 0.20 (0.20-0.20) |  |"
@@ -314,7 +368,9 @@ def test_blocks_give_the_same_before_they_are_timed(monkeypatch, capsys):
     monkeypatch.setattr(unpacking, "SHAPE", {**unpacking.SHAPE, "hidden_size": 256, "intermediate_size": 256,
                                              "num_attention_heads": 2, "num_key_value_heads": 1})  # fmt: skip
     monkeypatch.setenv("XDG_CACHE_HOME", "")  # which the benchmark sets
-    monkeypatch.setattr(sys, "argv", ["x", "--rounds", "1", "--kinds", "Q6_K", "--tokens", "5", "300"])
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--rounds", "1", "--kinds", "Q6_K", "--tokens", "5", "300"]
+    )
     unpacking.main()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| Q6_K | ")]
     assert len(lines) == 2

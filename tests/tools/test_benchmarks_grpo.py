@@ -24,9 +24,13 @@ def test_every_method_draws_the_same_samples(tmp_path):
     drawn = set()
     for method in {*learning.TASKS["sums"], *learning.TASKS["sorting"]}:
         chosen, job = learning.METHODS[method], learning.job(method, 1, 3, tmp_path, tmp_path)
-        cfg = config.load(chosen.recipe, job.config, [f"{key}={value}" for key, value in job.changes.items()])
+        cfg = config.load(
+            chosen.recipe, job.config, [f"{key}={value}" for key, value in job.changes.items()]
+        )
         of_raft = chosen.recipe == learning.RAFT
-        prompts = cfg.cycles * cfg.prompts_per_cycle if of_raft else cfg.steps * cfg.prompts_per_step
+        prompts = (
+            cfg.cycles * cfg.prompts_per_cycle if of_raft else cfg.steps * cfg.prompts_per_step
+        )
         drawn.add(prompts * cfg.samples_per_prompt)
     assert drawn == {3 * learning.samples_of_round(tmp_path)}
 
@@ -38,7 +42,9 @@ def test_curves_are_summed_up():
     assert learning.samples_to(curve, 0.95) == math.inf
     assert learning.mean_accuracy(curve) == pytest.approx(0.55)
     mean, low, high = learning.mean_interval([0.0, 1.0, 2.0])
-    assert (mean, high - mean, mean - low) == pytest.approx((1, 4.303 / math.sqrt(3), 4.303 / math.sqrt(3)))
+    assert (mean, high - mean, mean - low) == pytest.approx(
+        (1, 4.303 / math.sqrt(3), 4.303 / math.sqrt(3))
+    )
     assert math.isnan(learning.mean_interval([0.5])[1])
 
 
@@ -50,7 +56,12 @@ def test_the_table_compares_equal_seeds():
     }
     rows = [line.split(" | ") for line in learning.table(curves).splitlines()]
     assert rows[2][:4] == ["| RAFT", "60.0 % (35.2 to 84.8)", "50.0, 60.0, 70.0", ""]
-    assert rows[3][:4] == ["| GRPO", "90.0 % (90.0 to 90.0)", "90.0, 90.0, 90.0", "+30.0 % (+5.2 to +54.8)"]
+    assert rows[3][:4] == [
+        "| GRPO",
+        "90.0 % (90.0 to 90.0)",
+        "90.0, 90.0, 90.0",
+        "+30.0 % (+5.2 to +54.8)",
+    ]
     assert (rows[2][-1], rows[3][-1]) == ("10 |", "5 |")
     assert rows[4][-4:] == ["60.0", "+10.0 %", "", "10 |"]
 
@@ -71,10 +82,16 @@ def test_the_third_task_holds_out_sums_that_nothing_shows(tmp_path, monkeypatch)
     model = write_model(tmp_path / "model", "llama")
     monkeypatch.setattr(pretrained, "evaluate", lambda *_: (1, 400))
     assert pretrained.make(model, None) == {"task": "pretrained", "correct": 1, "total": 400}
-    rows = [json.loads(line) for name in ("heldout", "train") for line in (model / f"{name}.jsonl").open()]
+    rows = [
+        json.loads(line)
+        for name in ("heldout", "train")
+        for line in (model / f"{name}.jsonl").open()
+    ]
     sums = [[int(number) for number in re.findall(r"\d+", row["prompt"])] for row in rows]
     assert all(a + b == c and d + e == f for a, b, c, d, e, f, _, _ in sums)
-    assert all(sum(numbers[-2:]) == int(row["answer"]) for numbers, row in zip(sums, rows, strict=True))
+    assert all(
+        sum(numbers[-2:]) == int(row["answer"]) for numbers, row in zip(sums, rows, strict=True)
+    )
     asked = {frozenset(numbers[-2:]) for numbers in sums}
     assert len(asked) == len(rows) == 3400
     assert not asked & {frozenset(numbers[i : i + 2]) for numbers in sums for i in (0, 3)}
@@ -98,7 +115,9 @@ def test_the_share_of_a_step_outside_of_its_work():
 @pytest.mark.parametrize("keep", ["all", 2])
 def test_synthetic_steps_leave_the_records_of_a_run(tmp_path, keep):
     cfg = config.load("grpo_rocm", "cpu_pocket_grpo", [])
-    cfg.update({"steps": 20, "eval_every_n_steps": 10, "prompts_per_step": 4, "samples_per_prompt": 2})
+    cfg.update(
+        {"steps": 20, "eval_every_n_steps": 10, "prompts_per_step": 4, "samples_per_prompt": 2}
+    )
     cfg.keep_samples = keep
     synthetic = overhead.Synthetic(tmp_path, cfg, prompts=50)
     assert all(synthetic.step(number) > 0 for number in range(1, 21))
@@ -108,7 +127,9 @@ def test_synthetic_steps_leave_the_records_of_a_run(tmp_path, keep):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 22
 
 
-def test_removing_old_samples_costs_the_same_however_many_evaluations_there_are(tmp_path, monkeypatch):
+def test_removing_old_samples_costs_the_same_however_many_evaluations_there_are(
+    tmp_path, monkeypatch
+):
     read, original = [], records.rewrite_lines
 
     def rewrite(path: Path, keep) -> None:

@@ -61,14 +61,18 @@ def crashes(here):
 
 
 def hangs(here):
-    program = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
+    program = subprocess.Popen(
+        [sys.executable, "-S", "-c", "import time; time.sleep(60)"], start_new_session=True
+    )
     yield speed("process", program.pid, "", program=program.pid)
     time.sleep(60)
 
 
 def part(function: str, **changes) -> Part:
     component = f"tests.tools.test_gpu_command:{function}"
-    return Part(**{"name": function, "kind": "check", "function": component, "seconds": 60, **changes})
+    return Part(
+        **{"name": function, "kind": "check", "function": component, "seconds": 60, **changes}
+    )
 
 
 @pytest.fixture
@@ -105,8 +109,13 @@ def test_a_part_that_hangs_ends_with_all_its_programs(runner):
 
 
 def test_a_part_that_cannot_run_here_is_skipped(runner, tmp_path):
-    assert runner.run(part("good", needs=("json", "no_such_package")))["detail"] == "not installed: no_such_package"
-    assert runner.run(part("good", cpu=False))["detail"] == "needs a GPU, or takes minutes without one"
+    assert (
+        runner.run(part("good", needs=("json", "no_such_package")))["detail"]
+        == "not installed: no_such_package"
+    )
+    assert (
+        runner.run(part("good", cpu=False))["detail"] == "needs a GPU, or takes minutes without one"
+    )
     assert Runner("cpu", True, tmp_path, 0.01).run(part("good"))["status"] == "out of time"
 
 
@@ -114,7 +123,12 @@ def test_a_part_that_cannot_run_here_is_skipped(runner, tmp_path):
 @pytest.mark.wide
 def test_both_files_hold_everything_and_a_failure_is_the_exit_code(runner, tmp_path, capsys):
     output = tmp_path / "found.md"
-    parts = [part("good"), part("wrong"), part("crashes"), part("good", name="other", needs=("no_such_package",))]
+    parts = [
+        part("good"),
+        part("wrong"),
+        part("crashes"),
+        part("good", name="other", needs=("no_such_package",)),
+    ]
     assert command.run(runner, parts, output) == 1
     content = json.loads(output.with_suffix(".json").read_text())
     assert [each["status"] for each in content["parts"]] == ["ok", "failed", "crashed", "skipped"]
@@ -156,7 +170,13 @@ def test_a_stopped_command_ends_its_part_and_removes_its_files(tmp_path, signum,
     if not pid:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            options = {"device": "cpu", "tiny": True, "minutes": 10, "folder": tmp_path, "output": tmp_path / "gpu.md"}
+            options = {
+                "device": "cpu",
+                "tiny": True,
+                "minutes": 10,
+                "folder": tmp_path,
+                "output": tmp_path / "gpu.md",
+            }
             command.parse = lambda: SimpleNamespace(chosen=[], list=False, **options)
             multiprocessing.get_context = lambda _: multiprocessing.context.ForkContext()
             command.IDENTIFY = part("hangs")
@@ -203,7 +223,9 @@ def test_parts_that_others_are_compared_with_run_before_them():
     names = [each.name for each in PARTS]
     for each in PARTS:
         if each.arguments.get("peer"):
-            ours = next(name for name in names if each.name.startswith(f"{name}-") and name.count("-") == 1)
+            ours = next(
+                name for name in names if each.name.startswith(f"{name}-") and name.count("-") == 1
+            )
             assert names.index(ours) < names.index(each.name)
 
 

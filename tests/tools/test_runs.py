@@ -12,7 +12,18 @@ import pytest
 from tests.kit import sysfs
 from tests.kit.programs import as_forks
 from tools.benchmarks import __main__ as command
-from tools.benchmarks import beside, cycle, distil, grpo, monitor, protocol, rl, sampling, training, verify
+from tools.benchmarks import (
+    beside,
+    cycle,
+    distil,
+    grpo,
+    monitor,
+    protocol,
+    rl,
+    sampling,
+    training,
+    verify,
+)
 from tools.gpu.parts import chosen
 from tools.gpu.runner import Runner
 
@@ -42,7 +53,19 @@ def test_sides_are_compared(base, monkeypatch, capsys, work, peers):
     monkeypatch.setattr(training, "GATE", 2)
     monkeypatch.setattr(sampling, "CPU", sampling.Trace(prompts=2, samples=2, median=8, most=32))
     out = base / "rows.json"
-    options = ["--work", work, "--shape", "tiny", "--vocab", "512", "--rounds", "1", "--installed", "--json", str(out)]
+    options = [
+        "--work",
+        work,
+        "--shape",
+        "tiny",
+        "--vocab",
+        "512",
+        "--rounds",
+        "1",
+        "--installed",
+        "--json",
+        str(out),
+    ]
     monkeypatch.setattr(sys, "argv", ["benchmarks", *options, "--peers", *peers])
     with pytest.raises(SystemExit) as ended:
         command.main()
@@ -55,9 +78,13 @@ def test_sides_are_compared(base, monkeypatch, capsys, work, peers):
 
 @pytest.mark.wide
 def test_grpo_computes_the_gradients_of_trl(base):
-    cfg = grpo.prepare(base, ["prompts_per_step=4", "samples_per_prompt=2", "groups_per_update=null"])
+    cfg = grpo.prepare(
+        base, ["prompts_per_step=4", "samples_per_prompt=2", "groups_per_update=null"]
+    )
     with ExitStack() as stack:
-        sides = rl.start(stack, base / "gate", base, "grpo", cfg, grpo.describe, rl.GATE, rl.GATE, installed=True)
+        sides = rl.start(
+            stack, base / "gate", base, "grpo", cfg, grpo.describe, rl.GATE, rl.GATE, installed=True
+        )
         assert rl.check([side.ask(steps=rl.GATE) for side in sides]) < rl.TOLERANCE
 
 
@@ -66,7 +93,17 @@ def test_distillation_computes_the_gradients_of_trl(base, monkeypatch):
     monkeypatch.setattr(distil, "STEPS", [*distil.STEPS, "prompts_per_step=64"])
     cfg = distil.prepare(base, wide=False)
     with ExitStack() as stack:
-        sides = rl.start(stack, base / "gate", base, "distil", cfg, distil.describe, rl.GATE, rl.GATE, installed=True)
+        sides = rl.start(
+            stack,
+            base / "gate",
+            base,
+            "distil",
+            cfg,
+            distil.describe,
+            rl.GATE,
+            rl.GATE,
+            installed=True,
+        )
         assert rl.check([side.ask(steps=rl.GATE) for side in sides]) < rl.TOLERANCE
 
 
@@ -76,7 +113,9 @@ def test_a_cycle_is_measured(base, monkeypatch):
     quick = ["verifier={_component_: tests.kit.judges.Coin}", "drop_truncated=False", "max_new_tokens=8",
              "eval_prompts=null", "verify_workers=1", "seed=1"]  # fmt: skip
     side = protocol.Side
-    monkeypatch.setattr(cycle, "Side", lambda name, python, args, log: side(name, python, [*args, *quick], log))
+    monkeypatch.setattr(
+        cycle, "Side", lambda name, python, args, log: side(name, python, [*args, *quick], log)
+    )
     (row,) = cycle.measure(base, runs=1, prompts=2)
     assert 0 < row["outside"] < 1
 
@@ -95,7 +134,9 @@ def test_verdicts_are_measured(tmp_path, monkeypatch):
     (tmp_path / "mbpp.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(verify, "STARTS", 1)
     found = verify.measure(tmp_path, str(tmp_path / "mbpp.jsonl"), rounds=1, workers=1)
-    assert [(row["peer"], row["right"], row["rows"]) for row in found] == [(name, 2, 2) for name in verify.PEERS]
+    assert [(row["peer"], row["right"], row["rows"]) for row in found] == [
+        (name, 2, 2) for name in verify.PEERS
+    ]
 
 
 @pytest.mark.wide

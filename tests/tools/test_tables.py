@@ -20,7 +20,9 @@ MODELS = (tables.ROOT / "docs" / "models.md").read_text()
 def test_the_page_is_as_the_command_writes_it(page):
     text = (tables.ROOT / page).read_text()
     assert tables.filled(text, MADE[page]) == text, "run make tables"
-    emptied = re.sub(r"(made by tools/tables.py -->\n\n).*?(?=<!-- end -->)", r"\1", text, flags=re.DOTALL)
+    emptied = re.sub(
+        r"(made by tools/tables.py -->\n\n).*?(?=<!-- end -->)", r"\1", text, flags=re.DOTALL
+    )
     assert len(emptied) < len(text) - 150
     assert tables.filled(emptied, MADE[page]) == text
 
@@ -29,7 +31,10 @@ def test_the_page_is_as_the_command_writes_it(page):
 @pytest.mark.usefixtures("as_configured")
 @pytest.mark.parametrize("config", tables.PLANS)
 def test_the_table_of_plans_is_what_plan_computes(config):
-    assert tables.plan_line(config) in (tables.ROOT / "docs" / "plan-and-bench.md").read_text().splitlines()
+    assert (
+        tables.plan_line(config)
+        in (tables.ROOT / "docs" / "plan-and-bench.md").read_text().splitlines()
+    )
 
 
 def test_the_newest_figures_are_of_today_s_peers_and_of_all_comparisons():
@@ -38,8 +43,14 @@ def test_the_newest_figures_are_of_today_s_peers_and_of_all_comparisons():
     for row in rows:
         assert row["pins"] == peers.pins_of(row["peer"]), (machine, row["peer"])
         assert row["version"] == rocm_ext.__version__, (machine, row["peer"])
-    found = {(row["work"], row.get("shape"), row["vocab"], row["dtype"], row["peer"]) for row in rows}
-    asked = {(task.work, task.shape, task.vocab, task.dtype, peer) for task in command.SMALL_SET for peer in task.peers}
+    found = {
+        (row["work"], row.get("shape"), row["vocab"], row["dtype"], row["peer"]) for row in rows
+    }
+    asked = {
+        (task.work, task.shape, task.vocab, task.dtype, peer)
+        for task in command.SMALL_SET
+        for peer in task.peers
+    }
     assert asked <= found
 
 
@@ -60,4 +71,7 @@ def test_this_library_s_own_decoders_are_named():
 
 def test_each_layout_of_llama_cpp_has_a_model_that_the_tests_ask():
     text = {hf_models.MODELS[name][0] for name in hf_models.GGUF}
-    assert text | {multimodal_models.MODELS[name][1] for name in multimodal_models.GGUF} == _ROWS.keys()
+    assert (
+        text | {multimodal_models.MODELS[name][1] for name in multimodal_models.GGUF}
+        == _ROWS.keys()
+    )

@@ -28,7 +28,9 @@ def path(tmp_path_factory) -> Path:
     write_model(top / "base", num_hidden_layers=4)
     write_rows(top / "rows.jsonl", 24)
     changes = {"max_steps_per_epoch": 2, "overwrite_output_dir": True}
-    return write_yaml(top / "run.yaml", run_config(top / "base", top / "rows.jsonl", top / "out", **changes))
+    return write_yaml(
+        top / "run.yaml", run_config(top / "base", top / "rows.jsonl", top / "out", **changes)
+    )
 
 
 @pytest.fixture
@@ -49,7 +51,9 @@ def run(path):
 @pytest.fixture
 def budget(monkeypatch):
     """``budget(n)``: the device has n bytes."""
-    return lambda size: monkeypatch.setattr(lifecycle, "memory_budget", lambda *args, **kwargs: (size, "the test's"))
+    return lambda size: monkeypatch.setattr(
+        lifecycle, "memory_budget", lambda *args, **kwargs: (size, "the test's")
+    )
 
 
 def gib(text: str) -> float:
@@ -76,14 +80,20 @@ def test_a_plan_above_the_budget_is_refused_before_the_weights_are_read(run, bud
 
 
 @pytest.mark.wide
-def test_a_plan_above_the_budget_may_be_tried_and_an_evaluation_is_not_refused(path, run, budget, capsys):
+def test_a_plan_above_the_budget_may_be_tried_and_an_evaluation_is_not_refused(
+    path, run, budget, capsys
+):
     budget(2**20)
     assert run("over_budget=try", "save_every_n_steps=1")[0] == 0
-    resumed = run("overwrite_output_dir=False", "resume_from_checkpoint=True", "save_every_n_steps=1")
+    resumed = run(
+        "overwrite_output_dir=False", "resume_from_checkpoint=True", "save_every_n_steps=1"
+    )
     assert resumed[0] == 0, "it has shown that it fits"
     assert run()[0] == 1
     assert "over_budget is 'perhaps'; expected refuse or try" in run("over_budget=perhaps")[1]
-    code = cli.main(["eval", "--config", str(path), "--data", str(path.with_name("rows.jsonl")), "--json"])
+    code = cli.main(
+        ["eval", "--config", str(path), "--data", str(path.with_name("rows.jsonl")), "--json"]
+    )
     assert (code, "perplexity" in capsys.readouterr().out) == (0, True)
 
 
@@ -136,7 +146,9 @@ def test_out_of_memory_in_sampling(tmp_path, monkeypatch):
 
     world = raft_runs.write_world(tmp_path / "world")
     monkeypatch.setattr(SlotBatch, "step", step)
-    code, said = forked(grpo_rocm.main, grpo_runs.write_run(world, tmp_path / "out"), "engine.slots=64")
+    code, said = forked(
+        grpo_rocm.main, grpo_runs.write_run(world, tmp_path / "out"), "engine.slots=64"
+    )
     line = said.splitlines()[-1]
     assert code == 75, said
     assert "Set engine.slots=32 or max_new_tokens=6. resume_from_checkpoint=True continues" in line
@@ -186,7 +198,9 @@ def test_a_spoilt_layer_is_named(run, monkeypatch, name, hook, found, cure, chec
 @pytest.mark.wide
 def test_a_kernel_of_attention_is_named_by_what_calls_it(run, monkeypatch):
     sound = attention.sdpa
-    monkeypatch.setattr(attention, "sdpa", lambda *args, **kwargs: sound(*args, **kwargs) * torch.nan)
+    monkeypatch.setattr(
+        attention, "sdpa", lambda *args, **kwargs: sound(*args, **kwargs) * torch.nan
+    )
     for kernel, cure in (("auto", "attention=math, or attention=eager"), ("math", "dtype=fp32")):
         line = run(f"attention={kernel}")[1]
         assert "those of layers.0.attn (" in line
@@ -195,7 +209,9 @@ def test_a_kernel_of_attention_is_named_by_what_calls_it(run, monkeypatch):
 
 def test_the_loss_is_named(run, monkeypatch):
     compute = CrossEntropy.__call__
-    monkeypatch.setattr(CrossEntropy, "__call__", lambda *args, **kwargs: compute(*args, **kwargs) * torch.nan)
+    monkeypatch.setattr(
+        CrossEntropy, "__call__", lambda *args, **kwargs: compute(*args, **kwargs) * torch.nan
+    )
     line = run()[1]
     assert "All hidden states are finite, so it is the loss CrossEntropy" in line
 
@@ -215,7 +231,11 @@ def test_a_loss_that_is_finite_the_second_time(run, monkeypatch, compiled):
     monkeypatch.setattr(CrossEntropy, "__call__", once)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
     line = run(f"compile={compiled}")[1]
-    assert ("Computed again, uncompiled, the values are finite" if compiled else "Computed again, the values") in line
+    assert (
+        "Computed again, uncompiled, the values are finite"
+        if compiled
+        else "Computed again, the values"
+    ) in line
     assert ("Set compile=False. " if compiled else "look at these rows") in line
 
 
@@ -243,9 +263,13 @@ def test_layers_are_compiled_once_and_learn_as_plain_ones(path, monkeypatch, tmp
     found = {}
     for compiled in (False, True):
         changes = [f"compile={compiled}", "dtype=bf16", f"output_dir={tmp_path / str(compiled)}"]
-        with torch._dynamo.config.patch(error_on_recompile=True):  # monkeypatch would leave the key missing
+        with torch._dynamo.config.patch(
+            error_on_recompile=True
+        ):  # monkeypatch would leave the key missing
             succeed(sft.main, path, *changes)
-        found[compiled] = load_file(tmp_path / str(compiled) / "adapter" / "adapter_model.safetensors")
+        found[compiled] = load_file(
+            tmp_path / str(compiled) / "adapter" / "adapter_model.safetensors"
+        )
     assert found[True].keys() == found[False].keys()
     for name, plain in found[False].items():
         apart = (found[True][name] - plain).norm() / plain.norm()

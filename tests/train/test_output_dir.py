@@ -66,7 +66,9 @@ def test_the_second_start_says_who_holds_the_folder(make, tmp_path):
     before = without_counters(out)
     for override in ("overwrite_output_dir=True", forks.RESUME):
         line = forks.refused(main, make(), override)
-        assert one_line_has(line, f"{out} is in use by process {pid} on ", "started 20", f"--config {path}")
+        assert one_line_has(
+            line, f"{out} is in use by process {pid} on ", "started 20", f"--config {path}"
+        )
     assert without_counters(out) == before
 
     os.kill(pid, signal.SIGKILL)  # its loader process lives on for a while
@@ -83,7 +85,9 @@ def test_of_many_starts_at_once_one_runs(make, tmp_path):
     assert [line["step"] for line in outcome(tmp_path / "out")[1]] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends the children of a dead process on request")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="Linux ends the children of a dead process on request"
+)
 def test_ranks_end_with_their_launcher(make, tmp_path):
     out, go = tmp_path / "out", tmp_path / "go"
     path = make(metric_logger=at(3, pause, go))
@@ -96,7 +100,9 @@ def test_ranks_end_with_their_launcher(make, tmp_path):
     rank = psutil.Process(json.loads((out / ".lock.json").read_text())["pid"])
     os.kill(launcher, signal.SIGKILL)
     os.waitpid(launcher, 0)
-    while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:  # a rank that lives on fails by pytest's timeout
+    while (
+        rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE
+    ):  # a rank that lives on fails by pytest's timeout
         time.sleep(0.01)
     assert "resumed from" in forks.succeed(main, make(), forks.RESUME)
 
@@ -177,7 +183,9 @@ def test_under_torchrun_an_error_is_one_line(make, tmp_path, who):
     main_alone = who == "the main rank"
     path = make() if main_alone else make(dataset={"_component_": "rocm_ext.data.sft_dataset"})
     with hold(tmp_path / "out") if main_alone else contextlib.nullcontext():
-        ended = tune("run", "--nnodes", "1", "--nproc_per_node", "2", "lora_finetune_rocm", "--config", path)
+        ended = tune(
+            "run", "--nnodes", "1", "--nproc_per_node", "2", "lora_finetune_rocm", "--config", path
+        )
     assert ended.returncode != 0
     assert_one_line(ended.stderr, f"in use by process {os.getpid()}" if main_alone else "dataset")
     assert ended.stderr.count("error: ") == 1, ended.stderr
@@ -193,7 +201,9 @@ def saved(folder: Path, *steps: int, keep: int = 9) -> Checkpoints:
     """Checkpoints with a tensor each, and an adapter file beside it."""
     checkpoints = Checkpoints(folder, keep)
     for step in steps:
-        checkpoints.save(step, {"step": step, "adapter": {"a": torch.arange(9.0) + step}}, write_adapter)
+        checkpoints.save(
+            step, {"step": step, "adapter": {"a": torch.arange(9.0) + step}}, write_adapter
+        )
     return checkpoints
 
 
@@ -211,7 +221,13 @@ def newest_step(checkpoints: Checkpoints) -> int:
 
 def test_every_random_generator_goes_on_where_it_was(tmp_path):
     def draw() -> list[float]:
-        return [random.random(), np.random.rand(), torch.rand(()).item(), random.gauss(), np.random.randn()]
+        return [
+            random.random(),
+            np.random.rand(),
+            torch.rand(()).item(),
+            random.gauss(),
+            np.random.randn(),
+        ]
 
     torch.save({"rng": rng_state(RANKS.device)}, tmp_path / "state.pt")
     drawn = draw()
@@ -219,7 +235,9 @@ def test_every_random_generator_goes_on_where_it_was(tmp_path):
     assert draw() == drawn
 
 
-@pytest.mark.parametrize("name", ["state.pt", "adapter_model.safetensors", "adapter_config.json", "SHA256SUMS"])
+@pytest.mark.parametrize(
+    "name", ["state.pt", "adapter_model.safetensors", "adapter_config.json", "SHA256SUMS"]
+)
 def test_a_flipped_bit_is_noticed(tmp_path, name):
     checkpoints, path = saved(tmp_path, 8), tmp_path / "step_00000008" / name
     whole = path.read_bytes()
@@ -250,7 +268,11 @@ def test_where_none_can_be_read_nothing_is_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "read_bytes", lambda path: path.open("rb").read())
     with pytest.raises(UserError, match="no checkpoint can be read") as error:
         checkpoints.newest(RANKS)
-    facts = ("step_00000006: [Errno 5]", "step_00000004: [Errno 2]", "step_00000002: the checksum of state.pt")
+    facts = (
+        "step_00000006: [Errno 5]",
+        "step_00000004: [Errno 2]",
+        "step_00000002: the checksum of state.pt",
+    )
     assert one_line_has(str(error.value), *facts)
     monkeypatch.undo()
     assert tree(tmp_path) == before

@@ -19,7 +19,9 @@ from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
 
 
 def write_run(folder: Path, **changes) -> Path:
-    cfg = run_config(folder / "base", folder / "rows.jsonl", folder / "out", overwrite_output_dir=True, **changes)
+    cfg = run_config(
+        folder / "base", folder / "rows.jsonl", folder / "out", overwrite_output_dir=True, **changes
+    )
     cfg["model"]["lora_dropout"] = 0.3  # must not be drawn
     return write_yaml(folder / "run.yaml", cfg)
 
@@ -59,7 +61,13 @@ def some_rows() -> Rows:
     lengths = [(5,), (3, 1, 8), (150,), (2, 20), (40,), (40, 33, 2), (9,), (1, 1)]
     tokens = [rng.integers(1, 300, sum(each)).astype(np.int32) for each in lengths]
     labels = [np.where(rng.random(len(ids)) < 0.3, IGNORE, ids).astype(np.int32) for ids in tokens]
-    return Rows(tokens, labels, lengths, {}, {"advantages": [np.ones(len(ids), np.float32) for ids in tokens]})
+    return Rows(
+        tokens,
+        labels,
+        lengths,
+        {},
+        {"advantages": [np.ones(len(ids), np.float32) for ids in tokens]},
+    )
 
 
 @torch.no_grad()

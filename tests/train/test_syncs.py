@@ -31,11 +31,15 @@ def waits(tmp_path_factory) -> dict[str, list[str]]:
     write_rows(top / "rows.jsonl", 32)
     asked = [[{"role": "user", "content": f"What is {i}?"}] for i in range(32)]
     answers = [[{"role": "assistant", "content": f"It is {i}." * (1 + i % 4)}] for i in range(33)]
-    pairs = [{"chosen": asked[i] + answers[i], "rejected": asked[i] + answers[i + 1]} for i in range(32)]
+    pairs = [
+        {"chosen": asked[i] + answers[i], "rejected": asked[i] + answers[i + 1]} for i in range(32)
+    ]
     (top / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", "tests.kit.syncs", str(top)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ, cwd=top)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environ, cwd=top
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

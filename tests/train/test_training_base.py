@@ -57,12 +57,20 @@ class Drawn(Training):
                 self.step += 1
                 score = self.step % 3
                 if self.best is None or score > self.best["score"]:
-                    self.best = {"score": score, "step": self.step, "adapter": self.learner.adapter_state()}
-                self.write_metrics(True, loss=[each.loss for each in stats], lr=[each.lr for each in stats])
+                    self.best = {
+                        "score": score,
+                        "step": self.step,
+                        "adapter": self.learner.adapter_state(),
+                    }
+                self.write_metrics(
+                    True, loss=[each.loss for each in stats], lr=[each.lr for each in stats]
+                )
                 self.save_checkpoint()
 
     def train_on(self, rows):
-        loader = StepLoader(rows, Steps(len(rows), len(rows) // UPDATES, shuffle=False), self.learner.layout)
+        loader = StepLoader(
+            rows, Steps(len(rows), len(rows) // UPDATES, shuffle=False), self.learner.layout
+        )
         stats = [self.train_step(update) for update in loader.range(0, UPDATES)]
         self.seen += len(rows)
         return stats
@@ -107,7 +115,9 @@ def test_a_resumed_one_equals_an_undisturbed_one(start, tmp_path, stop):
     whole = start("whole")
     whole.train()
     whole.write_outputs()
-    assert [path.name for path in whole.folder.checkpoints.steps()] == [f"step_{step:08d}" for step in range(5)]
+    assert [path.name for path in whole.folder.checkpoints.steps()] == [
+        f"step_{step:08d}" for step in range(5)
+    ]
     part = start("part")
     part.train(until=stop) if stop else part.save_checkpoint()
     part = start("part", resume_from_checkpoint=True)
@@ -117,7 +127,9 @@ def test_a_resumed_one_equals_an_undisturbed_one(start, tmp_path, stop):
     part.write_outputs()
     assert metrics(tmp_path / "part") == metrics(tmp_path / "whole")
     assert metrics(tmp_path / "part", "lr") == metrics(tmp_path / "whole", "lr")
-    assert [step for step, rates in enumerate(metrics(tmp_path / "whole", "lr")) if 1e-3 in rates] == [1]
+    assert [
+        step for step, rates in enumerate(metrics(tmp_path / "whole", "lr")) if 1e-3 in rates
+    ] == [1]
     state = read_state(tmp_path / "whole" / "checkpoints" / "step_00000002")
     for trainer in (whole, part):
         assert trainer.best["step"] == 2
@@ -165,7 +177,10 @@ def test_a_fresh_run_loses_every_line_of_the_one_that_it_replaces(start, tmp_pat
     group = first.optimizer.param_groups[0]
     assert group["lr"] < group["initial_lr"], "in the warm-up"
     (said,) = (text for text in caplog.messages if text.startswith("optimizer: "))
-    assert f"AdamW, lr {group['initial_lr']:g}, betas {group['betas']}, eps 1e-08, weight_decay" in said
+    assert (
+        f"AdamW, lr {group['initial_lr']:g}, betas {group['betas']}, eps 1e-08, weight_decay"
+        in said
+    )
     assert "tensor" not in said
     assert "amsgrad" not in said
     first.write_metrics(True, eval={})
@@ -177,5 +192,8 @@ def test_a_fresh_run_loses_every_line_of_the_one_that_it_replaces(start, tmp_pat
 def test_a_loss_that_is_not_finite_names_the_rows_of_its_update(start, monkeypatch):
     trainer, divisors = start("out"), iter([100.0, float("nan")])
     monkeypatch.setattr(trainer.learner.objective, "denominator", lambda *counts: next(divisors))
-    with pytest.raises(UserError, match=r"step 1: loss nan, .*Rows of this step: 4, 5, 6, 7\. Lower the learning rate"):
+    with pytest.raises(
+        UserError,
+        match=r"step 1: loss nan, .*Rows of this step: 4, 5, 6, 7\. Lower the learning rate",
+    ):
         trainer.train_on(drawn(0))

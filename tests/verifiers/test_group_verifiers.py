@@ -87,11 +87,20 @@ def judged(node, *groups, timeout=30.0):
 
 @pytest.mark.parametrize("name", ["Rare", "Inherits"])
 def test_a_group_is_one_call_and_no_call_mixes_groups(calls, name):
-    found = judged({"_component_": f"my_groups.{name}"}, ["a", "b", "a"], ["a"], ["a", "a", "c", "d", "e"])
-    assert [[result.reward for result in group] for group in found] == [[0.5, 1, 0.5], [1], [0.5, 0.5, 1, 1, 1]]
+    found = judged(
+        {"_component_": f"my_groups.{name}"}, ["a", "b", "a"], ["a"], ["a", "a", "c", "d", "e"]
+    )
+    assert [[result.reward for result in group] for group in found] == [
+        [0.5, 1, 0.5],
+        [1],
+        [0.5, 0.5, 1, 1, 1],
+    ]
     assert calls() == ["a b a", "a", "a a c d e"]
     with Pool(RARE, workers=1, timeout=30) as pool:
-        assert [pool.submit(text, {}).result().detail for text in ("a", "a")] == ["1 of 1", "1 of 1"]
+        assert [pool.submit(text, {}).result().detail for text in ("a", "a")] == [
+            "1 of 1",
+            "1 of 1",
+        ]
     assert build(RARE)("a", {}).detail == "1 of 1", "an answer alone is a group of one"
 
 
@@ -99,7 +108,14 @@ def test_a_group_is_one_call_and_no_call_mixes_groups(calls, name):
     ("raise", "oh no"), ("die", "exited with 3"), ("hang", "hung for 1 s"), ("fewer", "must return a list of 3"),
 ])  # fmt: skip
 def test_a_group_whose_call_fails_is_an_error_and_is_judged_once(calls, bad, says):
-    found = judged(RARE, ["a", "b"], ["a", bad, "c"], ["a", "a"], ["a", "none"], timeout=1 if bad == "hang" else 30)
+    found = judged(
+        RARE,
+        ["a", "b"],
+        ["a", bad, "c"],
+        ["a", "a"],
+        ["a", "none"],
+        timeout=1 if bad == "hang" else 30,
+    )
     assert [[str(result.verdict) for result in group] for group in found] == [
         ["CORRECT"] * 2, ["ERROR"] * 3, ["WRONG"] * 2, ["CORRECT", "ERROR"],  # one bad result spoils no other
     ]  # fmt: skip
@@ -108,7 +124,12 @@ def test_a_group_whose_call_fails_is_an_error_and_is_judged_once(calls, bad, say
 
 
 def test_a_reward_function_sees_the_whole_group(calls):
-    node = {"_component_": HERE + "RewardFunction", "function": "my_groups.rank", "groups": True, "batch_size": 2}
+    node = {
+        "_component_": HERE + "RewardFunction",
+        "function": "my_groups.rank",
+        "groups": True,
+        "batch_size": 2,
+    }
     found = judged(node, ["b", "c", "a"], ["x", "y"])
     assert [[result.reward for result in group] for group in found] == [[0.5, 1, 0], [0, 1]]
     assert calls() == ["b c a", "x y"]
@@ -124,7 +145,9 @@ def test_a_reward_that_is_no_number_is_an_error_that_says_so(calls):
     ):  # fmt: skip
         [group] = judged(node, texts)
         assert {str(result.verdict) for result in group} == {"ERROR"}
-        assert [part in result.detail for part, result in zip(says, group, strict=True)] == [True] * len(texts)
+        assert [part in result.detail for part, result in zip(says, group, strict=True)] == [
+            True
+        ] * len(texts)
 
 
 def test_weights_combine_rewards_of_groups_with_those_of_single_answers(calls):
@@ -136,10 +159,24 @@ def test_weights_combine_rewards_of_groups_with_those_of_single_answers(calls):
 
 
 def test_all_asks_for_the_whole_group_and_keeps_what_earlier_verifiers_found(calls):
-    node = {"_component_": HERE + "All", "verifiers": [DIGIT, RARE, {"_component_": "my_groups.Batch"}]}
+    node = {
+        "_component_": HERE + "All",
+        "verifiers": [DIGIT, RARE, {"_component_": "my_groups.Batch"}],
+    }
     found = judged(node, ["x", "x", "1", "2", "2"], ["y", "y"])
-    assert [str(result.verdict) for result in found[0]] == ["WRONG", "WRONG", "CORRECT", "WRONG", "WRONG"]
-    assert [result.detail for result in found[0]][:4] == ["Regex: no match", "Regex: no match", "", "Rare: 2 of 5"]
+    assert [str(result.verdict) for result in found[0]] == [
+        "WRONG",
+        "WRONG",
+        "CORRECT",
+        "WRONG",
+        "WRONG",
+    ]
+    assert [result.detail for result in found[0]][:4] == [
+        "Regex: no match",
+        "Regex: no match",
+        "",
+        "Rare: 2 of 5",
+    ]
     assert calls() == ["x x 1 2 2"]  # no answer of the second group came that far
 
 
@@ -172,7 +209,13 @@ def test_the_most_frequent_final_answer_is_right():
     assert verdicts == ["CORRECT", "CORRECT", "WRONG", "CORRECT", "UNPARSED"]
     assert voted("1", "1", "2", "3", "4", min_share=0.5) == ["WRONG"] * 5
     assert voted("I do not know", "I do not know") == ["UNPARSED", "UNPARSED"]
-    texts = [r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", r"\boxed{\frac{2}{4}}", r"\boxed{x+1}", r"\boxed{1+x}"]
+    texts = [
+        r"\boxed{\frac{1}{2}}",
+        r"\boxed{0.5}",
+        r"\boxed{\frac{2}{4}}",
+        r"\boxed{x+1}",
+        r"\boxed{1+x}",
+    ]
     [group] = judged({"_component_": HERE + "MajorityAnswer"}, texts)
     assert [str(result.verdict) for result in group] == ["CORRECT"] * 3 + ["WRONG"] * 2
 
@@ -210,20 +253,33 @@ def test_a_slow_answer_spoils_no_other_of_its_group():
 def test_a_group_of_numbers_needs_no_other_process(monkeypatch):
     monkeypatch.setattr(maths, "_child", lambda *_: pytest.fail("another process"))
     monkeypatch.setattr(helper, "RUNNING", True)
-    assert voted("72", "#### 72.0", "\\boxed{5}", "7,200") == ["CORRECT", "CORRECT", "WRONG", "WRONG"]
+    assert voted("72", "#### 72.0", "\\boxed{5}", "7,200") == [
+        "CORRECT",
+        "CORRECT",
+        "WRONG",
+        "WRONG",
+    ]
 
 
 VOTE = MajorityAnswer(field=None)
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.sampled_from(["1", "2", "3", "no"]), min_size=2, max_size=7), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.sampled_from(["1", "2", "3", "no"]), min_size=2, max_size=7),
+    st.randoms(use_true_random=False),
+)
 def test_votes_are_counted_whatever_the_order(texts, rng):
     counts = Counter(text for text in texts if text != "no").most_common()
     leads = [text for text, count in counts if count == counts[0][1]]
-    expected = {text: "UNPARSED" if text == "no" else "CORRECT" if leads == [text] else "WRONG" for text in set(texts)}
+    expected = {
+        text: "UNPARSED" if text == "no" else "CORRECT" if leads == [text] else "WRONG"
+        for text in set(texts)
+    }
     rng.shuffle(texts)
-    assert [str(result.verdict) for result in VOTE.judge_group(texts, {})] == [expected[text] for text in texts]
+    assert [str(result.verdict) for result in VOTE.judge_group(texts, {})] == [
+        expected[text] for text in texts
+    ]
 
 
 class Replies:
@@ -259,7 +315,9 @@ def phase(folder, samples, stop_after=None, node=RARE):
     with Pool(node, workers=1, timeout=30) as pool:
         workers = Workers(pool, Ranks(None), interrupt, 0.5)
         prompts = [Prompt(p, (), {}, "") for p in "pq"]
-        job = Job("test", requests, prompts, *Records.open(folder, Ranks(None), 0, -1).phase(1, "sample"))
+        job = Job(
+            "test", requests, prompts, *Records.open(folder, Ranks(None), 0, -1).phase(1, "sample")
+        )
         return Rollout.begin(job, workers, lambda: nullcontext(session)).finish().results
 
 
@@ -270,7 +328,9 @@ def rewards(results):
 EXPECTED = {(p, i): reward for p in "pq" for i, reward in enumerate([0.5, 1.0, 0.5, 1.0])}
 
 
-def test_a_run_judges_a_group_once_all_its_answers_are_there_and_a_greedy_one_alone(calls, tmp_path):
+def test_a_run_judges_a_group_once_all_its_answers_are_there_and_a_greedy_one_alone(
+    calls, tmp_path
+):
     assert rewards(phase(tmp_path / "run", range(4))) == EXPECTED
     assert calls() == ["a b a c"] * 2  # by index, although they came in another order
     found = phase(tmp_path / "greedy", (-1, 0, 1))
@@ -298,7 +358,9 @@ def test_a_group_whose_verdicts_were_recorded_in_part_is_judged_again(calls, tmp
 
 
 @pytest.mark.parametrize(("first", "then"), [(4, 3), (3, 4), (4, 4)])
-def test_a_group_is_judged_again_if_a_resumed_run_asks_for_another_number_of_answers(calls, tmp_path, first, then):
+def test_a_group_is_judged_again_if_a_resumed_run_asks_for_another_number_of_answers(
+    calls, tmp_path, first, then
+):
     phase(tmp_path, range(first))
     found = phase(tmp_path, range(then))
     assert {result.detail[-1] for result in found.values()} == {str(then)}

@@ -110,7 +110,9 @@ def verifier(timeout: float, partial_credit: bool) -> PythonTests:
 
 
 def verify(code: str, row: dict = ROW, timeout: float = 10, partial_credit: bool = False):
-    return verifier(timeout, partial_credit)(code if code.startswith("```") else f"```python\n{code}\n```", row)
+    return verifier(timeout, partial_credit)(
+        code if code.startswith("```") else f"```python\n{code}\n```", row
+    )
 
 
 @pytest.mark.wide(always=12)
@@ -132,16 +134,19 @@ def test_damage_is_bounded(name: str):
 
 
 def test_modules_that_tests_forget_to_import_are_not_the_programs():
-    forged = (
-        "class math:\n    isclose = staticmethod(lambda *a, **k: True)\nisclose = math.isclose\ndef f(x): return 5.0"
-    )
+    forged = "class math:\n    isclose = staticmethod(lambda *a, **k: True)\nisclose = math.isclose\ndef f(x): return 5.0"
     for test in ("assert math.isclose(f(2), 4)", "assert isclose(f(2), 4)"):
         assert verify(forged, {"tests": test, "entry_point": "f"}).verdict is Verdict.WRONG
-        assert verify("def f(x): return 4.0", {"tests": test, "entry_point": "f"}).verdict is Verdict.CORRECT
+        assert (
+            verify("def f(x): return 4.0", {"tests": test, "entry_point": "f"}).verdict
+            is Verdict.CORRECT
+        )
 
 
 def test_right_answers_still_pass_and_a_dead_program_does_not_where_tests_swallow_exceptions():
-    noisy = "import os\nprint('hello')\nos.write(1, b'x')\ndef f(x):\n    print(x)\n    return x * x\n"
+    noisy = (
+        "import os\nprint('hello')\nos.write(1, b'x')\ndef f(x):\n    print(x)\n    return x * x\n"
+    )
     for more in ("", "if __name__ == '__main__':\n    input()\n"):
         assert verify(noisy + more).verdict is Verdict.CORRECT
     tests = "n = 0\nfor i in range(3):\n    try: n += f(i) == i\n    except: n += 1\nassert n == 3"

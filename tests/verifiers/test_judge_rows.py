@@ -12,7 +12,8 @@ from rocm_ext.verifiers import Pool, PythonTests, Verdict
 
 ROWS = Path(__file__).parent / "code_rows"
 STATEFUL, ATTACKS = (
-    [json.loads(line) for line in (ROWS / f"{name}.jsonl").read_text().splitlines()] for name in ("stateful", "attacks")
+    [json.loads(line) for line in (ROWS / f"{name}.jsonl").read_text().splitlines()]
+    for name in ("stateful", "attacks")
 )
 PARTS = range(16)  # the first of them runs always
 
@@ -217,7 +218,9 @@ NOTHING = {  # name -> tests that check nothing if f returns []
 def test_a_loop_over_nothing_checks_nothing(judge, name: str):
     for answer in ("[]", "[1]"):
         if answer == "[]" or "zip" in NOTHING[name]:
-            assert judge(f"def f(x): return {answer}", {"tests": NOTHING[name]}) is Verdict.WRONG, answer
+            assert judge(f"def f(x): return {answer}", {"tests": NOTHING[name]}) is Verdict.WRONG, (
+                answer
+            )
     code = "def f(x): return [1, 2]" if "[1, 2])" in NOTHING[name] else "def f(x): return [1, 2, 3]"
     assert judge(code, {"tests": NOTHING[name]}) is Verdict.CORRECT
 
@@ -255,7 +258,10 @@ def test_checks_that_a_right_answer_need_not_reach_are_not_missed(judge, name: s
 
 def test_what_checks_must_run_in_helpers_too(judge):
     assert judge("def f(x): return []", {"tests": CHECKED["helper of a class"]}) is Verdict.WRONG
-    assert judge("def f(x): return []", {"tests": CHECKED["helper of the set-up"], "test_setup": SAME}) is Verdict.WRONG
+    assert (
+        judge("def f(x): return []", {"tests": CHECKED["helper of the set-up"], "test_setup": SAME})
+        is Verdict.WRONG
+    )
     for name in ("try, else", "try with a failure", "loop with else", "or"):
         assert judge("def f(x): return []", {"tests": CHECKED[name]}) is Verdict.WRONG, name
 

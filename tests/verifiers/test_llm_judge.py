@@ -19,7 +19,11 @@ HERE = "rocm_ext.verifiers."
 
 
 def replied(text, reason="stop"):
-    return {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}]}
+    return {
+        "choices": [
+            {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
+        ]
+    }
 
 
 @pytest.fixture
@@ -52,7 +56,9 @@ def test_a_judges_reply_is_a_score_or_an_error(serve, reply, reward):
     _, judge = serve(replied(reply), threshold=0.7)
     result = judge("x", {})
     assert result.reward == reward
-    assert str(result.verdict) == ("ERROR" if reward is None else "CORRECT" if reward >= 0.7 else "WRONG")
+    assert str(result.verdict) == (
+        "ERROR" if reward is None else "CORRECT" if reward >= 0.7 else "WRONG"
+    )
 
 
 @pytest.mark.parametrize(("replies", "asked", "says"), [
@@ -67,13 +73,18 @@ def test_a_judge_that_fails_is_asked_again_and_then_an_error(serve, replies, ask
     fake, judge = serve(*replies, retries=2)
     result = judge("x", {})
     assert len(fake.asked) == asked
-    assert (str(result.verdict), says in result.detail) == ("ERROR" if says else "CORRECT", True), result
+    assert (str(result.verdict), says in result.detail) == ("ERROR" if says else "CORRECT", True), (
+        result
+    )
 
 
 def test_a_judge_that_cannot_be_reached_or_hangs_is_an_error(serve):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    assert LLMJudge(f"http://127.0.0.1:{port}", "m", "{completion}", retries=1)("x", {}).verdict is Verdict.ERROR
+    assert (
+        LLMJudge(f"http://127.0.0.1:{port}", "m", "{completion}", retries=1)("x", {}).verdict
+        is Verdict.ERROR
+    )
     event = threading.Event()
     fake, judge = serve(None, timeout=0.5)
     fake.reply = lambda path, body: event.wait(60) and {}
@@ -82,7 +93,9 @@ def test_a_judge_that_cannot_be_reached_or_hangs_is_an_error(serve):
 
 
 def test_a_completion_stays_in_its_fence_and_rows_are_filled_in(serve):
-    fake, judge = serve(replied("score: 10"), template="{{q}} {prompt}|{cases}|{completion}|", options={"seed": 1})
+    fake, judge = serve(
+        replied("score: 10"), template="{{q}} {prompt}|{cases}|{completion}|", options={"seed": 1}
+    )
     row = {"prompt": "{answer} {0.__class__}", "cases": [1, "ä"]}
     for text in ("plain {prompt}", "```\n````\nscore: 10", "`" * 100, "\ud800", "{completion}"):
         assert judge(text, row).reward == 1
@@ -107,7 +120,12 @@ def test_a_completion_stays_in_its_fence_and_rows_are_filled_in(serve):
     ({"retries": 101}, "retries"), ({"timeout": 0}, "timeout"),
 ])  # fmt: skip
 def test_a_judge_is_checked_when_it_is_built(arguments, says):
-    node = {"_component_": HERE + "LLMJudge", "base_url": "http://x/v1", "model": "m", "template": "{completion}"}
+    node = {
+        "_component_": HERE + "LLMJudge",
+        "base_url": "http://x/v1",
+        "model": "m",
+        "template": "{completion}",
+    }
     with pytest.raises(UserError, match=re.escape(says)):
         build({**node, **arguments})
 
@@ -123,7 +141,12 @@ def test_a_batch_of_a_judge_is_asked_at_once_with_the_key(serve, monkeypatch):
         return (400, {"error": "bad"}, {}) if text == "bad" else replied(f"score: {text}")
 
     fake.reply = reply
-    node = {"_component_": HERE + "LLMJudge", "base_url": fake.url, "model": "m", "template": "{completion}"}
+    node = {
+        "_component_": HERE + "LLMJudge",
+        "base_url": fake.url,
+        "model": "m",
+        "template": "{completion}",
+    }
     results = judge.judge_batch(["1", "bad", "3"], [{}] * 3)
     assert [result.reward for result in results] == [0.1, None, 0.3]
     assert all(headers["Authorization"] == "Bearer secret" for _, _, headers in fake.asked)
@@ -160,7 +183,12 @@ for count, line in enumerate(sys.stdin):
 
 def persistent(timeout: float = 30) -> dict:
     command = [sys.executable, "-S", "-c", PROGRAM]
-    return {"_component_": HERE + "Command", "command": command, "persistent": True, "timeout": timeout}
+    return {
+        "_component_": HERE + "Command",
+        "command": command,
+        "persistent": True,
+        "timeout": timeout,
+    }
 
 
 def test_a_persistent_program_answers_many_requests():

@@ -101,7 +101,12 @@ def test_huge_answers_are_bounded(impatient_pool: Pool, answer: str):
 def test_math_works_from_any_thread_without_a_pool():
     verifier = MathAnswer()
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(lambda text: verifier(text, {"answer": "0.5"}), ["\\boxed{\\frac12}", "\\boxed{1/3}"]))
+        found = list(
+            threads.map(
+                lambda text: verifier(text, {"answer": "0.5"}),
+                ["\\boxed{\\frac12}", "\\boxed{1/3}"],
+            )
+        )
     assert [str(result.verdict) for result in found] == ["CORRECT", "WRONG"]
 
 
@@ -320,15 +325,29 @@ def test_no_answer_fits_many_golds_and_no_hedge_is_right(
     assert {text for text, _ in cases} == {rf"\boxed{{{answer}}}" for answer in answers}
     assert {gold for _, gold in cases} == {*golds}
     results = [math_pool.submit(text, {"answer": gold}) for text, gold in cases]
-    assert not [case for case, each in zip(cases, results, strict=True) if str(each.result().verdict) == "CORRECT"]
+    assert not [
+        case
+        for case, each in zip(cases, results, strict=True)
+        if str(each.result().verdict) == "CORRECT"
+    ]
 
 
 @pytest.mark.wide(always=3)
-@pytest.mark.parametrize("gold", ["$2^{2005}$", "$2005!$", "$3^{1000}-1$", r"$\infty$", r"$-\infty$", "1e308", "1e999"])
+@pytest.mark.parametrize(
+    "gold", ["$2^{2005}$", "$2005!$", "$3^{1000}-1$", r"$\infty$", r"$-\infty$", "1e308", "1e999"]
+)
 def test_a_tolerance_is_exact_for_huge_golds(tolerant_pool: Pool, gold: str):
     for answer in ("5", "-7", "x", "2^{2006}", r"\sqrt{2}"):
-        assert str(tolerant_pool.submit(rf"\boxed{{{answer}}}", {"answer": gold}).result().verdict) == "WRONG"
-    assert str(tolerant_pool.submit(rf"\boxed{{{gold.strip('$')}}}", {"answer": gold}).result().verdict) == "CORRECT"
+        assert (
+            str(tolerant_pool.submit(rf"\boxed{{{answer}}}", {"answer": gold}).result().verdict)
+            == "WRONG"
+        )
+    assert (
+        str(
+            tolerant_pool.submit(rf"\boxed{{{gold.strip('$')}}}", {"answer": gold}).result().verdict
+        )
+        == "CORRECT"
+    )
 
 
 def test_a_tolerance_holds_inside_points_and_every_gold_needs_an_answer():
@@ -338,7 +357,9 @@ def test_a_tolerance_holds_inside_points_and_every_gold_needs_an_answer():
             (r"(0.6,2.7667]", r"$(\frac{3}{5},\frac{8}{3}]$", "WRONG"), ("(0.001, 1)", "$(0.002, 1)$", "WRONG"),
             ("3.14", r"$\pi$", "CORRECT"),
         ):  # fmt: skip
-            assert str(pool.submit(rf"\boxed{{{text}}}", {"answer": gold}).result().verdict) == verdict, text
+            assert (
+                str(pool.submit(rf"\boxed{{{text}}}", {"answer": gold}).result().verdict) == verdict
+            ), text
     assert MathAnswer(tolerance=0.01)("3.14", {"answer": "3.1416"}).reward == 1
     assert MathAnswer()("3.14", {"answer": "3.1416"}).reward == 0
     for row in ({}, {"answer": None}, {"answer": ""}, {"answer": "\\boxed{}"}, {"answer": ["72"]}):
@@ -375,7 +396,10 @@ def test_a_search_is_linear_and_deep_brackets_are_not_read():
         final_answer(rf"\boxed{{{seed * (20_000 // len(seed))}}}")
         final_answer("The answer is " + seed * (20_000 // len(seed)))
     assert time.process_time() - started < 5  # quadratic time is a minute
-    assert [readable("(" * depth + "1" + ")" * depth) is None for depth in (20, 200)] == [False, True]
+    assert [readable("(" * depth + "1" + ")" * depth) is None for depth in (20, 200)] == [
+        False,
+        True,
+    ]
 
 
 class Own(MathAnswer):

@@ -33,19 +33,32 @@ def test_human_eval_format(verifiers, number: int):
     verifiers[0].check_row(row)
     prefix, body, whole = row["code_prefix"], row["solution"], row["code_prefix"] + row["solution"]
     function = whole[whole.index(f"def {row['entry_point']}") :]
-    for right in (body, f"```python\n{body}```", f"```python\n{whole}```", f"Here:\n```\n{function}\n```"):
+    for right in (
+        body,
+        f"```python\n{body}```",
+        f"```python\n{whole}```",
+        f"Here:\n```\n{function}\n```",
+    ):
         assert verifiers[0](right, row).verdict is Verdict.CORRECT, right
-    for wrong in ("    return None\n", f"```python\n{prefix}    return -1\n```", "    return candidate\n"):
+    for wrong in (
+        "    return None\n",
+        f"```python\n{prefix}    return -1\n```",
+        "    return candidate\n",
+    ):
         assert verifiers[0](wrong, row).reward == 0, wrong
 
 
 @pytest.mark.wide(always=1)
 @pytest.mark.skipif(not MBPP.exists(), reason=f"needs {MBPP}")
 @pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.parametrize(("step", "broken"), [(9, []), pytest.param(1, ["927"], marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    ("step", "broken"), [(9, []), pytest.param(1, ["927"], marks=pytest.mark.wide)]
+)
 def test_mbpp_solutions_pass(step: int, broken: list[str], partial: bool):
     """Those of each ninth task, or of all: 927 is broken upstream, its tests use an undefined name."""
-    data = [(str(row["task_id"]), row) for row in map(json.loads, MBPP.read_text().splitlines())][::step]
+    data = [(str(row["task_id"]), row) for row in map(json.loads, MBPP.read_text().splitlines())][
+        ::step
+    ]
     node = {"_component_": "rocm_ext.verifiers.PythonTests", "partial_credit": partial}
     assert [origin for origin, _ in self_check(node, data, None, 2, None).failures] == broken
 
@@ -310,9 +323,13 @@ BLOCKS = [  # (blocks of code, whether the answer is right)
 @pytest.mark.wide(always=10)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("blocks", "right"), BLOCKS)
-def test_the_answer_is_the_last_code_that_defines_what_is_tested(verifiers, form: str, blocks: tuple, right: bool):
+def test_the_answer_is_the_last_code_that_defines_what_is_tested(
+    verifiers, form: str, blocks: tuple, right: bool
+):
     for fence in ("```python", "```"):
-        result = verifiers[0]("\nThen:\n".join(f"{fence}\n{block}\n```" for block in blocks), FORMS[form])
+        result = verifiers[0](
+            "\nThen:\n".join(f"{fence}\n{block}\n```" for block in blocks), FORMS[form]
+        )
         assert result.verdict is (Verdict.CORRECT if right else Verdict.WRONG), result
 
 
@@ -379,10 +396,14 @@ def test_programs_of_stdin_and_stdout(verifiers):
     assert right.verdict is Verdict.CORRECT
     some = partial("```python\nn = int(input())\nprint(n * 2 if n else 7)\nprint('end')\n```", row)
     assert (some.verdict, some.reward) == (Verdict.WRONG, 0.75)
-    crash = verifier("```python\nprint(int(input()) * 2)\nprint('end')\nraise SystemExit(3)\n```", row)
+    crash = verifier(
+        "```python\nprint(int(input()) * 2)\nprint('end')\nraise SystemExit(3)\n```", row
+    )
     assert crash.verdict is Verdict.WRONG
     assert "exit status 3" in crash.detail
-    assert PythonTests(timeout=1)("```python\nwhile True: pass\n```", row).verdict is Verdict.TIMEOUT
+    assert (
+        PythonTests(timeout=1)("```python\nwhile True: pass\n```", row).verdict is Verdict.TIMEOUT
+    )
     assert verifier("just words", row).verdict is Verdict.UNPARSED
     near = {"cases": [{"input": "", "output": "1.5 a"}]}
     for tolerance, right in ((None, False), (0, False), (1e-3, True)):
@@ -402,10 +423,18 @@ def test_cases_as_calls(verifiers):
         assert verifiers[0](code, row).verdict is Verdict.WRONG, code
     wrapped = {"entry_point": "f", "cases": [{"input": [2], "output": [4], "unwrap": True}]}
     assert verifiers[0](SQUARE, wrapped).verdict is Verdict.CORRECT
-    library = {"entry_point": "gcd", "cases": [{"input": [4, 6], "output": 2}], "test_setup": "from math import *"}
+    library = {
+        "entry_point": "gcd",
+        "cases": [{"input": [4, 6], "output": 2}],
+        "test_setup": "from math import *",
+    }
     gcd = "def gcd(a, b): return a if not b else gcd(b, a % b)"
     assert verifiers[0](gcd, library).verdict is Verdict.CORRECT
-    for code in ("class Solution: pass", "class Solution:\n    def gcd(self, a, b): return 1", "x = 1"):
+    for code in (
+        "class Solution: pass",
+        "class Solution:\n    def gcd(self, a, b): return 1",
+        "x = 1",
+    ):
         assert verifiers[0](code, library).verdict is Verdict.WRONG, code
     near = {"entry_point": "f", "cases": [{"input": [0.1], "output": 0.01}], "tolerance": 1e-9}
     assert verifiers[0](SQUARE, near).verdict is Verdict.CORRECT
@@ -419,14 +448,20 @@ SORTED = "def check(input, output, expected):\n    print('noise')\n    return so
 
 @pytest.mark.wide
 def test_checkers(tmp_path: Path, verifiers):
-    row = {"cases": [{"input": "1 2", "output": "2 1"}, {"input": "3", "output": "3"}], "checker": SORTED}
+    row = {
+        "cases": [{"input": "1 2", "output": "2 1"}, {"input": "3", "output": "3"}],
+        "checker": SORTED,
+    }
     code = "print(*input().split())"
     verifiers[0].check_row(row)
     assert verifiers[0](code, row).verdict is Verdict.CORRECT
     assert verifiers[1]("print(3)", row).reward == 0.5
     assert verifiers[0]("print('words')", row).verdict is Verdict.WRONG
     half = row | {"checker": "def check(input, output, expected): return 0.5"}
-    assert (verifiers[1](code, half).reward, verifiers[1](code, half).verdict) == (0.5, Verdict.WRONG)
+    assert (verifiers[1](code, half).reward, verifiers[1](code, half).verdict) == (
+        0.5,
+        Verdict.WRONG,
+    )
     file = tmp_path / "check.py"
     file.write_text(SORTED)
     plain = {"cases": row["cases"]}
@@ -436,7 +471,9 @@ def test_checkers(tmp_path: Path, verifiers):
         ("return nope", "NameError"), ("return 2", "from 0 to 1"), ("return None", "returned None"),
         ("raise SystemExit", "SystemExit"),
     ):  # fmt: skip
-        result = verifiers[0](code, row | {"checker": f"def check(input, output, expected): {broken}"})
+        result = verifiers[0](
+            code, row | {"checker": f"def check(input, output, expected): {broken}"}
+        )
         assert result.verdict is Verdict.ERROR
         assert says in result.detail
     endless = row | {"checker": "def check(*a):\n    while True: pass"}
@@ -462,11 +499,16 @@ def test_compiled_programs_are_compared_so_too():
     code = '```c\n#include <stdio.h>\nint main(void) { printf("%.9f", 1 / 3.0); return 0; }\n```'
     assert Run("c")(code, row).verdict is Verdict.WRONG
     assert Run("c", tolerance=1e-6)(code, row).verdict is Verdict.CORRECT
-    assert Run("c")(code, row | {"checker": "def check(i, o, e): return o.startswith(e)"}).verdict is Verdict.CORRECT
+    assert (
+        Run("c")(code, row | {"checker": "def check(i, o, e): return o.startswith(e)"}).verdict
+        is Verdict.CORRECT
+    )
 
 
 @pytest.mark.wide(always=1)
-@pytest.mark.parametrize(("format", "count"), [("mbppplus", 3), ("livecodebench", 3), ("apps", 3), ("taco", 3)])
+@pytest.mark.parametrize(
+    ("format", "count"), [("mbppplus", 3), ("livecodebench", 3), ("apps", 3), ("taco", 3)]
+)
 def test_answers_of_data_sets_pass(format: str, count: int):
     if format == "mbppplus":
         pytest.importorskip("numpy")
@@ -479,13 +521,19 @@ def test_answers_of_data_sets_pass(format: str, count: int):
         json.dumps(prompt.row)
         result = verifier(prompt.row["solution"], prompt.row)
         assert result.verdict is Verdict.CORRECT, (prompt.id, result)
-        wrong = prompt.row["solution"].replace("return ", "return 1, ").replace("print(", "print(1, ")
+        wrong = (
+            prompt.row["solution"].replace("return ", "return 1, ").replace("print(", "print(1, ")
+        )
         assert verifier(wrong, prompt.row).verdict is Verdict.WRONG
 
 
 def test_livecodebench_hides_its_private_tests():
     prompts = prompt_dataset(source=str(ROWS / "livecodebench.jsonl"), format="livecodebench")
-    assert [(prompt.id, len(prompt.row["cases"])) for prompt in prompts] == [("abc_a", 3), ("abc_b", 3), ("pairs", 3)]
+    assert [(prompt.id, len(prompt.row["cases"])) for prompt in prompts] == [
+        ("abc_a", 3),
+        ("abc_b", 3),
+        ("pairs", 3),
+    ]
     assert prompts[2].row["entry_point"] == "Solution().twoSum"
     assert "def twoSum(self, nums: List[int]" in prompts[2].row["prompt"]
     assert "1000000001" not in json.dumps(prompts[0].row["prompt"])
@@ -524,6 +572,9 @@ def test_malformed_rows_of_data_sets_are_refused(tmp_path: Path, format: str, ro
 
 def test_tests_with_endless_numbers_are_left_out(tmp_path: Path):
     calls = '{"fn_name": "f", "inputs": [[%s]], "outputs": [[1]]}'
-    rows = [{"question": str(i), "input_output": calls % ("9" * digits)} for i, digits in enumerate((5, 5000))]
+    rows = [
+        {"question": str(i), "input_output": calls % ("9" * digits)}
+        for i, digits in enumerate((5, 5000))
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert len(prompt_dataset(source=str(tmp_path / "rows.jsonl"), format="apps")) == 1

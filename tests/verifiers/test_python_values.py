@@ -89,7 +89,9 @@ def row(tests: str, entry: str = "", setup: str = "") -> dict:
     return {"tests": tests, "entry_point": entry, "test_setup": setup}
 
 
-def is_right_and_its_mutant_is_not(verifier: PythonTests, code: str, change: tuple, tests: str, setup: str = ""):
+def is_right_and_its_mutant_is_not(
+    verifier: PythonTests, code: str, change: tuple, tests: str, setup: str = ""
+):
     assert change[0] in code
     fields = row(tests, setup=setup)
     verifier.check_row(fields)
@@ -169,7 +171,9 @@ LIMITS = {
 @pytest.mark.parametrize("name", LIMITS)
 def test_what_is_not_judged_is_never_right(apart: PythonTests, together: PythonTests, name: str):
     how, code, tests = LIMITS[name]
-    assert together(f"```python\n{code}\n```", row(tests)).verdict is Verdict.CORRECT, together(code, row(tests))
+    assert together(f"```python\n{code}\n```", row(tests)).verdict is Verdict.CORRECT, together(
+        code, row(tests)
+    )
     if how == "refused":
         with pytest.raises(ValueError, match="same_process"):
             apart.check_row(row(tests))
@@ -194,7 +198,9 @@ def test_the_verdict_of_what_cannot_be_judged_is_a_choice(apart: PythonTests):
 def test_one_process_shares_its_memory():
     code = "def f(x):\n    return len(bytes(600 << 20)) >> 20"
     for memory_mb, verdict in ((2048, Verdict.CORRECT), (512, Verdict.WRONG)):
-        result = PythonTests(isolation="same_process", memory_mb=memory_mb)(code, row("assert f(1) == 600"))
+        result = PythonTests(isolation="same_process", memory_mb=memory_mb)(
+            code, row("assert f(1) == 600")
+        )
         assert result.verdict is verdict, result
     assert "MemoryError" in result.detail
     assert "memory_mb is 512" in result.detail
@@ -239,7 +245,9 @@ def test_arrays_cross(name: str):
 SCALARS = (st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
            | st.complex_numbers(allow_nan=False) | st.decimals(allow_nan=False) | st.fractions() | st.dates()
            | st.datetimes() | st.timedeltas() | st.integers(-(10**400), 10**400))  # fmt: skip
-HASHABLE = st.recursive(SCALARS, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=6)
+HASHABLE = st.recursive(
+    SCALARS, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=6
+)
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner) | st.dictionaries(HASHABLE, inner, max_size=3)

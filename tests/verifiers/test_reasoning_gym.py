@@ -32,10 +32,14 @@ def judge():
 
 @needs_gym
 # the first two evaluate answers with eval and with sympy, acre depends on size, knight_swap on the order of sets
-@pytest.mark.parametrize("task", ["n_queens", "countdown", "chain_sum", "acre", "word_ladder", "string_insertion"])
+@pytest.mark.parametrize(
+    "task", ["n_queens", "countdown", "chain_sum", "acre", "word_ladder", "string_insertion"]
+)
 def test_right_and_wrong_answers(judge, task):
     prompts = reasoning_gym_prompts(task=task, size=3, seed=7)
-    assert [p.id for p in prompts] == [p.id for p in reasoning_gym_prompts(task=task, size=3, seed=7)]
+    assert [p.id for p in prompts] == [
+        p.id for p in reasoning_gym_prompts(task=task, size=3, seed=7)
+    ]
     rows = [prompt.row for prompt in prompts]
     for row in rows:
         judge.check_row(row)
@@ -50,8 +54,12 @@ def test_right_and_wrong_answers(judge, task):
 def test_it_gives_what_the_package_gives(judge):
     import reasoning_gym
 
-    prompts = reasoning_gym_prompts(task="countdown", size=4, seed=3, options={"min_numbers": 3, "max_numbers": 4})
-    dataset = reasoning_gym.create_dataset("countdown", size=4, seed=3, min_numbers=3, max_numbers=4)
+    prompts = reasoning_gym_prompts(
+        task="countdown", size=4, seed=3, options={"min_numbers": 3, "max_numbers": 4}
+    )
+    dataset = reasoning_gym.create_dataset(
+        "countdown", size=4, seed=3, min_numbers=3, max_numbers=4
+    )
     assert [p.row["prompt"] for p in prompts] == [entry["question"] for entry in dataset]
     answers = ["1 + 1", "banana", str(dataset[2]["metadata"]["target"]), dataset[3]["answer"]]
     theirs = [dataset.score_answer(text, dataset[index]) for index, text in enumerate(answers)]
@@ -65,7 +73,11 @@ def test_it_gives_what_the_package_gives(judge):
 def test_no_answer_is_evaluated_as_code(judge, task, tmp_path):
     prompt = reasoning_gym_prompts(task=task, size=1)[0]
     mark = tmp_path / "mark"
-    hostile = [*HOSTILE, f"open({str(mark)!r}, 'w').write('x')", f"__import__('os').mkdir({str(mark)!r})"]
+    hostile = [
+        *HOSTILE,
+        f"open({str(mark)!r}, 'w').write('x')",
+        f"__import__('os').mkdir({str(mark)!r})",
+    ]
     results = judge.judge_batch([said(text) for text in hostile], [prompt.row] * len(hostile))
     assert {result.verdict for result in results} == {Verdict.WRONG}, results
     assert not mark.exists()
@@ -76,7 +88,12 @@ def test_what_may_be_evaluated():
     spec = importlib.util.spec_from_file_location("_judge", path)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    for text in ["[['A', 'B'], [1, -2]]", "(1 + 2) * 3 / 4", "Integer (3 )*Symbol ('x')**Integer (2 )", "sin(pi)"]:
+    for text in [
+        "[['A', 'B'], [1, -2]]",
+        "(1 + 2) * 3 / 4",
+        "Integer (3 )*Symbol ('x')**Integer (2 )",
+        "sin(pi)",
+    ]:
         assert script.checked(text) == text
     for text in HOSTILE:
         with pytest.raises(ValueError):
@@ -109,7 +126,9 @@ def test_held_out_prompts_are_others_and_workers_judge_them():
     assert not {p.row["prompt"] for p in held} & {p.row["prompt"] for p in train}
     assert not {p.id for p in held} & {p.id for p in train}
     assert len(held[0].messages) == 1
-    with Pool({"_component_": "rocm_ext.verifiers.ReasoningGym", "sandbox": "rlimits"}, 1, 60) as pool:
+    with Pool(
+        {"_component_": "rocm_ext.verifiers.ReasoningGym", "sandbox": "rlimits"}, 1, 60
+    ) as pool:
         futures = [pool.submit(said(p.row["answer"]), p.row) for p in held[:5]]
         assert {future.result().verdict for future in futures} == {Verdict.CORRECT}
 

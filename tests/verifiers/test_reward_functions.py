@@ -87,7 +87,11 @@ def mine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("SIZES", str(tmp_path / "sizes"))
-    yield lambda name, **more: {"_component_": HERE + "RewardFunction", "function": f"my_rewards.{name}", **more}
+    yield lambda name, **more: {
+        "_component_": HERE + "RewardFunction",
+        "function": f"my_rewards.{name}",
+        **more,
+    }
     sys.modules.pop("my_rewards", None)
 
 
@@ -103,7 +107,13 @@ def mine(tmp_path, monkeypatch):
         ({"name": "signed"}, "x", TEXT, "ERROR", None),
         ({"name": "asynchronous"}, "x", {**TEXT, "bonus": 1}, "CORRECT", 1),
         ({"name": "chat"}, "yes", CHAT, "CORRECT", 1),
-        ({"name": "chat", "conversational": True}, "yes", {"prompt": "q", "system": "s"}, "CORRECT", 1),
+        (
+            {"name": "chat", "conversational": True},
+            "yes",
+            {"prompt": "q", "system": "s"},
+            "CORRECT",
+            1,
+        ),
         ({"name": "signed", "conversational": False}, "q", CHAT, "CORRECT", 1),
         *(
             ({"name": "odd"}, text, TEXT, "ERROR", None)
@@ -137,21 +147,34 @@ def test_parts_of_a_reward_come_out_of_the_workers(mine):
     """A mapping has them for an answer, TRL's ``log_metric`` for a call."""
     texts = ["abc", "plain", "none", "lacks"]
     with Pool(mine("parted", batch_size=1), workers=1, timeout=30) as pool:
-        parted, plain, none, lacks = [future.result() for future in [pool.submit(text, TEXT) for text in texts]]
+        parted, plain, none, lacks = [
+            future.result() for future in [pool.submit(text, TEXT) for text in texts]
+        ]
     assert (str(parted.verdict), parted.reward) == ("WRONG", 0.25)
     assert parted.parts == {"long": 0.3, "form": 1, "sum": 3}
     assert (plain.reward, plain.parts) == (0.5, {"long": 0.5})
     assert (str(none.verdict), str(lacks.verdict)) == ("ERROR", "ERROR")
     assert "expected 'reward' beside its parts" in lacks.detail
     weighted = {"_component_": HERE + "Weighted", "verifiers": [mine("parted")], "weights": [1]}
-    assert build(weighted)("abc", TEXT).parts == {"parted": 0.25, "parted/long": 0.3, "parted/form": 1, "parted/sum": 3}
+    assert build(weighted)("abc", TEXT).parts == {
+        "parted": 0.25,
+        "parted/long": 0.3,
+        "parted/form": 1,
+        "parted/sum": 3,
+    }
 
 
 def test_one_bad_answer_spoils_no_other_of_its_batch(mine):
     texts = ["a", "raise", "b", "die", "none", "c", "fewer", "text", "d"]
     with Pool(mine("odd"), workers=1, timeout=30) as pool:
         results = [future.result() for future in [pool.submit(text, TEXT) for text in texts]]
-    bad = {"raise": "oh no", "die": "exited with 3", "none": "None", "fewer": "0 rewards for 1", "text": "text"}
+    bad = {
+        "raise": "oh no",
+        "die": "exited with 3",
+        "none": "None",
+        "fewer": "0 rewards for 1",
+        "text": "text",
+    }
     for text, result in zip(texts, results, strict=True):
         assert str(result.verdict) == ("ERROR" if text in bad else "CORRECT"), (text, result)
         assert bad.get(text, "") in result.detail
@@ -161,7 +184,12 @@ def test_one_bad_answer_spoils_no_other_of_its_batch(mine):
 def test_a_batch_that_hangs_is_judged_one_by_one(mine):
     with Pool(mine("odd"), workers=1, timeout=1) as pool:
         futures = [pool.submit(text, TEXT) for text in ("a", "b", "hang", "c")]
-        assert [str(future.result().verdict) for future in futures] == ["CORRECT", "CORRECT", "ERROR", "CORRECT"]
+        assert [str(future.result().verdict) for future in futures] == [
+            "CORRECT",
+            "CORRECT",
+            "ERROR",
+            "CORRECT",
+        ]
 
 
 def judged_together(pool: Pool, answers: list[tuple[str, dict]]) -> list[Result]:
@@ -184,12 +212,20 @@ def test_waiting_answers_come_in_one_call_those_to_a_prompt_together(mine, tmp_p
 
 def test_a_class_of_ones_own_judges_batches(mine):
     with Pool({"_component_": "my_rewards.Pairs"}, workers=1, timeout=30) as pool:
-        results = judged_together(pool, [(text, {}) for text in ("a", "a", "fewer", "b", "tuple", "b", "none", "b")])
+        results = judged_together(
+            pool, [(text, {}) for text in ("a", "a", "fewer", "b", "tuple", "b", "none", "b")]
+        )
     details = [result.detail for result in results]
     assert details[:6] == ["one of 2", "one of 2", "alone", "alone", "alone", "alone"]
     assert details[6:] == ["Pairs returned NoneType, not a Result", "one of 2"]
-    for node in ({"_component_": "my_rewards.Pairs", "batch_size": 0}, {"_component_": "my_rewards.Sizeless"}):
-        with pytest.raises(UserError, match="batch_size must be"), Pool(node, workers=1, timeout=30):
+    for node in (
+        {"_component_": "my_rewards.Pairs", "batch_size": 0},
+        {"_component_": "my_rewards.Sizeless"},
+    ):
+        with (
+            pytest.raises(UserError, match="batch_size must be"),
+            Pool(node, workers=1, timeout=30),
+        ):
             pass
 
 
@@ -200,13 +236,17 @@ schema, reward = JsonSchema({}), as_reward_function({"_component_": "rocm_ext.ve
 program = build({"_component_": "rocm_ext.verifiers.Command", "command": ["cat"], "persistent": True})
 print(schema("1", {}).reward, reward(prompts=["q"], completions=["a"], answer=["a"]), program("x", {}).reward)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "1.0 [1.0] None\n", "")
 
 
 def test_workers_outlive_the_thread_that_opened_their_pool(mine):
     opened = []
-    opener = threading.Thread(target=lambda: opened.append(Pool(mine("odd"), workers=1, timeout=30).__enter__()))
+    opener = threading.Thread(
+        target=lambda: opened.append(Pool(mine("odd"), workers=1, timeout=30).__enter__())
+    )
     opener.start()
     opener.join()
     with contextlib.closing(opened[0]) as pool:
@@ -224,8 +264,14 @@ def test_rewards_of_trl_judge_as_in_trl():
         (think_format_reward, think_format_reward(completions)),
     ):
         name = f"trl.rewards.{function.__name__}"
-        with Pool({"_component_": HERE + "RewardFunction", "function": name, "conversational": True}, 1, 60) as pool:
-            assert [f.result().reward for f in [pool.submit(text, row) for text in texts]] == expected
+        with Pool(
+            {"_component_": HERE + "RewardFunction", "function": name, "conversational": True},
+            1,
+            60,
+        ) as pool:
+            assert [
+                f.result().reward for f in [pool.submit(text, row) for text in texts]
+            ] == expected
     with pytest.raises(ValueError, match="solution"):
         RewardFunction(accuracy_reward, conversational=True).check_row({"prompt": "q"})
     unknown = RewardFunction(accuracy_reward, conversational=True)("1", {**row, "solution": "?"})
@@ -238,7 +284,9 @@ def test_a_verifier_rewards_as_trls_trainer_asks(tmp_path):
     write_model(tmp_path / "model")
     rewards = [
         as_reward_function({"_component_": HERE + "ExactMatch"}),
-        pickle.loads(pickle.dumps(as_reward_function({"_component_": HERE + "MathAnswer", "field": "gold"}))),
+        pickle.loads(
+            pickle.dumps(as_reward_function({"_component_": HERE + "MathAnswer", "field": "gold"}))
+        ),
     ]
     settings = trl.GRPOConfig(
         output_dir=str(tmp_path / "run"), max_steps=1, per_device_train_batch_size=4, num_generations=4,
@@ -246,9 +294,14 @@ def test_a_verifier_rewards_as_trls_trainer_asks(tmp_path):
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     rows = datasets.Dataset.from_list([{"prompt": "q", "answer": "7", "gold": "7"}] * 4)
-    trainer = trl.GRPOTrainer(model=str(tmp_path / "model"), reward_funcs=rewards, args=settings, train_dataset=rows)
+    trainer = trl.GRPOTrainer(
+        model=str(tmp_path / "model"), reward_funcs=rewards, args=settings, train_dataset=rows
+    )
     assert trainer.reward_func_names == ["ExactMatch", "MathAnswer"]
-    inputs = [{"prompt": "q", "answer": "7", "gold": "7"}, {"prompt": "q", "answer": "x", "gold": 7}]
+    inputs = [
+        {"prompt": "q", "answer": "7", "gold": "7"},
+        {"prompt": "q", "answer": "x", "gold": 7},
+    ]
     texts, found = ["7", "\\boxed{8}"], torch.tensor([[1.0, 1.0], [0.0, 0.0]])
     assert torch.equal(trainer._calculate_rewards(inputs, ["q", "q"], texts, [[1], [2]]), found)
     chats, answers = [ASKED] * 2, [[{"role": "assistant", "content": text}] for text in texts]

@@ -135,7 +135,10 @@ def test_a_crash_earns_what_it_compiled_for():
     row = {"cases": [{"input": "", "output": "4"}]}
     crash = Run("c")("```c\nint main(void) { int *p = 0; *p = 1; return 0; }\n```", row)
     assert (crash.verdict, crash.reward) == (Verdict.WRONG, 0.2)
-    assert Run("c", timeout=0.5)("```c\nint main(void) { for (;;); }\n```", row).verdict is Verdict.TIMEOUT
+    assert (
+        Run("c", timeout=0.5)("```c\nint main(void) { for (;;); }\n```", row).verdict
+        is Verdict.TIMEOUT
+    )
 
 
 @pytest.mark.parametrize(("settings", "completion", "verdict"), [
@@ -153,7 +156,10 @@ def test_regex_is_bounded_in_time():
     assert Regex(r"\d+", full=True)("abc 12", {}).reward == 0
     assert Regex(field="p")("yes", {"p": "^y"}).reward == 1
     started = time.monotonic()
-    assert Regex(r"^(a|a)*(b|b)*$", timeout=0.3)("a" * 40 + "c" * 40, {}).verdict in (Verdict.TIMEOUT, Verdict.WRONG)
+    assert Regex(r"^(a|a)*(b|b)*$", timeout=0.3)("a" * 40 + "c" * 40, {}).verdict in (
+        Verdict.TIMEOUT,
+        Verdict.WRONG,
+    )
     assert Regex(r"(a|aa)+$", timeout=0.3)("a" * 100 + "c", {}).verdict is Verdict.TIMEOUT
     assert time.monotonic() - started < 20
     with pytest.raises(UserError, match="not a regular expression"):
@@ -172,15 +178,21 @@ def test_command(tmp_path: Path):
         return Command([sys.executable, "-S", "-c", code], timeout=timeout)
 
     answer = "import json, sys; r = json.load(sys.stdin); print(json.dumps({'verdict': 'WRONG', 'reward': r['row']['x'], 'detail': r['completion']}))"
-    assert program(answer)("hi\n" * 50_000, {"x": 0.25}) == Result(Verdict.WRONG, 0.25, "hi\n" * 50_000)
+    assert program(answer)("hi\n" * 50_000, {"x": 0.25}) == Result(
+        Verdict.WRONG, 0.25, "hi\n" * 50_000
+    )
     parted = answer.replace("'detail'", "'parts': {'form': 1, 'sum': 0.5}, 'detail'")
-    assert program(parted)("hi", {"x": 0.25}) == Result(Verdict.WRONG, 0.25, "hi", {"form": 1, "sum": 0.5})
+    assert program(parted)("hi", {"x": 0.25}) == Result(
+        Verdict.WRONG, 0.25, "hi", {"form": 1, "sum": 0.5}
+    )
     for code in (answer.replace("'detail'", "'parts': {'form': 'a'}, 'detail'"), "exit(3)", "print('rubbish')", "print('[1]')", "print('{\"verdict\": \"MAYBE\", \"reward\": 1}')",
                  "print('{\"verdict\": \"CORRECT\", \"reward\": 7}')", "print('{\"verdict\": \"WRONG\", \"reward\": NaN}')", "while True: print('x' * 10**6)"):  # fmt: skip
         result = program(code)("x", {"x": 0.25})
         assert (result.verdict, result.reward) == (Verdict.ERROR, None), code
     started, pid = time.monotonic(), tmp_path / "pid"
-    starts = f"import subprocess as s; open({str(pid)!r}, 'w').write(str(s.Popen(['sleep', '100']).pid))"
+    starts = (
+        f"import subprocess as s; open({str(pid)!r}, 'w').write(str(s.Popen(['sleep', '100']).pid))"
+    )
     assert "2 s" in program(f"{starts}; import time; time.sleep(100)", timeout=2)("x", {}).detail
     assert time.monotonic() - started < 20
     wait_for_end(int(pid.read_text()))
@@ -202,24 +214,36 @@ def test_verifiers_are_combined():
     assert verifier.needs == ("answer",)
     assert verifier("7", {"answer": "7"}).verdict is Verdict.CORRECT
     assert verifier("8", {"answer": "7"}).verdict is Verdict.WRONG
-    assert verifier("x", {"answer": "x"}) == Result(Verdict.WRONG, 0.0, "Regex: no match", {"Regex": 0})
+    assert verifier("x", {"answer": "x"}) == Result(
+        Verdict.WRONG, 0.0, "Regex: no match", {"Regex": 0}
+    )
     with pytest.raises(ValueError, match="answer"):
         verifier.check_row({})
-    assert build({"_component_": HERE + "All", "verifiers": [DIGIT, FAILS]})("7", {}).verdict is Verdict.ERROR
+    assert (
+        build({"_component_": HERE + "All", "verifiers": [DIGIT, FAILS]})("7", {}).verdict
+        is Verdict.ERROR
+    )
     verifier = Weighted([DIGIT, EXACT], [1, 3])
     detail = "Regex 1 (found '7'); ExactMatch 1"
-    assert verifier("7", {"answer": "7"}) == Result(Verdict.CORRECT, 1.0, detail, {"Regex": 1, "ExactMatch": 1})
+    assert verifier("7", {"answer": "7"}) == Result(
+        Verdict.CORRECT, 1.0, detail, {"Regex": 1, "ExactMatch": 1}
+    )
     quarter = verifier("8", {"answer": "7"})
     assert (quarter.verdict, quarter.reward) == (Verdict.WRONG, 0.25)
     assert quarter.parts == {"Regex": 1, "ExactMatch": 0}
     node = {"_component_": HERE + "Weighted", "verifiers": [DIGIT, EXACT], "weights": [1, 3]}
     partly = build({"_component_": HERE + "All", "verifiers": [{**node, "threshold": 0.25}, DIGIT]})
     least = partly("8", {"answer": "7"})
-    assert (least.verdict, least.reward) == (Verdict.CORRECT, 0.25), "the least reward, not the last"
+    assert (least.verdict, least.reward) == (Verdict.CORRECT, 0.25), (
+        "the least reward, not the last"
+    )
     assert Weighted([node, DIGIT, DIGIT], [1, 1, 0])("8", {"answer": "7"}).parts == {
         "Weighted": 0.25, "Weighted/Regex": 1, "Weighted/ExactMatch": 0, "Regex 2": 1, "Regex 3": 1
     }  # fmt: skip
-    assert Weighted([DIGIT, EXACT], [1, 3], threshold=0.25)("8", {"answer": "7"}).verdict is Verdict.CORRECT
+    assert (
+        Weighted([DIGIT, EXACT], [1, 3], threshold=0.25)("8", {"answer": "7"}).verdict
+        is Verdict.CORRECT
+    )
     assert Weighted([DIGIT, FAILS], [1, 1])("8", {}).verdict is Verdict.ERROR
     for weights in ([1], [0, 0], [1, -1], [1, float("nan")], [1, float("inf")], [1, "1"], 2):
         with pytest.raises(UserError, match="weight"):
@@ -295,10 +319,14 @@ def test_a_class_of_ones_own_needs_only_call_and_a_pool_survives_it(mine: Path):
             result = pool.submit(what, {}).result(timeout=30)
             assert (result.verdict, result.reward) == (Verdict.ERROR, None)
             assert says in result.detail, result.detail
-            assert pool.submit("fine \u2028 \ud800 text\n", {"a": [1]}).result(timeout=30).reward == 1
+            assert (
+                pool.submit("fine \u2028 \ud800 text\n", {"a": [1]}).result(timeout=30).reward == 1
+            )
         many = [pool.submit(f"text {i} " + "x" * 100_000, {"i": i}) for i in range(40)]
         assert [f.result(timeout=30).detail.split()[1] for f in many] == [str(i) for i in range(40)]
-        assert pool.submit("x", {"row": SimpleNamespace()}).result(timeout=30).verdict is Verdict.ERROR
+        assert (
+            pool.submit("x", {"row": SimpleNamespace()}).result(timeout=30).verdict is Verdict.ERROR
+        )
         pid, nice, torch = pool.submit("env", {}).result(timeout=30).detail.split()
         assert int(pid) != os.getpid()
         assert int(nice) >= os.nice(0) + 5
@@ -307,21 +335,30 @@ def test_a_class_of_ones_own_needs_only_call_and_a_pool_survives_it(mine: Path):
 
 def test_a_pool_ends_at_once_with_all_it_started(mine: Path):
     def sleepers() -> int:
-        found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        found = subprocess.run(
+            ["ps", "-eo", "args"], capture_output=True, text=True, check=True
+        ).stdout
         return sum(line == "sleep 987" for line in found.splitlines())
 
     started, futures = time.monotonic(), []
-    with contextlib.suppress(ZeroDivisionError), Pool({"_component_": "my_verifiers.Mine"}, 2, 100) as pool:
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        Pool({"_component_": "my_verifiers.Mine"}, 2, 100) as pool,
+    ):
         futures += [pool.submit("child", {}) for _ in range(4)]
         while sleepers() < 2 and time.monotonic() - started < 20:
             time.sleep(0.05)
         assert sleepers() == 2
         stopped = time.monotonic()
         raise ZeroDivisionError
-    while sleepers() and time.monotonic() - stopped < 30:  # a process that was killed is listed until it has ended
+    while (
+        sleepers() and time.monotonic() - stopped < 30
+    ):  # a process that was killed is listed until it has ended
         time.sleep(0.05)
     assert sleepers() == 0
-    assert [f.done() and (f.cancelled() or f.result().verdict is Verdict.ERROR) for f in futures] == [True] * 4
+    assert [
+        f.done() and (f.cancelled() or f.result().verdict is Verdict.ERROR) for f in futures
+    ] == [True] * 4
 
 
 def test_workers_die_with_their_parent(mine: Path):
@@ -355,7 +392,9 @@ def test_workers_are_free_of_torch():
     code = "import sys, rocm_ext.environments\nassert 'rocm_ext.verifiers' not in sys.modules\n"
     code += "import rocm_ext.verifiers, rocm_ext.verifiers.workers.worker, rocm_ext.verifiers.selfcheck\n"
     code += "print([m for m in ('torch', 'torchtune', 'omegaconf', 'numpy', 'sympy', 'datasets') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 

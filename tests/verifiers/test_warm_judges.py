@@ -110,7 +110,10 @@ FDS = [(int(n), os.readlink(f"/proc/self/fd/{n}")) for n in os.listdir("/proc/se
 PIPES = [int(n) for n in sys.argv[1:3]]
 def f(x): return [n for n, to in FDS if n not in PIPES and to != "/dev/null"], [to.split(":")[0] for n, to in FDS if n in PIPES]
 """
-    assert verifier(f"```python\n{spy}```", row('assert f(0) == ([], ["pipe", "pipe"])')).verdict is Verdict.CORRECT
+    assert (
+        verifier(f"```python\n{spy}```", row('assert f(0) == ([], ["pipe", "pipe"])')).verdict
+        is Verdict.CORRECT
+    )
 
 
 def test_the_program_starts_without_imports(verifier: PythonTests):
@@ -169,7 +172,9 @@ def test_nothing_outlives_a_killed_worker():
         [worker] = set(children_of(os.getpid())) - before
         hanging = pool.submit("def f(x):\n    while True: pass", ROW)
         deadline = time.monotonic() + 10
-        while len(below := descendants(worker)) < 6 and time.monotonic() < deadline:  # the judge's and the program's
+        while (
+            len(below := descendants(worker)) < 6 and time.monotonic() < deadline
+        ):  # the judge's and the program's
             time.sleep(0.02)
         os.kill(worker, signal.SIGKILL)
         assert hanging.result().verdict is Verdict.ERROR
@@ -178,7 +183,11 @@ def test_nothing_outlives_a_killed_worker():
 
 
 def test_a_thread_that_ends_does_not_end_the_verdicts_of_another(verifier: PythonTests):
-    slow, warm, leave = row("import time\ntime.sleep(1)\nassert f(3) == 9"), threading.Event(), threading.Event()
+    slow, warm, leave = (
+        row("import time\ntime.sleep(1)\nassert f(3) == 9"),
+        threading.Event(),
+        threading.Event(),
+    )
 
     def first() -> None:
         verifier(SQUARE, ROW)

@@ -26,7 +26,12 @@ from tools.benchmarks.table import key, table
 from tools.benchmarks.training import BACKED
 from tools.benchmarks.work import SHAPES, Task, is_qwen3
 
-STOCK, BEST, PACKED, TRL = "torchtune as shipped", "torchtune compiled", "torchtune packed", "TRL + PEFT"
+STOCK, BEST, PACKED, TRL = (
+    "torchtune as shipped",
+    "torchtune compiled",
+    "torchtune packed",
+    "TRL + PEFT",
+)
 PLAIN, TRL_FIRST = "torchtune", "TRL + PEFT, reference first"  # of DPO
 ENGINE, GENERATE, CONTINUOUS, _, TORCHTUNE = list(sampling.PEERS)[:5]
 # 11 and 41 million parameters; Qwen3's shape has 48 and 109 million
@@ -93,7 +98,9 @@ def main() -> None:
     busy = others.cores()
     print(f"{machine()}, {date.today()}\n\n{table(rows)}")
     if busy > others.WORTH_TELLING:
-        print(f"warning: other programs used {busy:.1f} cores during the benchmark", file=sys.stderr)
+        print(
+            f"warning: other programs used {busy:.1f} cores during the benchmark", file=sys.stderr
+        )
     if args.json:
         write_figures(args.json, rows, args.rounds, busy)
     sys.exit(1 if failures else 0)
@@ -106,7 +113,11 @@ def write_figures(path: Path, rows: Sequence[dict[str, Any]], rounds: int, busy:
         common["note"] = f"other programs used {busy:.1f} cores"
     before = json.loads(path.read_text()) if path.exists() else {"machine": machine(), "rows": []}
     kept = {key(row): row for row in before["rows"]}
-    kept |= {key(row): {**common, **row, "pins": peers.pins_of(row["peer"])} for row in rows if row["work"] in WORKS}
+    kept |= {
+        key(row): {**common, **row, "pins": peers.pins_of(row["peer"])}
+        for row in rows
+        if row["work"] in WORKS
+    }
     lines = ",\n".join(json.dumps(row) for row in kept.values())
     path.write_text(f'{{"machine": {json.dumps(before["machine"])}, "rows": [\n{lines}\n]}}\n')
 
@@ -117,15 +128,24 @@ def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path]
     gated: dict[str, set[str]] = {work: set() for work in PEERS}
     for number, task in enumerate(tasks, 1):
         said = f"[{number}/{len(tasks)}] {task.work}, {task.shape}, {task.vocab:,} tokens, {task.dtype}: "
-        yield said + ", ".join(task.peers), partial(COMPARE[task.work], task=task, args=args, gated=gated[task.work])
+        yield (
+            said + ", ".join(task.peers),
+            partial(COMPARE[task.work], task=task, args=args, gated=gated[task.work]),
+        )
     larger = {
         "grpo": (grpo, "GRPO on the pocket model", " of 40 million parameters"),
-        "distil": (distil, "distillation on the pocket model", ", teacher of 40 million parameters"),
+        "distil": (
+            distil,
+            "distillation on the pocket model",
+            ", teacher of 40 million parameters",
+        ),
     }
     for name, (module, said, size) in larger.items():
         for wide in (False, True):
             if name + "-40m" * wide in args.work:
-                measure = partial(module.measure, rounds=args.rounds, installed=args.installed, wide=wide)
+                measure = partial(
+                    module.measure, rounds=args.rounds, installed=args.installed, wide=wide
+                )
                 yield f"{said}{size * wide}: TRL + PEFT", measure
     if "cycle" in args.work:
         yield "RAFT's cycle", partial(cycle.measure, runs=2)
@@ -139,18 +159,45 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.benchmarks", description=__doc__)
     option = parser.add_argument
     option("--work", nargs="+", choices=WORK, default=WORK)
-    option("--shape", choices=SHAPES, help="run this shape instead of the default set; see --vocab, --dtype, --peers")
+    option(
+        "--shape",
+        choices=SHAPES,
+        help="run this shape instead of the default set; see --vocab, --dtype, --peers",
+    )
     option("--vocab", type=int, nargs="+", help="vocabulary sizes for --shape (default: 32768)")
-    option("--dtype", nargs="+", choices=sft.WORK.tolerances, help="dtypes for --shape (default: fp32)")
+    option(
+        "--dtype", nargs="+", choices=sft.WORK.tolerances, help="dtypes for --shape (default: fp32)"
+    )
     option("--peers", nargs="+", choices=NAMES, help="peers for --shape (default: the set's)")
     option("--all", action="store_true", help="on a CPU, also run the slow comparisons")
-    option("--rounds", type=int, default=6, help="turns of each side; even numbers balance their order (default: 6)")
-    option("--ours", nargs="*", default=[], metavar="key=value", help="changes to our config for sft and dpo")
     option(
-        "--attention", default="sdpa", help="transformers' attention on a GPU, e.g. flash_attention_2 (default: sdpa)"
+        "--rounds",
+        type=int,
+        default=6,
+        help="turns of each side; even numbers balance their order (default: 6)",
     )
-    option("--installed", action="store_true", help="run peers with this environment's packages; pip installs nothing")
-    option("--mbpp", default=verify.MBPP, help="hub data set or file with MBPP's rows (default: %(default)s)")
+    option(
+        "--ours",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="changes to our config for sft and dpo",
+    )
+    option(
+        "--attention",
+        default="sdpa",
+        help="transformers' attention on a GPU, e.g. flash_attention_2 (default: sdpa)",
+    )
+    option(
+        "--installed",
+        action="store_true",
+        help="run peers with this environment's packages; pip installs nothing",
+    )
+    option(
+        "--mbpp",
+        default=verify.MBPP,
+        help="hub data set or file with MBPP's rows (default: %(default)s)",
+    )
     option("--json", type=Path, help="also write the comparisons to this file; its others stay")
     args = parser.parse_args()
     if args.shape is None and (args.vocab or args.dtype or args.peers):
@@ -160,7 +207,9 @@ def parse() -> argparse.Namespace:
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
     args.gpu = torch.cuda.is_available()
-    if args.shape is not None and (unfit := [name for name in args.peers or () if not runs(name, args.shape)]):
+    if args.shape is not None and (
+        unfit := [name for name in args.peers or () if not runs(name, args.shape)]
+    ):
         parser.error(f"--shape {args.shape} does not run with {', '.join(unfit)}")
     if not chosen(args) and not set(ALONE) & set(args.work):
         parser.error("none of --peers supports the work in --work")
@@ -172,7 +221,11 @@ def chosen(args: argparse.Namespace) -> list[Task]:
     if args.shape is None:
         tasks = GPU_SET if args.gpu else SMALL_SET + (SLOW_SET if args.all else ())
         return [task for task in tasks if task.work in args.work]
-    names = [name for name in args.peers or [STOCK, PLAIN, BACKED, TRL, GENERATE, CONTINUOUS] if runs(name, args.shape)]
+    names = [
+        name
+        for name in args.peers or [STOCK, PLAIN, BACKED, TRL, GENERATE, CONTINUOUS]
+        if runs(name, args.shape)
+    ]
     return [
         Task(work, args.shape, vocab, dtype, tuple(name for name in names if name in PEERS[work]))
         for vocab in args.vocab or [32768]
@@ -186,7 +239,10 @@ def runs(peer: str, shape: str) -> bool:
     """Whether ``peer`` runs models of ``shape``: Qwen3's only train, torchtune has none, and they alone have a twin."""
     if not is_qwen3(shape):
         return peer != BACKED
-    return any(peer in each and each[peer].environment != "torchtune" for each in (PEERS["sft"], PEERS["dpo"]))
+    return any(
+        peer in each and each[peer].environment != "torchtune"
+        for each in (PEERS["sft"], PEERS["dpo"])
+    )
 
 
 def machine() -> str:
@@ -199,7 +255,10 @@ def processor() -> str:
     """Return the CPU's name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 if __name__ == "__main__":

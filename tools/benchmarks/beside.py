@@ -64,7 +64,11 @@ class Result:
     @property
     def best(self) -> str:
         """The fixed number with the highest median."""
-        medians = {setting: statistics.median(rates) for setting, rates in self.rates.items() if setting != AUTO}
+        medians = {
+            setting: statistics.median(rates)
+            for setting, rates in self.rates.items()
+            if setting != AUTO
+        }
         return max(medians, key=lambda setting: medians[setting])
 
     @property
@@ -76,7 +80,11 @@ class Result:
         """Yield the table's rows."""
         for setting, rates in self.rates.items():
             ratio = Ratio.of(rates, self.rates[self.best])
-            gate = f"at least {LOADS[self.load][2]}: {'holds' if self.holds else 'FAILS'}" if setting == AUTO else ""
+            gate = (
+                f"at least {LOADS[self.load][2]}: {'holds' if self.holds else 'FAILS'}"
+                if setting == AUTO
+                else ""
+            )
             said = f"{setting}, which is {self.threads}" if setting == AUTO else setting
             rate = f"{statistics.median(rates):,.0f}"
             yield f"| {self.work} | {self.load} | {said} | {rate} | {ratio.cell()} | {gate} |"
@@ -87,14 +95,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.beside", description=__doc__)
     parser.add_argument("--work", nargs="+", choices=WORK, default=WORK)
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
-    parser.add_argument("--numbers", nargs="+", type=int, help="fixed numbers of threads (default: 1 to all cores)")
-    parser.add_argument("--rounds", type=int, default=6, help="even numbers balance the order (default: %(default)s)")
+    parser.add_argument(
+        "--numbers", nargs="+", type=int, help="fixed numbers of threads (default: 1 to all cores)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=6,
+        help="even numbers balance the order (default: %(default)s)",
+    )
     parser.add_argument("--seconds", type=float, default=3, help="of a turn (default: %(default)s)")
     args = parser.parse_args()
     import torch
 
     numbers, good = args.numbers or range(1, torch.get_num_threads() + 1), True
-    print("| work | beside | cpu_threads | tokens/s | of the best number | gate |\n|---|---|---|---|---|---|")
+    print(
+        "| work | beside | cpu_threads | tokens/s | of the best number | gate |\n|---|---|---|---|---|---|"
+    )
     with tempfile.TemporaryDirectory() as folder:
         try:
             for work in args.work:
@@ -107,7 +124,9 @@ def main() -> None:
     sys.exit(0 if good else "a gate does not hold")
 
 
-def measure(base: Path, work: str, load: str, numbers: Sequence[int], rounds: int, seconds: float) -> Result:
+def measure(
+    base: Path, work: str, load: str, numbers: Sequence[int], rounds: int, seconds: float
+) -> Result:
     """Measure a work beside a load.
 
     Args:
@@ -126,7 +145,9 @@ def measure(base: Path, work: str, load: str, numbers: Sequence[int], rounds: in
         other = stack.enter_context(another()) if load == IN_TURNS else None
         sides = {}
         for setting in settings:
-            side = Side(setting, Path(sys.executable), command(base, work, setting), base / f"{setting}.log")
+            side = Side(
+                setting, Path(sys.executable), command(base, work, setting), base / f"{setting}.log"
+            )
             sides[setting] = stack.enter_context(side)
             answer = side.ask(seconds=seconds)  # ends the set-up, and warms up
 
@@ -145,7 +166,10 @@ def busy(count: int, code: str) -> Iterator[None]:
     A side has a session. Where the kernel groups programs by session (``sched_autogroup_enabled``), it gets
     more than one program's share.
     """
-    programs = [subprocess.Popen([sys.executable, "-c", code], preexec_fn=end_with_parent) for _ in range(count)]
+    programs = [
+        subprocess.Popen([sys.executable, "-c", code], preexec_fn=end_with_parent)
+        for _ in range(count)
+    ]
     try:
         time.sleep(5 if count and code == TORCH else 0)  # torch's import
         yield
@@ -158,7 +182,12 @@ def busy(count: int, code: str) -> Iterator[None]:
 @contextmanager
 def another() -> Iterator[subprocess.Popen]:
     """Context with a torch program that computes in its turns."""
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "preexec_fn": end_with_parent}
+    options = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "preexec_fn": end_with_parent,
+    }
     with subprocess.Popen([sys.executable, "-c", TURNS], **options) as program:  # type: ignore[call-overload]
         take_turn(program, 0)
         try:
@@ -183,7 +212,12 @@ def command(base: Path, work: str, setting: str) -> list[str | Path]:
         if work == "sampling":
             return ["-m", SIDES, model, setting]
         sft = ["--config", "cpu_pocket", f"pocket={model}"]
-    changes = [f"cpu_threads={setting}", f"output_dir={base}/out_{setting}", "overwrite_output_dir=True", "epochs=200"]
+    changes = [
+        f"cpu_threads={setting}",
+        f"output_dir={base}/out_{setting}",
+        "overwrite_output_dir=True",
+        "epochs=200",
+    ]
     changes.append(f"metric_logger={{_component_: {SIDES}.Counting}}")
     return ["-m", "rocm_ext.recipes.lora_finetune_rocm", *sft, *changes]
 
@@ -194,7 +228,12 @@ def qwen(base: Path) -> Path:
     if not model.exists():
         write_random_model(model, "small", 32768)
         tokens = rng.integers(10, 32768, (400, 150)).tolist()
-        rows.write_text("".join(json.dumps({"tokens": row, "labels": [-100] * 70 + row[70:]}) + "\n" for row in tokens))
+        rows.write_text(
+            "".join(
+                json.dumps({"tokens": row, "labels": [-100] * 70 + row[70:]}) + "\n"
+                for row in tokens
+            )
+        )
     cfg = run_config(model, rows, base / "out_qwen")
     cfg["tokenizer"]["max_seq_len"] = None
     return write_yaml(base / "qwen.yaml", {

@@ -22,4 +22,11 @@ def measure(base: Path, runs: int, prompts: int = 1000) -> list[dict]:
         with Side("ours", Path(sys.executable), arguments, base / f"{number}.log") as side:
             seconds = side.ask(report=True)
         shares.append(1 - (seconds["generation"] + seconds["training"]) / seconds["cycles"])
-    return [{"work": "cycle", "runs": runs, "outside": median(shares), "range": [min(shares), max(shares)]}]
+    return [
+        {
+            "work": "cycle",
+            "runs": runs,
+            "outside": median(shares),
+            "range": [min(shares), max(shares)],
+        }
+    ]

@@ -30,7 +30,9 @@ def measure(base: Path, rounds: int, installed: bool = False, wide: bool = False
     """
     cfg = prepare(base, wide)
     columns, *_ = rl.measure(base, "distil", cfg, describe, rounds, installed)
-    return [{**columns, "parameters": rl.parameters(base / "teacher"), "answers": cfg.prompts_per_step}]
+    return [
+        {**columns, "parameters": rl.parameters(base / "teacher"), "answers": cfg.prompts_per_step}
+    ]
 
 
 def prepare(base: Path, wide: bool) -> DictConfig:
@@ -44,7 +46,10 @@ def prepare(base: Path, wide: bool) -> DictConfig:
         rl.widen(base / "teacher")
     weights = load_file(base / "teacher" / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
-    noisy = {name: w + NOISE * w.std() * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+    noisy = {
+        name: w + NOISE * w.std() * torch.randn(w.shape, generator=generator)
+        for name, w in weights.items()
+    }
     save_file(noisy, base / "teacher" / "model.safetensors", {"format": "pt"})
     given = [f"pocket={base}/pocket", f"teacher={base}/teacher", "teacher_adapter=null", f"output_dir={base}/out",
              f"checkpointer.adapter_checkpoint={base}/peft"]  # fmt: skip
@@ -53,15 +58,24 @@ def prepare(base: Path, wide: bool) -> DictConfig:
     return cfg
 
 
-def describe(cfg: DictConfig, given: int) -> tuple[list[dict], list[dict[str, list[list[int]]]], dict[str, Any]]:
+def describe(
+    cfg: DictConfig, given: int
+) -> tuple[list[dict], list[dict[str, list[list[int]]]], dict[str, Any]]:
     """See :data:`tools.benchmarks.rl.Describe`."""
     prompts, folder = PromptSet(cfg), Path(cfg.checkpointer.checkpoint_dir)
     order = Steps(len(prompts.training), cfg.prompts_per_step, data_seed=cfg.seed)
     asked = [[prompts.training[i] for i in order[step]] for step in range(cfg.steps)]
     tokenizer = load_tokenizer(folder)
     answers = [
-        {prompt.id: [rl.encoded(tokenizer, prompt.row["messages"][-1]["content"])] for prompt in step}
+        {
+            prompt.id: [rl.encoded(tokenizer, prompt.row["messages"][-1]["content"])]
+            for prompt in step
+        }
         for step in asked[:given]
     ]
-    more = {"teacher": str(folder.parent / "teacher"), "betas": list(cfg.optimizer.betas), "beta": cfg.beta}
+    more = {
+        "teacher": str(folder.parent / "teacher"),
+        "betas": list(cfg.optimizer.betas),
+        "beta": cfg.beta,
+    }
     return [prompt.row for step in asked for prompt in step], answers, more

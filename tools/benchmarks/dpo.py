@@ -31,7 +31,12 @@ WORK = Work(
     write_steps=write_pair_steps,
     warm_up=1,
     config={
-        "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "weight_decay": 0.01, "lr": 1e-3},
+        "optimizer": {
+            "_component_": "torch.optim.AdamW",
+            "fused": True,
+            "weight_decay": 0.01,
+            "lr": 1e-3,
+        },
         "clip_grad_norm": None,  # torchtune's recipe does not clip
     },
     losses={
@@ -39,7 +44,10 @@ WORK = Work(
         "torchtune": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": BETA},
     },
     logger={OURS: "dpo_ours.Logger", "torchtune": "train_torchtune.DPOLogger"},
-    entry=lambda name: ["tools.benchmarks.sides.dpo_ours", "whole" if name == UNSHARED else "shared"],
+    entry=lambda name: [
+        "tools.benchmarks.sides.dpo_ours",
+        "whole" if name == UNSHARED else "shared",
+    ],
     dataset="TokenPairs",
     tolerances={"fp32": (1e-5, 1e-4), "bf16": (0.05, None)},
     sequences=2,

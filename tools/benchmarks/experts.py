@@ -50,7 +50,9 @@ class Layer(nn.Module):
         return self.experts(*args)
 
 
-def build(way: str, lora: bool, dtype: torch.dtype, size: tuple[int, ...], device: str) -> nn.Module:
+def build(
+    way: str, lora: bool, dtype: torch.dtype, size: tuple[int, ...], device: str
+) -> nn.Module:
     """Build the layer with the same weights in each way; LoRA stays in fp32."""
     experts, _, width, inner, _ = size
     layer: nn.Module = Layer(experts, width, inner, way, lora).to(device)
@@ -59,7 +61,9 @@ def build(way: str, lora: bool, dtype: torch.dtype, size: tuple[int, ...], devic
         weight = layer.experts.get_parameter(key)
         weight.data = torch.randn(weight.shape, generator=rng, device=device).mul_(0.02).to(dtype)
     if lora and way != SORTED:
-        config = peft.LoraConfig(r=RANK, lora_alpha=RANK, target_parameters=[f"experts.{key}" for key in WEIGHTS])
+        config = peft.LoraConfig(
+            r=RANK, lora_alpha=RANK, target_parameters=[f"experts.{key}" for key in WEIGHTS]
+        )
         with warnings.catch_warnings(action="ignore"):
             layer = peft.get_peft_model(layer, config)
     return layer
@@ -74,7 +78,12 @@ def inputs(seed: int, dtype: torch.dtype, size: tuple[int, ...], device: str) ->
         return torch.randn(*shape, generator=rng, device=device)
 
     weights, index = (some(tokens, experts) + some(experts) / 2).softmax(-1).topk(chosen)
-    return some(tokens, width).to(dtype).requires_grad_(), index, weights.to(dtype), some(tokens, width).to(dtype)
+    return (
+        some(tokens, width).to(dtype).requires_grad_(),
+        index,
+        weights.to(dtype),
+        some(tokens, width).to(dtype),
+    )
 
 
 def seconds(layer: nn.Module, data: tuple[Tensor, ...]) -> float:
@@ -98,28 +107,48 @@ def check(size: tuple[int, ...], device: str) -> None:
     for way, other in zip(WAYS[1:], results[1:], strict=True):
         apart = float(((other - results[0]).flatten(1).norm(dim=1) / ours).max())
         if apart > 1e-5:
-            raise Failed(f"{way} differs from ours by {apart:.1e} in outputs or gradients; nothing was timed")
+            raise Failed(
+                f"{way} differs from ours by {apart:.1e} in outputs or gradients; nothing was timed"
+            )
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.experts", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=WAYS[1:], help="eager with LoRA is slow")
-    parser.add_argument("--size", nargs=5, type=int, metavar=("EXPERTS", "CHOSEN", "WIDTH", "INNER", "TOKENS"))
-    parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=("float32", "bfloat16"))
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS[1:], default=WAYS[1:], help="eager with LoRA is slow"
+    )
+    parser.add_argument(
+        "--size", nargs=5, type=int, metavar=("EXPERTS", "CHOSEN", "WIDTH", "INNER", "TOKENS")
+    )
+    parser.add_argument(
+        "--dtype", nargs="+", choices=("float32", "bfloat16"), default=("float32", "bfloat16")
+    )
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, {args.rounds} rounds\n")
-    print("| experts | chosen | width | inner | tokens | dtype | LoRA on experts | ours |", " | ".join(args.ways), "|")
+    print(
+        f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, {args.rounds} rounds\n"
+    )
+    print(
+        "| experts | chosen | width | inner | tokens | dtype | LoRA on experts | ours |",
+        " | ".join(args.ways),
+        "|",
+    )
     for size in [tuple(args.size)] if args.size else SIZES:
         check(size, device)
         for dtype in (getattr(torch, name) for name in args.dtype):
             for lora in (False, True):
-                layers = {way: build(way, lora, dtype, size, device) for way in (SORTED, *args.ways)}
+                layers = {
+                    way: build(way, lora, dtype, size, device) for way in (SORTED, *args.ways)
+                }
                 draw = partial(inputs, dtype=dtype, size=size, device=device)
-                sides = {way: (layer, iter(range(args.rounds + 1))) for way, layer in layers.items()}
-                turns = take_turns(sides, args.rounds + 1, lambda it, draw=draw: seconds(it[0], draw(next(it[1]))))
+                sides = {
+                    way: (layer, iter(range(args.rounds + 1))) for way, layer in layers.items()
+                }
+                turns = take_turns(
+                    sides, args.rounds + 1, lambda it, draw=draw: seconds(it[0], draw(next(it[1])))
+                )
                 times = {way: each[1:] for way, each in turns.items()}  # the first warms up
                 cells = [f"{1e3 * median(times[SORTED]):.0f} ms"]
                 cells += [Ratio.of(times[way], times[SORTED]).cell(" ×") for way in args.ways]

@@ -64,7 +64,9 @@ def prepare(base: Path, changes: Sequence[str], wide: bool = False) -> DictConfi
     return cfg
 
 
-def describe(cfg: DictConfig, given: int) -> tuple[list[dict], list[dict[str, list[list[int]]]], dict[str, Any]]:
+def describe(
+    cfg: DictConfig, given: int
+) -> tuple[list[dict], list[dict[str, list[list[int]]]], dict[str, Any]]:
     """See :data:`tools.benchmarks.rl.Describe`. A given group has right and wrong answers, so that none is dropped."""
     if given:  # one update per step, because the sides deal groups out to updates in different ways
         cfg.groups_per_update = None
@@ -80,7 +82,12 @@ def describe(cfg: DictConfig, given: int) -> tuple[list[dict], list[dict[str, li
         rows += [prompts[prompt].row for prompt in ids]
         if step <= given:
             count = cfg.samples_per_prompt
-            answers.append({prompt: group(tokenizer, prompts[prompt].row, count, prompts, rng) for prompt in ids})
+            answers.append(
+                {
+                    prompt: group(tokenizer, prompts[prompt].row, count, prompts, rng)
+                    for prompt in ids
+                }
+            )
     size = cfg.prompts_per_step * cfg.samples_per_prompt // updates_of_pass(cfg)
     return rows, answers, {
         "samples": cfg.samples_per_prompt, "updates": updates_of_step(cfg), "clip_low": cfg.clip_low,
@@ -90,7 +97,9 @@ def describe(cfg: DictConfig, given: int) -> tuple[list[dict], list[dict[str, li
     }  # fmt: skip
 
 
-def group(tokenizer: Any, row: Any, count: int, prompts: Any, rng: random.Random) -> list[list[int]]:
+def group(
+    tokenizer: Any, row: Any, count: int, prompts: Any, rng: random.Random
+) -> list[list[int]]:
     """Return the tokens of ``count`` answers to a row; some belong to other rows and are wrong."""
     texts = [row["messages"][-1]["content"]] * rng.randrange(1, count)
     while len(texts) < count:
@@ -102,6 +111,14 @@ def group(tokenizer: Any, row: Any, count: int, prompts: Any, rng: random.Random
 
 def evaluate(base: Path, adapter: str | None) -> float:
     """Return the share of the held-out prompts that an adapter, or the model without one, answers correctly."""
-    command = ["-m", "rocm_ext.cli", "eval", "--config", "cpu_pocket_raft", "--json", f"pocket={base}/pocket"]
+    command = [
+        "-m",
+        "rocm_ext.cli",
+        "eval",
+        "--config",
+        "cpu_pocket_raft",
+        "--json",
+        f"pocket={base}/pocket",
+    ]
     scores = json.loads(run_python(*command, *(["--adapter", adapter] if adapter else [])))
     return scores["correct"] / scores["prompts"]

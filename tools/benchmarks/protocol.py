@@ -47,7 +47,9 @@ class Side:
         common = {"GOMP_SPINCOUNT": "20000", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
                   "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
         # a peer's environment may find our hook in this folder; it must not load it
-        autoload = {} if Path(python) == Path(sys.executable) else {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        autoload = (
+            {} if Path(python) == Path(sys.executable) else {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        )
         with log.open("w") as out:
             self._process = subprocess.Popen(
                 [str(python), *map(str, arguments)], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
@@ -66,7 +68,9 @@ class Side:
         try:
             self._pipe.send(order)
             if not self._pipe.poll(PATIENCE):
-                raise Failed(f"{self.name} has not answered for {PATIENCE} s:\n{self._log.read_text()[-3000:]}")
+                raise Failed(
+                    f"{self.name} has not answered for {PATIENCE} s:\n{self._log.read_text()[-3000:]}"
+                )
             return self._pipe.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             self._process.wait()
@@ -131,9 +135,16 @@ class Timed:
 
     def describe(self, ours: str, peer: str) -> dict[str, Any]:
         """Return the table's columns that compare ``peer`` with ``ours``."""
-        both = {key: [self.last[side][key] for side in (ours, peer)] for key in ("peak_memory", "threads")}
+        both = {
+            key: [self.last[side][key] for side in (ours, peer)]
+            for key in ("peak_memory", "threads")
+        }
         until_warm = [self.until_warm[side] for side in (ours, peer)]
-        return {**Ratio.of(self.seconds[peer], self.seconds[ours]).describe(), "until_warm": until_warm, **both}
+        return {
+            **Ratio.of(self.seconds[peer], self.seconds[ours]).describe(),
+            "until_warm": until_warm,
+            **both,
+        }
 
 
 def difference(values: Sequence[float], expected: Sequence[float]) -> float:

@@ -36,7 +36,9 @@ WIDE = {"num_layers": 10, "num_heads": 16, "num_kv_heads": 8, "embed_dim": 512, 
 
 # Of a config and the number of steps whose answers are given: the rows of the prompts in the order of the steps, the
 # given answers by step and prompt, and further settings of TRL's side. It may change the config.
-Describe = Callable[[DictConfig, int], tuple[list[dict], list[dict[str, list[list[int]]]], dict[str, Any]]]
+Describe = Callable[
+    [DictConfig, int], tuple[list[dict], list[dict[str, list[list[int]]]], dict[str, Any]]
+]
 
 
 def measure(
@@ -72,8 +74,13 @@ def measure(
             until_warm[side.name] = time.perf_counter() - side.began
             sides[side.name] = side
         turns = take_turns(sides, rounds, lambda side: side.ask(steps=TURN))
-        adapters = {name: side.ask(steps=10**9)["adapter"] for name, side in sides.items()}  # they end
-    seconds = {name: [sum(step[0] for step in answer["steps"]) for answer in each] for name, each in turns.items()}
+        adapters = {
+            name: side.ask(steps=10**9)["adapter"] for name, side in sides.items()
+        }  # they end
+    seconds = {
+        name: [sum(step[0] for step in answer["steps"]) for answer in each]
+        for name, each in turns.items()
+    }
     step = {name: statistics.median(each) / TURN for name, each in seconds.items()}
     warm = {name: max(0.0, value - step[name] * WARM_UP) for name, value in until_warm.items()}
     columns = {
@@ -110,7 +117,9 @@ def start(
                 "metric_logger": logger})  # fmt: skip
     rows, answers, more = describe(cfg, given)
     (folder / "prompts.jsonl").write_text(
-        "".join(json.dumps({key: row.get(key) for key in ("prompt", "answer")}) + "\n" for row in rows)
+        "".join(
+            json.dumps({key: row.get(key) for key in ("prompt", "answer")}) + "\n" for row in rows
+        )
     )
     (folder / "given.json").write_text(json.dumps(answers))
     OmegaConf.save(cfg, folder / "ours.yaml")
@@ -121,10 +130,21 @@ def start(
         "out": str(folder / PEER), **more,
     }  # fmt: skip
     (folder / "theirs.json").write_text(json.dumps(theirs))
-    ours = ["-m", "tools.benchmarks.sides.grpo_ours", folder / "given.json", "--config", folder / "ours.yaml"]
+    ours = [
+        "-m",
+        "tools.benchmarks.sides.grpo_ours",
+        folder / "given.json",
+        "--config",
+        folder / "ours.yaml",
+    ]
     yield stack.enter_context(Side(OURS, Path(sys.executable), ours, folder / "ours.log"))
-    python, arguments = peers.python("trl", installed=installed), ["-m", "tools.benchmarks.sides.rl_trl"]
-    yield stack.enter_context(Side(PEER, python, [*arguments, folder / "theirs.json"], folder / "theirs.log"))
+    python, arguments = (
+        peers.python("trl", installed=installed),
+        ["-m", "tools.benchmarks.sides.rl_trl"],
+    )
+    yield stack.enter_context(
+        Side(PEER, python, [*arguments, folder / "theirs.json"], folder / "theirs.log")
+    )
 
 
 def check(answers: Sequence[Mapping[str, Any]]) -> float:
@@ -144,12 +164,17 @@ def write_adapter(base: Path, cfg: DictConfig) -> None:
     """Write the first adapter of both sides as ``peft/`` in ``base``."""
     decoder = build_model(cfg.model, torch.float32, 7, torch.device("cpu"))
     (base / "peft").mkdir()
-    peft_files.write_adapter(base / "peft", decoder, cfg.checkpointer.model_type, str(base / "pocket"))
+    peft_files.write_adapter(
+        base / "peft", decoder, cfg.checkpointer.model_type, str(base / "pocket")
+    )
 
 
 def encoded(tokenizer: Any, text: str) -> list[int]:
     """Return an answer's tokens with its end."""
-    return [*tokenizer.encode(text, add_bos=False, add_eos=False), tokenizer.special_tokens["<|im_end|>"]]
+    return [
+        *tokenizer.encode(text, add_bos=False, add_eos=False),
+        tokenizer.special_tokens["<|im_end|>"],
+    ]
 
 
 def widen(folder: Path) -> None:
@@ -169,11 +194,16 @@ def widen(folder: Path) -> None:
         weights = AutoModelForCausalLM.from_config(AutoConfig.for_model(**card)).state_dict()
     weights = {name: value.clone() for name, value in weights.items() if name != "lm_head.weight"}
     for name, value in weights.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")) or name == "model.embed_tokens.weight":
+        if (
+            name.endswith(("o_proj.weight", "down_proj.weight"))
+            or name == "model.embed_tokens.weight"
+        ):
             value.zero_()
         if name in narrow:
             of_norm = name.endswith("norm.weight")
-            value[tuple(map(slice, narrow[name].shape))] = narrow[name] * ((old / new) ** 0.5 if of_norm else 1)
+            value[tuple(map(slice, narrow[name].shape))] = narrow[name] * (
+                (old / new) ** 0.5 if of_norm else 1
+            )
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(card))
 

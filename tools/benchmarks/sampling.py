@@ -79,7 +79,9 @@ class Trace:
         rng = np.random.default_rng(1)
         lengths, _ = gsm8k_lengths(rng, self.prompts)
         prompts = [rng.integers(1, vocab, n).tolist() for n in lengths]
-        answers = np.exp(rng.normal(np.log(self.median), 0.7, self.prompts * self.samples)).astype(int)
+        answers = np.exp(rng.normal(np.log(self.median), 0.7, self.prompts * self.samples)).astype(
+            int
+        )
         return prompts, answers.clip(2, self.most).tolist()
 
 
@@ -115,8 +117,12 @@ def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -
         for name, answer in last.items():
             if any([len(tokens) for tokens in each["answers"]] != trace for each in turns[name]):
                 raise Failed(f"{name} gave answers of wrong lengths")
-            check_sampled(name, answer, knows.ask(prompts=prompts, answers=answer["answers"]), task.dtype)
-    walls, processor = ({name: [each["seconds"][i] for each in turns[name]] for name in turns} for i in (0, 1))
+            check_sampled(
+                name, answer, knows.ask(prompts=prompts, answers=answer["answers"]), task.dtype
+            )
+    walls, processor = (
+        {name: [each["seconds"][i] for each in turns[name]] for name in turns} for i in (0, 1)
+    )
     timed = Timed(walls, last, until_warm)
     pairs = [("ours", name) for name in task.peers]
     pairs += [(ENGINE, name) for name in task.peers if ENGINE in task.peers and name != ENGINE]
@@ -138,12 +144,20 @@ def computed(task: Task, prompts: Prompts, trace: Sequence[int], way: str) -> fl
     lengths, rows, steps = [len(prompt) for prompt in prompts], len(trace), max(trace)
     if way == "ours":  # computes each prompt once
         return flops(task.shape, task.vocab, sum(lengths) + sum(trace), sum(trace))
-    every = rows * (max(lengths) + steps)  # every sample's padded prompt, and every row until the longest ends
+    every = rows * (
+        max(lengths) + steps
+    )  # every sample's padded prompt, and every row until the longest ends
     return flops(task.shape, task.vocab, every, every if way == "all logits" else rows * steps)
 
 
 def gate(
-    stack: ExitStack, base: Path, model: Path, task: Task, work: Trace, prompts: Prompts, args: argparse.Namespace
+    stack: ExitStack,
+    base: Path,
+    model: Path,
+    task: Task,
+    work: Trace,
+    prompts: Prompts,
+    args: argparse.Namespace,
 ) -> tuple[dict[str, Side], dict[str, float]]:
     """Start the sides and check their greedy answers.
 
@@ -160,11 +174,19 @@ def gate(
         until_warm[name] = time.perf_counter() - sides[name].began
     with judge(base, model, work, args) as knows:
         for name, answers in greedy.items():
-            check_greedy(name, answers, greedy["ours"], knows.ask(prompts=prompts, answers=answers), task.dtype)
+            check_greedy(
+                name,
+                answers,
+                greedy["ours"],
+                knows.ask(prompts=prompts, answers=answers),
+                task.dtype,
+            )
     return sides, until_warm
 
 
-def start(base: Path, model: Path, name: str, dtype: str, work: Trace, args: argparse.Namespace) -> Side:
+def start(
+    base: Path, model: Path, name: str, dtype: str, work: Trace, args: argparse.Namespace
+) -> Side:
     """Start a side's process, which waits for orders."""
     peer = PEERS.get(name, US)
     foreign = peer.environment
@@ -176,7 +198,15 @@ def start(base: Path, model: Path, name: str, dtype: str, work: Trace, args: arg
 
 def judge(base: Path, model: Path, work: Trace, args: argparse.Namespace) -> Side:
     """Start a process that computes the probabilities of answers in fp32."""
-    options = ["-m", "tools.benchmarks.sides.sample_transformers", model, "fp32", str(work.most), "judge", "sdpa"]
+    options = [
+        "-m",
+        "tools.benchmarks.sides.sample_transformers",
+        model,
+        "fp32",
+        str(work.most),
+        "judge",
+        "sdpa",
+    ]
     return Side("judge", peers.python("trl", args.gpu, args.installed), options, base / "judge.log")
 
 
@@ -194,7 +224,9 @@ def check_greedy(name: str, answers: Prompts, ours: Prompts, judged: dict, dtype
     if dtype == "fp32" and answers != ours:
         raise Failed(f"greedy answers of {name} differ from ours")
     if judged["behind"] > (1e-3 if dtype == "fp32" else 0.5):
-        raise Failed(f"a greedy token of {name} is less probable than the best by a factor of e^{judged['behind']:.2f}")
+        raise Failed(
+            f"a greedy token of {name} is less probable than the best by a factor of e^{judged['behind']:.2f}"
+        )
 
 
 def check_sampled(name: str, answer: dict, judged: dict, dtype: str) -> None:
@@ -206,7 +238,9 @@ def check_sampled(name: str, answer: dict, judged: dict, dtype: str) -> None:
     surprise = judged["surprise"]
     mean, error = statistics.fmean(surprise), statistics.stdev(surprise) / len(surprise) ** 0.5
     if abs(mean) > 4 * error:
-        raise Failed(f"log-probabilities of tokens sampled by {name} are off by {mean:.3f} +- {error:.3f}")
+        raise Failed(
+            f"log-probabilities of tokens sampled by {name} are off by {mean:.3f} +- {error:.3f}"
+        )
     if name in ("ours", ENGINE):
         said, model = statistics.fmean(answer["logprobs"]), statistics.fmean(judged["logprobs"])
         if abs(said - model) > (1e-4 if dtype == "fp32" else 0.02):

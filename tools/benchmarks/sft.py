@@ -28,10 +28,18 @@ WORK = Work(
     write_steps=write_steps,
     warm_up=2,
     config={
-        "optimizer": {"_component_": "torch.optim.AdamW", "fused": True, "weight_decay": 0.01, "lr": 3e-4},
+        "optimizer": {
+            "_component_": "torch.optim.AdamW",
+            "fused": True,
+            "weight_decay": 0.01,
+            "lr": 3e-4,
+        },
         "clip_grad_norm": 1.0,
     },
-    losses={OURS: {}, "torchtune": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}},
+    losses={
+        OURS: {},
+        "torchtune": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+    },
     logger={OURS: "talk.StepLogger", "torchtune": "talk.StepLogger"},
     entry=lambda _: ["rocm_ext.recipes.lora_finetune_rocm"],
     dataset="TokenRows",

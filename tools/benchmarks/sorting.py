@@ -44,7 +44,11 @@ class Positions(Verifier):
         if numbers[-1] == row["answer"]:
             return Result(Verdict.CORRECT, 1.0)
         same = sum(a == b for a, b in zip(numbers[-1], row["answer"]))  # noqa: B905 - lengths may differ
-        return Result(Verdict.WRONG, same / max(len(numbers[-1]), len(row["answer"])), f"{same} digits in place")
+        return Result(
+            Verdict.WRONG,
+            same / max(len(numbers[-1]), len(row["answer"])),
+            f"{same} digits in place",
+        )
 
 
 def make(folder: Path, count: int = 8, seed: int = 0) -> dict[str, Any]:
@@ -65,7 +69,9 @@ def make(folder: Path, count: int = 8, seed: int = 0) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     rows = {"heldout": problems[:HELD_OUT], "train": problems[HELD_OUT : HELD_OUT + TRAIN]}
     for name, some in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(each.row()) + "\n" for each in some))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(each.row()) + "\n" for each in some)
+        )
     pool = problems[HELD_OUT + TRAIN :]
     pocket.write_tokenizer(folder, [each.row() for each in pool])
     tokenizer = pocket.load_tokenizer(folder)

@@ -28,9 +28,17 @@ VOCAB = 4096
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.startup", description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=6, help="turns of each side; even numbers balance their order")
-    parser.add_argument("--preset", action="store_true", help="with the profile's environment in place from the start")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.benchmarks.startup", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=6, help="turns of each side; even numbers balance their order"
+    )
+    parser.add_argument(
+        "--preset",
+        action="store_true",
+        help="with the profile's environment in place from the start",
+    )
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: at least 1")
@@ -39,7 +47,9 @@ def main() -> None:
             seconds = measure(Path(folder), args.rounds, args.preset)
         except Failed as error:
             sys.exit(f"failed: {error}")
-    sides = "; ".join(f"{k} {median(v):.1f} s ({min(v):.1f}-{max(v):.1f})" for k, v in seconds.items())
+    sides = "; ".join(
+        f"{k} {median(v):.1f} s ({min(v):.1f}-{max(v):.1f})" for k, v in seconds.items()
+    )
     print("start-up, one step of one row: ours takes", Ratio.of(seconds[OURS], seconds[STOCK]).cell(),
           f"times stock torchtune's time, {args.rounds} rounds; {sides}")  # fmt: skip
 
@@ -74,9 +84,17 @@ def write(base: Path) -> dict[str, list[str]]:
     rows = (base / "rows.jsonl").read_text().splitlines(keepends=True)
     (base / "rows.jsonl").write_text(rows[0])
     cfg = run_config(base / "model", base / "rows.jsonl", base / "out")
-    cfg["dataset"] = {"_component_": "tools.benchmarks.sides.rows.TokenRows", "path": str(base / "rows.jsonl")}
+    cfg["dataset"] = {
+        "_component_": "tools.benchmarks.sides.rows.TokenRows",
+        "path": str(base / "rows.jsonl"),
+    }
     cfg |= {"batch_size": 1, "epochs": 1, "dtype": "fp32", "log_every_n_steps": 1}
-    ours = {**cfg, "output_dir": str(base / OURS), "overwrite_output_dir": True, "sequences_per_step": 1}
+    ours = {
+        **cfg,
+        "output_dir": str(base / OURS),
+        "overwrite_output_dir": True,
+        "sequences_per_step": 1,
+    }
     logger = "torchtune.training.metric_logging.DiskLogger"
     theirs = {
         **{name: value for name, value in cfg.items() if name not in ("hardware", "sequences_per_step")},
@@ -96,11 +114,18 @@ def run(command: Sequence[str], environ: Mapping[str, str], log: Path) -> float:
     """Return the seconds from a process's start to its end."""
     with log.open("w") as out:
         began = time.perf_counter()
-        options = {"stdout": out, "stderr": subprocess.STDOUT, "timeout": 600, "preexec_fn": end_with_parent}
+        options = {
+            "stdout": out,
+            "stderr": subprocess.STDOUT,
+            "timeout": 600,
+            "preexec_fn": end_with_parent,
+        }
         done = subprocess.run(command, cwd=ROOT, env=environ, **options)  # type: ignore[call-overload]
         took = time.perf_counter() - began
     if done.returncode:
-        raise Failed(f"{' '.join(command)} ended with {done.returncode}:\n{log.read_text()[-3000:]}")
+        raise Failed(
+            f"{' '.join(command)} ended with {done.returncode}:\n{log.read_text()[-3000:]}"
+        )
     return took
 
 

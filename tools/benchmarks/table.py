@@ -12,7 +12,11 @@ NAMES = {"sft": "LoRA SFT", "dpo": "LoRA DPO, an epoch", "dpo step": "LoRA DPO, 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Format a line per comparison, and a sentence on cycles, verdicts and learning."""
-    lines = [_COLUMNS, ("---",) * len(_COLUMNS), *(cells(row) for row in rows if row["work"] in NAMES)]
+    lines = [
+        _COLUMNS,
+        ("---",) * len(_COLUMNS),
+        *(cells(row) for row in rows if row["work"] in NAMES),
+    ]
     said = [SENTENCES[row["work"]](row) for row in rows if row["work"] in SENTENCES]
     return "\n\n".join(["\n".join(f"| {' | '.join(line)} |" for line in lines), *said])
 

@@ -107,15 +107,26 @@ class Work:
     def packs(self, name: str, args: argparse.Namespace) -> bool:
         """Whether a side computes no padding; what fills torchtune's packs does not count. TRL's DPO never packs."""
         peer = self.of(name)
-        trl = peer.environment == "trl" and self.sequences == 1 and args.gpu and args.attention != "sdpa"
+        trl = (
+            peer.environment == "trl"
+            and self.sequences == 1
+            and args.gpu
+            and args.attention != "sdpa"
+        )
         return bool(peer.environment == OURS or trl or peer.packs)
 
-    def start(self, base: Path, name: str, task: Task, steps: int, args: argparse.Namespace) -> Side:
+    def start(
+        self, base: Path, name: str, task: Task, steps: int, args: argparse.Namespace
+    ) -> Side:
         """Start a side, which waits for orders."""
         environment = self.of(name).environment
         ours = environment == OURS
-        python = Path(sys.executable) if ours else peers.python(environment, args.gpu, args.installed)
-        return Side(name, python, command(self, base, name, task, steps, args), base / f"{name}.log")
+        python = (
+            Path(sys.executable) if ours else peers.python(environment, args.gpu, args.installed)
+        )
+        return Side(
+            name, python, command(self, base, name, task, steps, args), base / f"{name}.log"
+        )
 
     def step(self, side: Side, number: int) -> tuple[float, dict[str, Any]]:
         """Do the step ``number``, from 0; return the seconds of the reference's scoring before it, and the answer."""
@@ -125,7 +136,9 @@ class Work:
         return scoring, side.ask(steps=1)
 
 
-def compare(work: Work, base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -> list[dict]:
+def compare(
+    work: Work, base: Path, task: Task, args: argparse.Namespace, gated: set[str]
+) -> list[dict]:
     """Gate and time one model.
 
     Args:
@@ -171,11 +184,15 @@ def gate(
     for name in (OURS, *task.peers):
         sides[name] = stack.enter_context(work.start(base, name, task, steps, args))
         seconds, *values[name] = zip(*sides[name].ask(steps=GATE)["steps"], strict=True)
-        until_warm[name] = max(0.0, time.perf_counter() - sides[name].began - GATE * statistics.median(seconds))
+        until_warm[name] = max(
+            0.0, time.perf_counter() - sides[name].began - GATE * statistics.median(seconds)
+        )
     return sides, check(values, work.tolerances[task.dtype]), until_warm
 
 
-def check(values: Mapping[str, Sequence[Sequence[float]]], tolerances: Sequence[float | None]) -> dict[str, float]:
+def check(
+    values: Mapping[str, Sequence[Sequence[float]]], tolerances: Sequence[float | None]
+) -> dict[str, float]:
     """Return the largest relative difference of each side's losses from ours.
 
     Args:
@@ -194,7 +211,9 @@ def check(values: Mapping[str, Sequence[Sequence[float]]], tolerances: Sequence[
     return {name: difference(theirs[0], values[OURS][0]) for name, theirs in values.items()}
 
 
-def command(work: Work, base: Path, name: str, task: Task, steps: int, args: argparse.Namespace) -> list[str | Path]:
+def command(
+    work: Work, base: Path, name: str, task: Task, steps: int, args: argparse.Namespace
+) -> list[str | Path]:
     """Write the side's config and return the arguments of its interpreter."""
     peer, path = work.of(name), base / f"{name}.yaml"
     if peer.environment == "trl":
@@ -215,7 +234,14 @@ def command(work: Work, base: Path, name: str, task: Task, steps: int, args: arg
         packed = {"rows": SEQUENCES_PER_STEP, "packs": peer.packs, "packed": True}
         cfg["dataset"] |= {"_component_": f"{SIDES}.rows.PackedRows", **packed}
     cfg |= {**torchtune_keys(args.gpu, peer.packs or work.rows // peer.batch), **peer.changes}
-    return ["-m", f"{SIDES}.train_torchtune", work.name, base / "adapter.pt", "--config", write_yaml(path, cfg)]
+    return [
+        "-m",
+        f"{SIDES}.train_torchtune",
+        work.name,
+        base / "adapter.pt",
+        "--config",
+        write_yaml(path, cfg),
+    ]
 
 
 def torchtune_keys(gpu: bool, accumulated: int) -> dict[str, Any]:
@@ -232,7 +258,11 @@ def torchtune_keys(gpu: bool, accumulated: int) -> dict[str, Any]:
 
 def config(work: Work, base: Path, name: str, task: Task, steps: int) -> dict[str, Any]:
     """Return the keys that ours and torchtune's configs share."""
-    model, rows, out = base / ("twin" if name == BACKED else "model"), base / "rows.jsonl", base / "out" / name
+    model, rows, out = (
+        base / ("twin" if name == BACKED else "model"),
+        base / "rows.jsonl",
+        base / "out" / name,
+    )
     peer = work.of(name)
     cfg = (folder_config if is_qwen3(task.shape) else run_config)(model, rows, out)
     # torchtune's names of the layers differ from the files'
@@ -259,8 +289,13 @@ def measure(
     numbers = {name: iter(range(GATE + work.warm_up, len(steps))) for name in sides}
     turns = take_turns(sides, args.rounds, lambda side: work.step(side, next(numbers[side.name])))
     last = {name: each[-1][1] for name, each in turns.items()}
-    step, losses = ({k: [answer["steps"][0][i] for _, answer in turns[k]] for k in turns} for i in (0, 1))
-    epoch = {name: [scoring + answer["steps"][0][0] for scoring, answer in each] for name, each in turns.items()}
+    step, losses = (
+        {k: [answer["steps"][0][i] for _, answer in turns[k]] for k in turns} for i in (0, 1)
+    )
+    epoch = {
+        name: [scoring + answer["steps"][0][0] for scoring, answer in each]
+        for name, each in turns.items()
+    }
     timed = steps[GATE + work.warm_up :]
     tokens = sum(row[0] for rows in timed for row in rows) / len(timed)
     described = []
@@ -269,11 +304,18 @@ def measure(
             **task.describe(name), "ours": ours, "tokens_per_second": tokens / statistics.median(epoch[ours]),
             "loss_difference": max(apart[name], difference(losses[name], losses[OURS])),
         }  # fmt: skip
-        for kind, seconds in (("sft", step),) if work.name == "sft" else (("dpo", epoch), ("dpo step", step)):
-            theirs, mine = (arithmetic(work, task, timed, each, kind, args) for each in (name, OURS))
+        for kind, seconds in (
+            (("sft", step),) if work.name == "sft" else (("dpo", epoch), ("dpo step", step))
+        ):
+            theirs, mine = (
+                arithmetic(work, task, timed, each, kind, args) for each in (name, OURS)
+            )
             row = {**common, "work": kind, **Timed(seconds, last, until_warm).describe(ours, name)}
             if work.name == "dpo":
-                row["seconds"] = [statistics.median(seconds[OURS]), statistics.median(seconds[name])]
+                row["seconds"] = [
+                    statistics.median(seconds[OURS]),
+                    statistics.median(seconds[name]),
+                ]
             described.append({**row, "bound": theirs / mine})
     return described
 
@@ -284,7 +326,9 @@ def pairs(names: Sequence[str]) -> list[tuple[str, str]]:
     return [(ours, name) for ours in first for name in names if name != ours]
 
 
-def arithmetic(work: Work, task: Task, timed: Steps, name: str, kind: str, args: argparse.Namespace) -> float:
+def arithmetic(
+    work: Work, task: Task, timed: Steps, name: str, kind: str, args: argparse.Namespace
+) -> float:
     """FLOP of a side's matrix products, see :func:`tools.benchmarks.work.flops`.
 
     Args:

@@ -43,7 +43,11 @@ SHAPE |= {"num_hidden_layers": 2, "vocab_size": 10848}
 
 def build(folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Build a folder's model without its weights, with LoRA of rank 16 on all linear layers."""
-    model = {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder), "lora_rank": 16}
+    model = {
+        "_component_": "rocm_ext.model.from_checkpoint",
+        "checkpoint_dir": str(folder),
+        "lora_rank": 16,
+    }
     return build_model(OmegaConf.create({**model, "lora_alpha": 32}), dtype, 0, device)
 
 
@@ -64,7 +68,9 @@ def write_random_gguf(target: Path, folder: Path, kind: str) -> None:
     add_keys(writer, layout.keys)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(["a", "b", "ab", *(f"<{number}>" for number in range(3, layout.vocabulary))])
+    writer.add_token_list(
+        ["a", "b", "ab", *(f"<{number}>" for number in range(3, layout.vocabulary))]
+    )
     writer.add_token_types([gguf.TokenType.NORMAL] * layout.vocabulary)
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(0)
@@ -80,7 +86,9 @@ def write_random_gguf(target: Path, folder: Path, kind: str) -> None:
             fits = kind if columns[0] % BLOCKS[kind][0] == 0 else "Q5_0"
             if weight.shape not in drawn:
                 drawn[weight.shape] = random_blocks(fits, rows, columns[0] // BLOCKS[fits][0], rng)
-            writer.add_tensor(stored, drawn[weight.shape], raw_dtype=gguf.GGMLQuantizationType[fits])
+            writer.add_tensor(
+                stored, drawn[weight.shape], raw_dtype=gguf.GGMLQuantizationType[fits]
+            )
         else:
             some = (0.02 * rng.standard_normal(2**20)).astype(np.float16)
             writer.add_tensor(stored, np.resize(some, weight.shape))
@@ -96,7 +104,11 @@ def sides(top: Path, kind: str, dtype: str, device: torch.device) -> list[Causal
     if not (file := top / f"{kind}.gguf").exists():
         write_random_gguf(file, top, kind)
     weights = folder_of(str(file))
-    checkpointer = {"_component_": "rocm_ext.model.HFCheckpointer", "checkpoint_dir": str(weights), "model_type": "HF"}
+    checkpointer = {
+        "_component_": "rocm_ext.model.HFCheckpointer",
+        "checkpoint_dir": str(weights),
+        "model_type": "HF",
+    }
     decoders = [build(folder, DTYPES[dtype], device) for folder in (weights, top)]
     for decoder in decoders:
         load_weights(decoder, read_weights(OmegaConf.create(checkpointer)), Ranks(device))
@@ -128,10 +140,14 @@ def difference(packed: CausalLM, plain: CausalLM, batch: MicroBatch) -> float:
             logits = model.decoder(batch.tokens).float()
         loss, *gradients = step(model, batch)[1]
         results.append([logits, loss, torch.cat([gradient.flatten() for gradient in gradients])])
-    return float(torch.stack([(a - b).norm() / b.norm() for a, b in zip(*results, strict=True)]).max())
+    return float(
+        torch.stack([(a - b).norm() / b.norm() for a, b in zip(*results, strict=True)]).max()
+    )
 
 
-def compare(top: Path, kind: str, dtype: str, tokens: Sequence[int], rounds: int, device: torch.device) -> list[Ratio]:
+def compare(
+    top: Path, kind: str, dtype: str, tokens: Sequence[int], rounds: int, device: torch.device
+) -> list[Ratio]:
     """Return a row of the table: the ratios with each number of tokens.
 
     Raises:
@@ -142,22 +158,37 @@ def compare(top: Path, kind: str, dtype: str, tokens: Sequence[int], rounds: int
     for batch in (micro_batch(count, device) for count in tokens):
         apart = difference(packed, plain, batch)
         if not apart <= LIMITS[dtype]:
-            raise Failed(f"{kind} in {dtype}: logits, loss or gradients are off by {apart:.1e}; nothing was timed")
-        times = take_turns({"plain": plain, "packed": packed}, rounds, lambda side, batch=batch: step(side, batch)[0])
+            raise Failed(
+                f"{kind} in {dtype}: logits, loss or gradients are off by {apart:.1e}; nothing was timed"
+            )
+        times = take_turns(
+            {"plain": plain, "packed": packed},
+            rounds,
+            lambda side, batch=batch: step(side, batch)[0],
+        )
         ratios.append(Ratio.of(times["packed"], times["plain"]))
     return ratios
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.unpacking", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.benchmarks.unpacking", description=__doc__
+    )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--kinds", nargs="+", choices=BLOCKS, default=KINDS)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"{device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, {args.rounds} rounds\n")
-    print("| type | dtype |", " | ".join(f"{count:,} tokens" for count in args.tokens), "|", flush=True)
+    print(
+        f"{device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, {args.rounds} rounds\n"
+    )
+    print(
+        "| type | dtype |",
+        " | ".join(f"{count:,} tokens" for count in args.tokens),
+        "|",
+        flush=True,
+    )
     with TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # where a file's config.json and tokenizer go
         for kind in args.kinds:

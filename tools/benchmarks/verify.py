@@ -30,10 +30,28 @@ PEERS = {"an interpreter in bubblewrap": lambda: [*boxed(), *BARE], "an interpre
 
 def boxed() -> list[str]:
     """Return the command of a plain sandbox that can run this interpreter."""
-    command = [bubblewrap.bwrap()[0], "--unshare-all", "--die-with-parent", "--ro-bind", "/usr", "/usr"]
+    command = [
+        bubblewrap.bwrap()[0],
+        "--unshare-all",
+        "--die-with-parent",
+        "--ro-bind",
+        "/usr",
+        "/usr",
+    ]
     for name in ("/bin", "/lib", "/lib64"):
-        command += ["--symlink", os.readlink(name), name] if os.path.islink(name) else ["--ro-bind", name, name]
-    command += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]  # before folders that may lie in them
+        command += (
+            ["--symlink", os.readlink(name), name]
+            if os.path.islink(name)
+            else ["--ro-bind", name, name]
+        )
+    command += [
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--tmpfs",
+        "/tmp",
+    ]  # before folders that may lie in them
     for folder in interpreter(sys.executable)[0]:
         command += ["--ro-bind", folder, folder]
     return command
@@ -79,7 +97,10 @@ def measure(_: Path, source: str, rounds: int, workers: int) -> list[dict[str, A
                 start(command)
             return (time.perf_counter() - began) / (STARTS if command else len(rows))
 
-        sides: dict[str, list[str] | None] = {"ours": None, **{name: command() for name, command in PEERS.items()}}
+        sides: dict[str, list[str] | None] = {
+            "ours": None,
+            **{name: command() for name, command in PEERS.items()},
+        }
         seconds = take_turns(sides, rounds, turn)
     return [
         {"work": "verify", "workers": workers, "peer": name, "right": right, "rows": len(rows), "rounds": rounds,

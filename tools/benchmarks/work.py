@@ -89,9 +89,16 @@ def write_random_model(folder: Path, shape: str, vocab: int, **config) -> Path:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = {"max_position_embeddings": 4096, "tie_word_embeddings": True, **SHAPES[shape], **config}
+    config = {
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        **SHAPES[shape],
+        **config,
+    }
     if is_qwen3(shape):
-        return write_family(folder, "qwen3", vocab_size=vocab, **{"initializer_range": 0.02, **config})
+        return write_family(
+            folder, "qwen3", vocab_size=vocab, **{"initializer_range": 0.02, **config}
+        )
     return write_model(folder, vocab=vocab, **config)
 
 
@@ -114,7 +121,9 @@ def run_python(*arguments: object) -> str:
         env={**os.environ, "PYTHONPATH": str(ROOT)}, preexec_fn=end_with_parent,
     )  # fmt: skip
     if done.returncode:
-        raise Failed(f"{' '.join(map(str, arguments))} ended with {done.returncode}: {done.stderr[-2000:]}")
+        raise Failed(
+            f"{' '.join(map(str, arguments))} ended with {done.returncode}: {done.stderr[-2000:]}"
+        )
     return done.stdout
 
 
@@ -132,7 +141,10 @@ def write_sized_model(folder: Path, shape: str, vocab: int, dtype: str, device: 
     sizes = {**SHAPE, "max_position_embeddings": 4096, "tie_word_embeddings": True, **SHAPES[shape]}
     config = Qwen2Config(vocab_size=vocab, rope_theta=1e6, **{**sizes, "initializer_range": 0.04})
     torch.manual_seed(0)
-    with torch.device(device), set_default_dtype(getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[dtype])):
+    with (
+        torch.device(device),
+        set_default_dtype(getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[dtype])),
+    ):
         model = Qwen2ForCausalLM(config)
     for name, weight in model.named_parameters():
         if name.endswith("bias"):  # zero from transformers; a side that skips them must differ
@@ -169,7 +181,11 @@ def write_foreign_twin(folder: Path, model: Path) -> None:
         (folder / file.name).symlink_to(file)
     config = json.loads((model / "config.json").read_text())
     dense = list(range(config["num_hidden_layers"]))
-    config |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": dense}
+    config |= {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "mlp_only_layers": dense,
+    }
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -202,8 +218,13 @@ def write_steps(path: Path, vocab: int, short: int, full: int) -> list[list[tupl
                 prompts, answers = gsm8k_lengths(rng, SEQUENCES_PER_STEP)
             for prompt, answer in zip(prompts.tolist(), answers.tolist(), strict=True):
                 tokens = rng.integers(10, vocab, prompt + answer).tolist()
-                file.write(json.dumps({"tokens": tokens, "labels": [IGNORE] * prompt + tokens[prompt:]}) + "\n")
-            steps.append([(p + a, a) for p, a in zip(prompts.tolist(), answers.tolist(), strict=True)])
+                file.write(
+                    json.dumps({"tokens": tokens, "labels": [IGNORE] * prompt + tokens[prompt:]})
+                    + "\n"
+                )
+            steps.append(
+                [(p + a, a) for p, a in zip(prompts.tolist(), answers.tolist(), strict=True)]
+            )
     return steps
 
 
@@ -231,7 +252,11 @@ def write_pair_steps(path: Path, vocab: int, short: int, full: int) -> list[list
     pairs = SEQUENCES_PER_STEP // 2
     with path.open("w") as file:
         for step in range(1 + full):
-            lengths = [rng.integers(6, 13, pairs) for _ in range(3)] if step == 0 else pair_lengths(rng, pairs)
+            lengths = (
+                [rng.integers(6, 13, pairs) for _ in range(3)]
+                if step == 0
+                else pair_lengths(rng, pairs)
+            )
             rows, counts = [], []
             for prompt, *answers in zip(*(each.tolist() for each in lengths), strict=True):
                 asked = rng.integers(10, vocab, prompt).tolist()
@@ -256,7 +281,9 @@ def write_adapter(base: Path, shape: str) -> None:
     decoder = build_model(OmegaConf.create(cfg), torch.float32, 7, torch.device("cpu"))
     torch.save(peft_files.adapter_state(decoder), base / "adapter.pt")
     (base / "peft").mkdir()
-    peft_files.write_adapter(base / "peft", decoder, "HF" if is_qwen3(shape) else "QWEN2", str(base / "model"))
+    peft_files.write_adapter(
+        base / "peft", decoder, "HF" if is_qwen3(shape) else "QWEN2", str(base / "model")
+    )
 
 
 def model_config(folder: Path, shape: str) -> dict[str, Any]:
@@ -276,11 +303,15 @@ def flops(shape: str, vocab: int, tokens: int, logits: int) -> float:
         logits: number of tokens that pass through the output layer.
     """
     c = SHAPES[shape]
-    return 4.0 * (tokens * layer_weights(shape) * c["num_hidden_layers"] + logits * c["hidden_size"] * vocab)
+    return 4.0 * (
+        tokens * layer_weights(shape) * c["num_hidden_layers"] + logits * c["hidden_size"] * vocab
+    )
 
 
 def padded(steps: Sequence[Sequence[tuple[int, int]]], batch: int) -> int:
     """Count the tokens of batches of ``batch`` rows, padded to their longest row."""
     return sum(
-        batch * max(tokens for tokens, _ in rows[i : i + batch]) for rows in steps for i in range(0, len(rows), batch)
+        batch * max(tokens for tokens, _ in rows[i : i + batch])
+        for rows in steps
+        for i in range(0, len(rows), batch)
     )

@@ -68,12 +68,17 @@ def run(runner: Runner, parts: Sequence[Part], output: Path) -> int:
         write(output, machine, done)
         print(f"[{number}/{len(parts)}] {line(done[-1])}", file=sys.stderr, flush=True)
     print(f"{summary(done)}. Wrote {output} and {output.with_suffix('.json')}", file=sys.stderr)
-    return 1 if any(result["status"] not in ("ok", "skipped", "out of time") for result in done) else 0
+    return (
+        1 if any(result["status"] not in ("ok", "skipped", "out of time") for result in done) else 0
+    )
 
 
 def write(output: Path, machine: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> None:
     """Write both files; they appear by rename."""
-    texts = {".md": markdown(machine, results), ".json": json.dumps({**machine, "parts": results}, indent=1) + "\n"}
+    texts = {
+        ".md": markdown(machine, results),
+        ".json": json.dumps({**machine, "parts": results}, indent=1) + "\n",
+    }
     for suffix, text in texts.items():
         replace_text(output.with_suffix(suffix), text)
 
@@ -86,11 +91,20 @@ def parse() -> argparse.Namespace:
     option("--parts", nargs="+", default=[], metavar="PART",
            help="run these parts: names, first words of names, patterns with *, or `checks` and `speed`")  # fmt: skip
     option("--list", action="store_true", help="list the parts, and run none")
-    option("--device", choices=["cuda", "cpu"], default="cuda", help="cuda is any GPU, AMD's too (default)")
+    option(
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help="cuda is any GPU, AMD's too (default)",
+    )
     option("--tiny", action="store_true", help="small models: a few minutes")
     option("--output", type=Path, default=Path("gpu.md"),
            help="the table to write, with a .json file beside it (default: gpu.md)")  # fmt: skip
-    option("--folder", type=Path, help="where to put models, up to 20 GB while it runs (default: the temporary folder)")
+    option(
+        "--folder",
+        type=Path,
+        help="where to put models, up to 20 GB while it runs (default: the temporary folder)",
+    )
     args = parser.parse_args()
     if args.device == "cpu" and not args.tiny:
         parser.error("--device cpu takes hours with full-size models; add --tiny")
@@ -109,7 +123,9 @@ def parse() -> argparse.Namespace:
     try:
         args.chosen = chosen(args.parts)
     except KeyError as error:
-        parser.error(f"--parts {error.args[0]} names none of {', '.join(part.name for part in PARTS)}")
+        parser.error(
+            f"--parts {error.args[0]} names none of {', '.join(part.name for part in PARTS)}"
+        )
     return args
 
 

@@ -29,16 +29,26 @@ from tools.gpu.training import SeededWeights
 
 HEADS = ((64, 14), (128, 28))  # head_dim and heads of Qwen2.5 0.5B and 7B
 ABSENT = ("No available kernel", "No viable backend")  # torch's words on a GPU and on a CPU
-TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-3}  # relative to the largest value
+TOLERANCES = {
+    torch.bfloat16: 2e-2,
+    torch.float16: 5e-3,
+    torch.float32: 2e-3,
+}  # relative to the largest value
 SMALL = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}  # fmt: skip
 TRANSFORMERS: dict[str, dict[str, Any]] = {
-    "gemma3_text": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3_text": {
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128},
     # the last: flash-linear-attention tunes its kernels for minutes at first
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"] * 2},
 }
-BEHIND = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # a greedy token's log-prob below the best one's
+BEHIND = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 0.5,
+}  # a greedy token's log-prob below the best one's
 
 
 def numeric(here: Here) -> Iterator[Row]:
@@ -48,7 +58,11 @@ def numeric(here: Here) -> Iterator[Row]:
     for dtype in dtypes:
         for head_dim, heads in HEADS[: 1 if here.tiny else 2]:
             canaries = numerics.canaries(machine, device, dtype, head_dim, heads)
-            wrong = [f"{canary.name}: {canary.found}" for canary in canaries if not canary.ok and canary.fatal]
+            wrong = [
+                f"{canary.name}: {canary.found}"
+                for canary in canaries
+                if not canary.ok and canary.fatal
+            ]
             slow = [canary.found for canary in canaries if not canary.ok and not canary.fatal]
             yield check(f"canaries, {dtype_name(dtype)}, head_dim {head_dim}", not wrong,
                         "; ".join(wrong or slow) or f"{len(canaries)} hold")  # fmt: skip
@@ -67,7 +81,9 @@ def attention(here: Here) -> Iterator[Row]:
                 what = f"{name} attention, {dtype_name(dtype)}, head_dim {head_dim}"
                 with sdpa_kernel(kernel):
                     try:
-                        result = _with_gradients(partial(scaled_dot_product_attention, is_causal=True), qkvg)
+                        result = _with_gradients(
+                            partial(scaled_dot_product_attention, is_causal=True), qkvg
+                        )
                     except RuntimeError as error:
                         if not any(said in str(error) for said in ABSENT):
                             raise
@@ -84,7 +100,9 @@ def _packed(here: Here, dtype: torch.dtype, head_dim: int, heads: int) -> Iterat
     kv_heads = 1 if here.tiny else heads // 7
     heads = 2 if here.tiny else heads
     q, k, v = (
-        torch.randn(1, sum(lengths.values), count, head_dim, generator=rng).to(here.torch_device, dtype)
+        torch.randn(1, sum(lengths.values), count, head_dim, generator=rng).to(
+            here.torch_device, dtype
+        )
         for count in (heads, kv_heads, kv_heads)
     )
     result = attend(q, k, v, lengths)
@@ -94,7 +112,10 @@ def _packed(here: Here, dtype: torch.dtype, head_dim: int, heads: int) -> Iterat
     for count, shared in zip(lengths.values, lengths.shared, strict=True):
         begun = begun if shared else first
         parts = [
-            torch.cat([t[:, begun : begun + shared], t[:, first : first + count]], dim=1).transpose(1, 2) for t in wide
+            torch.cat([t[:, begun : begun + shared], t[:, first : first + count]], dim=1).transpose(
+                1, 2
+            )
+            for t in wide
         ]
         expected.append(_plain(*parts)[:, :, shared:].transpose(1, 2))
         first += count
@@ -115,8 +136,13 @@ def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(dim=-1) @ v
 
 
-def _close(what: str, result: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype) -> Row:
-    apart = max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(result, expected, strict=True))
+def _close(
+    what: str, result: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype
+) -> Row:
+    apart = max(
+        float((a.float() - b).abs().max() / b.abs().max())
+        for a, b in zip(result, expected, strict=True)
+    )
     return check(what, apart <= TOLERANCES[dtype], f"off by {apart:.1e} at most")
 
 
@@ -127,7 +153,9 @@ def decoding(here: Here) -> Iterator[Row]:
     about as probable as the best one.
     """
     bench = here.bench("0.5b")
-    yield from _decoding(here, "", bench.cfg.model, [torch.float32, *[torch.bfloat16] * bench.machine.bf16])
+    yield from _decoding(
+        here, "", bench.cfg.model, [torch.float32, *[torch.bfloat16] * bench.machine.bf16]
+    )
 
 
 def decoding_transformers(here: Here) -> Iterator[Row]:
@@ -137,8 +165,12 @@ def decoding_transformers(here: Here) -> Iterator[Row]:
     for name, values in TRANSFORMERS.items():
         folder = here.folder / name
         AutoConfig.for_model(name, **SMALL, **values).save_pretrained(folder)
-        model = OmegaConf.create({"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder)})
-        yield from _decoding(here, f" of {name}", model, [torch.float32, *[torch.bfloat16] * detect().bf16])
+        model = OmegaConf.create(
+            {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder)}
+        )
+        yield from _decoding(
+            here, f" of {name}", model, [torch.float32, *[torch.bfloat16] * detect().bf16]
+        )
 
 
 def _decoding(here: Here, of: str, model: Any, dtypes: Sequence[torch.dtype]) -> Iterator[Row]:
@@ -148,7 +180,9 @@ def _decoding(here: Here, of: str, model: Any, dtypes: Sequence[torch.dtype]) ->
         answers: dict[str, list[list[int]]] = {}
         for graphs in (False, True) if here.gpu else (False,):
             name = "with graphs" if graphs else "without graphs"
-            answers[name], logprobs = _greedy(decoder, prompts, 8 if here.tiny else 40, graphs, merge=None)
+            answers[name], logprobs = _greedy(
+                decoder, prompts, 8 if here.tiny else 40, graphs, merge=None
+            )
             behind, apart = _judge(decoder, prompts, answers[name], logprobs)
             limit = BEHIND[dtype]
             yield check(f"greedy tokens{of} {name} are the training forward's, {dtype_name(dtype)}", behind <= limit,
@@ -158,9 +192,13 @@ def _decoding(here: Here, of: str, model: Any, dtypes: Sequence[torch.dtype]) ->
         if here.gpu:
             same = _share(answers["with graphs"], answers["without graphs"])
             row = check(
-                f"tokens{of} with and without graphs are equal, {dtype_name(dtype)}", same >= 0.95, f"{same:.1%}"
+                f"tokens{of} with and without graphs are equal, {dtype_name(dtype)}",
+                same >= 0.95,
+                f"{same:.1%}",
             )
-            yield row if dtype == torch.float32 else {**row, "ok": None}  # in bf16 ties are frequent
+            yield (
+                row if dtype == torch.float32 else {**row, "ok": None}
+            )  # in bf16 ties are frequent
 
 
 def random_decoder(model: Any, dtype: torch.dtype, device: torch.device) -> Any:
@@ -200,7 +238,10 @@ def _greedy(
 
 @torch.no_grad()
 def _judge(
-    decoder: Any, prompts: Sequence[tuple[int, ...]], answers: Sequence[list[int]], logprobs: Sequence[list[float]]
+    decoder: Any,
+    prompts: Sequence[tuple[int, ...]],
+    answers: Sequence[list[int]],
+    logprobs: Sequence[list[float]],
 ) -> tuple[float, float]:
     """Return how far tokens are below the best log-prob at most, and how far reported log-probs are off on average."""
     behind, apart, device = 0.0, [], next(decoder.parameters()).device
@@ -229,7 +270,9 @@ def merging(here: Here, size: str) -> Iterator[Row]:
         how = "merged" if merge else "separate"
         _move_adapter(decoder, 2)
         with sampler_of(decoder, merge) as made:
-            yield speed(f"layout of {here.size(size)} for sampling, adapter {how}", clock.lap(), "s")
+            yield speed(
+                f"layout of {here.size(size)} for sampling, adapter {how}", clock.lap(), "s"
+            )
             _move_adapter(decoder, 4)
             clock.lap()
             made.refresh()
@@ -237,11 +280,17 @@ def merging(here: Here, size: str) -> Iterator[Row]:
             fresh = decoder.sampler(merge)
             pairs = zip(made.decoder.parameters(), fresh.decoder.parameters(), strict=True)
             same = all(torch.equal(a, b) for a, b in pairs)
-            yield check(f"a refreshed layout equals a new one, adapter {how}", same, "bit for bit" if same else "not")
+            yield check(
+                f"a refreshed layout equals a new one, adapter {how}",
+                same,
+                "bit for bit" if same else "not",
+            )
             del fresh
         clock.lap()
     _move_adapter(decoder, 2)
-    yield check("sampling leaves the model as it was", _sums(decoder) == before, "sums of all parameters")
+    yield check(
+        "sampling leaves the model as it was", _sums(decoder) == before, "sums of all parameters"
+    )
 
 
 class _Clock:
@@ -271,7 +320,9 @@ def bandwidths(here: Here) -> Iterator[Row]:
     for what in COPIES if here.gpu else ("device copy",):
         if "other" not in COPIES[what]:
             result = probes.bandwidth(bench, {"what": what})["value"]
-            yield speed(what, result / 1e9, "GB/s", **({"copy": result} if what == "device copy" else {}))
+            yield speed(
+                what, result / 1e9, "GB/s", **({"copy": result} if what == "device copy" else {})
+            )
 
 
 def decode_speed(here: Here, size: str) -> Iterator[Row]:
@@ -282,7 +333,9 @@ def decode_speed(here: Here, size: str) -> Iterator[Row]:
         result = probes.decoding(bench, {"slots": slots})
         sampler = bench.shape.sampler()
         read = sampler.weight_bytes + slots * sampler.cache_bytes(result["context"])
-        share = "" if copy is None else f", {read / result['seconds'] / copy:.0%} of the copy bandwidth"
+        share = (
+            "" if copy is None else f", {read / result['seconds'] / copy:.0%} of the copy bandwidth"
+        )
         yield speed(f"decode of {here.size(size)}, {slots} slots", result["value"], "tokens/s",
                     f"{1e3 * result['seconds']:.2f} ms a step, {read / result['seconds'] / 1e9:,.0f} GB/s{share}",
                     slots=slots, seconds=result["seconds"])  # fmt: skip

@@ -90,7 +90,11 @@ class Here:
         machine = detect()
         profile = load_profile(choose_profile(machine)[0])
         budget, _ = memory_budget(profile, machine)
-        given = (f"hardware={profile.name}", *(["tokenizer.max_seq_len=128"] if self.tiny else []), *overrides)
+        given = (
+            f"hardware={profile.name}",
+            *(["tokenizer.max_seq_len=128"] if self.tiny else []),
+            *overrides,
+        )
         return Bench(Spec(CONFIGS[self.size(size)], given, budget, 0.05 if self.tiny else 1.0))
 
     def world(self, name: str, make: Callable[[Path], Any], gib: float = 0.0) -> tuple[Path, Any]:
@@ -109,7 +113,9 @@ class Here:
         if not done.exists():
             shutil.rmtree(folder, ignore_errors=True)
             if (free := shutil.disk_usage(self.folder).free / GIB) < gib + 1:
-                raise Skipped(f"needs {gib + 1:.0f} GiB of disk in {self.folder}, {free:.0f} are free")
+                raise Skipped(
+                    f"needs {gib + 1:.0f} GiB of disk in {self.folder}, {free:.0f} are free"
+                )
             folder.mkdir()
             replace_text(done, json.dumps(make(folder)))
         return folder, json.loads(done.read_text())

@@ -38,12 +38,16 @@ class Part:
     tiny: bool = True
 
 
-def _train(name: str, work: str, size: str, peer: str | None, seconds: float, *needs: str, **more: bool) -> Part:
+def _train(
+    name: str, work: str, size: str, peer: str | None, seconds: float, *needs: str, **more: bool
+) -> Part:
     arguments = {"work": work, "size": size, "peer": peer, "gate": size == "0.5b"}
     return Part(name, "speed", "sides:train", seconds, arguments, ("transformers", *needs), **more)
 
 
-def _sample(name: str, size: str, peer: str | None, seconds: float, *needs: str, **more: bool) -> Part:
+def _sample(
+    name: str, size: str, peer: str | None, seconds: float, *needs: str, **more: bool
+) -> Part:
     arguments = {"size": size, "peer": peer, "gate": size == "0.5b"}
     return Part(name, "speed", "sides:sample", seconds, arguments, ("transformers", *needs), **more)
 
@@ -56,7 +60,13 @@ PARTS = (
     Part("machine", "speed", "checks:bandwidths", 60),
     Part("numerics", "check", "checks:numeric", 60),
     Part("decoding", "check", "checks:decoding", 120),
-    Part("decoding-transformers", "check", "checks:decoding_transformers", 300, needs=("transformers",)),
+    Part(
+        "decoding-transformers",
+        "check",
+        "checks:decoding_transformers",
+        300,
+        needs=("transformers",),
+    ),
     _train("sft-0.5b", "sft", "0.5b", None, 180),
     _train("sft-0.5b-torchtune", "sft", "0.5b", STOCK, 120),
     _train("sft-0.5b-trl", "sft", "0.5b", TRL, 120, "trl", "peft"),
@@ -107,7 +117,11 @@ def chosen(patterns: Sequence[str]) -> list[Part]:
     """
     names: set[str] = set()
     for pattern in patterns:
-        named = {part.name for part in PARTS if part.kind == pattern.removesuffix("s") or _names(pattern, part.name)}
+        named = {
+            part.name
+            for part in PARTS
+            if part.kind == pattern.removesuffix("s") or _names(pattern, part.name)
+        }
         if not named:
             raise KeyError(pattern)
         names |= named

@@ -44,7 +44,9 @@ class Runner:
         self._end = time.monotonic() + 60 * minutes
         self._environ: dict[str, str] = {}
         # A fork of a process that has torch loaded starts at once; one that has started CUDA would fail.
-        self._processes: Any = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
+        self._processes: Any = multiprocessing.get_context(
+            "spawn" if device == "cuda" else "forkserver"
+        )
         if device == "cpu":
             self._processes.set_forkserver_preload(["tools.gpu.preload"])
         self.results: dict[str, Result] = {}
@@ -67,7 +69,9 @@ class Runner:
         elif not part.tiny and self._here[1]:
             result = _result("skipped", detail="the same as another part where models are small")
         elif left < LEAST:
-            result = _result("out of time", detail="the minutes were over; --parts and --minutes select")
+            result = _result(
+                "out of time", detail="the minutes were over; --parts and --minutes select"
+            )
         else:
             result = self._run(part, min(part.seconds, left))
         self.results[part.name] = {"name": part.name, "kind": part.kind, **result}
@@ -79,7 +83,9 @@ class Runner:
         rows.unlink(missing_ok=True)
         here = Here(*self._here, earlier=dict(self.results))
         environ = {**self._environ, MARK: f"{os.getpid()}-{part.name}"}
-        process = self._processes.Process(target=_child, args=(part, here, rows, log, environ), daemon=False)
+        process = self._processes.Process(
+            target=_child, args=(part, here, rows, log, environ), daemon=False
+        )
         began = time.monotonic()
         with _uninterrupted() as came:  # a process whose start is interrupted would run on, unknown
             process.start()
@@ -94,12 +100,19 @@ class Runner:
         content = _read(rows)
         ended = content.pop("ended", None)
         if ended is None and timeout:
-            ended = {"status": "timeout", "detail": f"no end within {limit:.0f} s; {_last_line(log)}"}
+            ended = {
+                "status": "timeout",
+                "detail": f"no end within {limit:.0f} s; {_last_line(log)}",
+            }
         elif ended is None:
             code = process.exitcode
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             ended = {"status": "crashed", "detail": f"{how}: {_last_line(log)}"}
-        return {**_result(**ended), "rows": content["rows"], "seconds": round(time.monotonic() - began, 1)}
+        return {
+            **_result(**ended),
+            "rows": content["rows"],
+            "seconds": round(time.monotonic() - began, 1),
+        }
 
 
 @contextlib.contextmanager
@@ -174,7 +187,9 @@ def _outcome(part: Part, here: Here, say: Any) -> dict[str, str]:
     try:
         failed = [row["what"] for row in run_rows(part, here, say) if row.get("ok") is False]
     except (Exception, SystemExit) as error:
-        if type(error).__name__ == "Skipped":  # ours, or that of rocm_ext.bench, which imports torch
+        if (
+            type(error).__name__ == "Skipped"
+        ):  # ours, or that of rocm_ext.bench, which imports torch
             return {"status": "skipped", "detail": str(error)}
         traceback.print_exc()
         memory = type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error).lower()
@@ -182,7 +197,11 @@ def _outcome(part: Part, here: Here, say: Any) -> dict[str, str]:
         said = f"{lines[0]} … {lines[-1]}" if len(lines) > 1 else lines[0]
         name = "" if isinstance(error, Failed) else f"{type(error).__name__}: "
         return {"status": "out of memory" if memory else "failed", "detail": f"{name}{said}"[:600]}
-    return {"status": "failed", "detail": f"does not hold: {'; '.join(failed)}"} if failed else {"status": "ok"}
+    return (
+        {"status": "failed", "detail": f"does not hold: {'; '.join(failed)}"}
+        if failed
+        else {"status": "ok"}
+    )
 
 
 def run_rows(part: Part, here: Here, say: Any) -> Iterator[dict[str, Any]]:

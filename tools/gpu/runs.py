@@ -18,8 +18,19 @@ from tools.gpu.here import Here, Row, check
 CONFIGS = {"lora_finetune_rocm": "cpu_pocket", "dpo_rocm": "cpu_pocket_dpo", "raft_rocm": "cpu_pocket_raft",
            "grpo_rocm": "cpu_pocket_grpo", "distil_rocm": "cpu_pocket_distil"}  # fmt: skip
 WEIGHTS = "adapter/adapter_model.safetensors"
-COMMON = ["dtype=fp32", "compile=False", "save_every_n_steps=3", "save_adapter_weights_only=True", "metric_logger=null"]
-SAMPLED = ["verifier._component_=tests.kit.judges.Coin", "verify_workers=1", "eval_prompts=null", "max_new_tokens=16"]
+COMMON = [
+    "dtype=fp32",
+    "compile=False",
+    "save_every_n_steps=3",
+    "save_adapter_weights_only=True",
+    "metric_logger=null",
+]
+SAMPLED = [
+    "verifier._component_=tests.kit.judges.Coin",
+    "verify_workers=1",
+    "eval_prompts=null",
+    "max_new_tokens=16",
+]
 TRAINED = ["epochs=1", "max_steps_per_epoch=8", "sequences_per_step=8"]
 CHANGES = {
     "lora_finetune_rocm": TRAINED,
@@ -64,7 +75,12 @@ def resumed(here: Here, recipe: str) -> Iterator[Row]:
     run = _runner(here, recipe, pocket)
     run(undisturbed)
     yield check(f"{recipe} runs to its end", True, _said(undisturbed))
-    run(killed, f"metric_logger._component_={__name__}.Kill", "metric_logger.step=5", ended_by=signal.SIGKILL)
+    run(
+        killed,
+        f"metric_logger._component_={__name__}.Kill",
+        "metric_logger.step=5",
+        ended_by=signal.SIGKILL,
+    )
     run(killed, "resume_from_checkpoint=True")
     if recipe in ("lora_finetune_rocm", "dpo_rocm"):
         yield _same_losses(recipe, killed, undisturbed)
@@ -94,7 +110,12 @@ def _answer(row: dict[str, Any]) -> str:
 
 
 def _runner(here: Here, recipe: str, pocket: Path) -> Callable[..., None]:
-    changes = [f"pocket={pocket / 'model'}", f"hardware={'auto' if here.gpu else 'cpu'}", *COMMON, *CHANGES[recipe]]
+    changes = [
+        f"pocket={pocket / 'model'}",
+        f"hardware={'auto' if here.gpu else 'cpu'}",
+        *COMMON,
+        *CHANGES[recipe],
+    ]
     if recipe == "dpo_rocm":
         changes.append(f"dataset.source={pocket / 'pairs.jsonl'}")
 
@@ -116,20 +137,35 @@ def run_recipe(recipe: str, config: str | Path, *changes: str, ended_by: int = 0
     Raises:
         Failed: it ends otherwise.
     """
-    command = [sys.executable, "-m", f"rocm_ext.recipes.{recipe}", "--config", str(config), *changes]
+    command = [
+        sys.executable,
+        "-m",
+        f"rocm_ext.recipes.{recipe}",
+        "--config",
+        str(config),
+        *changes,
+    ]
     top = str(Path(__file__).parents[2])  # of the kill and of the judges that configs name
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [top, os.environ.get("PYTHONPATH")]))}
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [top, os.environ.get("PYTHONPATH")]))
+    }
     said = ""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
+    ) as process:
         for line in process.stdout or ():
             print(line, end="")  # into the part's log, whose last line a time limit names
             said = (said + line)[-400:]
     if process.returncode != -ended_by:
-        raise Failed(f"{recipe} ended with {process.returncode} instead of {-ended_by}: {said.strip()}")
+        raise Failed(
+            f"{recipe} ended with {process.returncode} instead of {-ended_by}: {said.strip()}"
+        )
 
 
 def _losses(out: Path) -> list[float]:
-    if not (losses := [line["loss"] for line in read_lines(out / "metrics.jsonl") if "loss" in line]):
+    if not (
+        losses := [line["loss"] for line in read_lines(out / "metrics.jsonl") if "loss" in line]
+    ):
         raise Failed(f"{out / 'metrics.jsonl'} is missing or has no losses")
     return losses
 
@@ -147,7 +183,11 @@ def _same_losses(recipe: str, killed: Path, undisturbed: Path) -> Row:
     apart = max(abs(a - b) / abs(b) for a, b in zip(again, expected, strict=False))
     right = len(again) == len(expected) and apart <= CLOSE
     how = "bit for bit" if exact else f"losses off by {apart:.1e} at most"
-    return check(f"{recipe}, killed and resumed, equals the undisturbed run", right, f"{len(again)} steps, {how}")
+    return check(
+        f"{recipe}, killed and resumed, equals the undisturbed run",
+        right,
+        f"{len(again)} steps, {how}",
+    )
 
 
 def _every_answer_once(recipe: str, killed: Path, undisturbed: Path) -> Row:
@@ -161,7 +201,12 @@ def _every_answer_once(recipe: str, killed: Path, undisturbed: Path) -> Row:
 
 def _answers(out: Path) -> Counter:
     return Counter(
-        (path.parent.name if path.parent != out else "", line.get("step"), line["prompt_id"], line["sample"])
+        (
+            path.parent.name if path.parent != out else "",
+            line.get("step"),
+            line["prompt_id"],
+            line["sample"],
+        )
         for path in out.rglob("samples.jsonl")
         for line in read_lines(path, problems=[])
     )

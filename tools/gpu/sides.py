@@ -37,14 +37,18 @@ def model_of(here: Here, size: str) -> Path:
     shape = shape_of(here, size)
 
     def make(folder: Path) -> None:
-        write_sized_model(folder / "model", shape, VOCAB[shape], "fp32" if here.tiny else "bf16", here.device)
+        write_sized_model(
+            folder / "model", shape, VOCAB[shape], "fp32" if here.tiny else "bf16", here.device
+        )
 
     return here.world(f"model-{shape}", make, DISK[shape])[0] / "model"
 
 
 def arguments(here: Here, *ours: str) -> argparse.Namespace:
     """Return what :mod:`tools.benchmarks` takes from its command line."""
-    return argparse.Namespace(gpu=here.gpu, ours=list(ours), attention="sdpa", rounds=rounds(here), installed=True)
+    return argparse.Namespace(
+        gpu=here.gpu, ours=list(ours), attention="sdpa", rounds=rounds(here), installed=True
+    )
 
 
 def rounds(here: Here) -> int:
@@ -71,7 +75,9 @@ def train(here: Here, work: str, size: str, peer: str | None, gate: bool = True)
 
     def make(folder: Path) -> Any:
         (folder / "model").symlink_to(model)
-        steps = way.write_steps(folder / "rows.jsonl", VOCAB[shape], _gate(here), way.warm_up + rounds(here))
+        steps = way.write_steps(
+            folder / "rows.jsonl", VOCAB[shape], _gate(here), way.warm_up + rounds(here)
+        )
         write_adapter(folder, shape)
         return steps
 
@@ -82,7 +88,9 @@ def train(here: Here, work: str, size: str, peer: str | None, gate: bool = True)
         timed = dtype == dtypes[-1]
         task = Task(work, shape, VOCAB[shape], dtype, (peer,) if peer else ())
         # compiled layers are checked in a separate part
-        args = arguments(here, *(["batch_size=8"] if here.gpu else []), *([] if timed else ["compile=False"]))
+        args = arguments(
+            here, *(["batch_size=8"] if here.gpu else []), *([] if timed else ["compile=False"])
+        )
         result = _steps(here, base, way, name, task, len(steps), args, timed)
         expected = here.of(known, f"losses_{dtype}") if peer else result["losses"]
         if expected is not None and peer:
@@ -95,7 +103,10 @@ def train(here: Here, work: str, size: str, peer: str | None, gate: bool = True)
                    f"{result['losses'][-1]:.4f}", f"losses_{dtype}": result["losses"]}  # fmt: skip
             continue
         tokens = sum(row[0] for rows in steps[-rounds(here) :] for row in rows) / rounds(here)
-        ours, middle = here.of(known, "seconds") if peer else None, statistics.median(result["seconds"])
+        ours, middle = (
+            here.of(known, "seconds") if peer else None,
+            statistics.median(result["seconds"]),
+        )
         note = "" if ours is None else f"ours is {middle / ours:.2f} x as fast; "
         note += f"{1e3 * middle:.0f} ms a step ({1e3 * min(result['seconds']):.0f}-{1e3 * max(result['seconds']):.0f})"
         note += f", {result['peak'] / GIB:.2f} GiB, warm after {result['until_warm']:.0f} s"
@@ -108,7 +119,14 @@ def _gate(here: Here) -> int:
 
 
 def _steps(
-    here: Here, base: Path, work: Work, name: str, task: Task, steps: int, args: argparse.Namespace, timed: bool
+    here: Here,
+    base: Path,
+    work: Work,
+    name: str,
+    task: Task,
+    steps: int,
+    args: argparse.Namespace,
+    timed: bool,
 ) -> dict[str, Any]:
     """Run a side's steps; return the losses of the first ones, seconds of the timed ones, and the peak of memory."""
     with work.start(base, name, task, steps, args) as side:
@@ -145,8 +163,12 @@ def sample(here: Here, size: str, peer: str | None, gate: bool = True) -> Iterat
     model, (prompts, lengths) = model_of(here, size), trace.make(VOCAB[shape])
     judged = lengths[: JUDGED * trace.samples]
     with sampling.start(base, model, name, dtype, trace, args) as side:
-        greedy = sampling.sample(side, prompts[:JUDGED], [min(24, trace.most)] * len(prompts[:JUDGED]), greedy=True)
-        warm_up = lengths if sampling.PEERS.get(name) is None else [min(length, 64) for length in lengths]
+        greedy = sampling.sample(
+            side, prompts[:JUDGED], [min(24, trace.most)] * len(prompts[:JUDGED]), greedy=True
+        )
+        warm_up = (
+            lengths if sampling.PEERS.get(name) is None else [min(length, 64) for length in lengths]
+        )
         sampling.sample(side, prompts, warm_up)
         until_warm = time.perf_counter() - side.began
         result = [sampling.sample(side, prompts, lengths) for _ in range(1 if here.tiny else 2)]

@@ -17,14 +17,20 @@ def grpo_step(here: Here, size: str) -> Iterator[Row]:
     """Seconds of a GRPO step: sampling and updates. A coin judges the answers."""
     prompts, samples, tokens, steps = (4, 2, 8, 2) if here.tiny else (32, 8, 256, 3)
     model = model_of(here, size)
-    base, _ = here.world(f"grpo-{shape_of(here, size)}", lambda folder: _write_prompts(folder, prompts * steps))
+    base, _ = here.world(
+        f"grpo-{shape_of(here, size)}", lambda folder: _write_prompts(folder, prompts * steps)
+    )
     out = base / "out"
     changes = [f"output_dir={out}", "overwrite_output_dir=True", f"steps={steps}", f"prompts_per_step={prompts}",
                f"samples_per_prompt={samples}", f"max_new_tokens={tokens}"]  # fmt: skip
     run_recipe("grpo_rocm", write_yaml(base / "grpo.yaml", _config(here, base, model)), *changes)
     lines = read_lines(out / "metrics.jsonl")
-    done = [line for line in lines if "sample_seconds" in line][1:]  # the first compiles and captures graphs
-    sampled, trained = (median(line[key] for line in done) for key in ("sample_seconds", "train_seconds"))
+    done = [line for line in lines if "sample_seconds" in line][
+        1:
+    ]  # the first compiles and captures graphs
+    sampled, trained = (
+        median(line[key] for line in done) for key in ("sample_seconds", "train_seconds")
+    )
     count, shape = prompts * samples, shape_of(here, size)
     yield speed(f"GRPO step of {shape}, {prompts} x {samples} answers of up to {tokens} tokens", sampled + trained, "s",
                 f"sampling {sampled:.2f} s, updates {trained:.2f} s, {count / (sampled + trained):.0f} answers/s",

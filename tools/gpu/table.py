@@ -9,7 +9,9 @@ Result = Mapping[str, Any]
 def markdown(machine: Mapping[str, Any], results: Sequence[Result]) -> str:
     """Format the machine and the results: failures, speeds, checks, and what did not run."""
     text = f"# {machine['machine']}\n\n{machine['date']}, {machine['versions']}.\n\n{summary(results)}\n"
-    if failed := [result for result in results if result["status"] not in ("ok", "skipped", "out of time")]:
+    if failed := [
+        result for result in results if result["status"] not in ("ok", "skipped", "out of time")
+    ]:
         lines = [(result["name"], result["status"], result["detail"]) for result in failed]
         text += f"\n## Failed\n\n{_table(('part', 'status', 'detail'), lines)}\n"
     speeds = [(row["what"], _number(row["value"], row["unit"]), row["note"])
@@ -20,7 +22,11 @@ def markdown(machine: Mapping[str, Any], results: Sequence[Result]) -> str:
               for result in results for row in result["rows"] if "ok" in row]  # fmt: skip
     if checks:
         text += f"\n## Checks\n\n{_table(('check', '', 'found'), checks)}\n"
-    if left := [(part["name"], part["detail"]) for part in results if part["status"] in ("skipped", "out of time")]:
+    if left := [
+        (part["name"], part["detail"])
+        for part in results
+        if part["status"] in ("skipped", "out of time")
+    ]:
         text += f"\n## Not run\n\n{_table(('part', 'reason'), left)}\n"
     return text
 
@@ -42,7 +48,11 @@ def line(result: Result) -> str:
     """Say in one line how a part ended, for the terminal."""
     said = f"{result['name']}: {result['status']}"
     said += f" ({result['detail']})" if result["detail"] else ""
-    rows = [f"{row['what']}: {_number(row['value'], row['unit'])}" for row in result["rows"] if "value" in row]
+    rows = [
+        f"{row['what']}: {_number(row['value'], row['unit'])}"
+        for row in result["rows"]
+        if "value" in row
+    ]
     return "; ".join([said, *rows[:3]]) + f" [{result['seconds']:.0f} s]"
 
 

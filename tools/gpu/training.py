@@ -69,7 +69,9 @@ class StoredLearner(ProbeLearner):
 
     def read_weights(self) -> Weights:
         super().read_weights()  # which says if a step does not fit
-        return read_weights(OmegaConf.merge(self.cfg.checkpointer, {"checkpoint_dir": self._folder}))
+        return read_weights(
+            OmegaConf.merge(self.cfg.checkpointer, {"checkpoint_dir": self._folder})
+        )
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,13 @@ class Trained:
     planned: int
 
 
-def train(bench: Bench, rows: int, learner_of: Any = SeededLearner, compiled: bool = False, **changes: Any) -> Trained:
+def train(
+    bench: Bench, rows: int, learner_of: Any = SeededLearner, compiled: bool = False, **changes: Any
+) -> Trained:
     """Train :data:`STEPS` steps on the same ``rows`` rows; ``changes`` as a probe has them."""
-    cfg = probe_config(bench.cfg, {"rows": rows, "compile": compiled, **changes}, list(bench.profile.locked))
+    cfg = probe_config(
+        bench.cfg, {"rows": rows, "compile": compiled, **changes}, list(bench.profile.locked)
+    )
     runtime = Runtime.open(cfg)
     longest = min(probes.longest_row(cfg), 1024)
     data = random_rows(rows, longest // 2, longest, 256)
@@ -106,7 +112,10 @@ def train(bench: Bench, rows: int, learner_of: Any = SeededLearner, compiled: bo
                 losses.append(trainer.train_step(update).loss)
                 probes.wait(runtime.device)
                 ends.append(time.perf_counter())
-            tokens, peak = sum(map(len, data.tokens)), torch.cuda.max_memory_allocated() if gpu else 0
+            tokens, peak = (
+                sum(map(len, data.tokens)),
+                torch.cuda.max_memory_allocated() if gpu else 0,
+            )
             return Trained(losses, np.diff(ends).tolist(), tokens, peak, learner.planned_peak)
     finally:
         runtime.ranks.close()
@@ -145,7 +154,9 @@ def offloading(here: Here) -> Iterator[Row]:
     if bench.machine.unified:
         raise Skipped("host and device share their memory")
     plain = train(bench, 4, enable_activation_checkpointing=False)
-    moved = train(bench, 4, enable_activation_checkpointing=False, enable_activation_offloading=True)
+    moved = train(
+        bench, 4, enable_activation_checkpointing=False, enable_activation_offloading=True
+    )
     yield compare("activation offloading", moved, plain, 1e-3)
     yield check("offloading takes less device memory", moved.peak < plain.peak,
                 f"{moved.peak / GIB:.2f} instead of {plain.peak / GIB:.2f} GiB")  # fmt: skip
@@ -199,15 +210,23 @@ def gguf(here: Here, size: str) -> Iterator[Row]:
     bench, rows = _wider(here, size), 2 if here.tiny else 8
     os.environ["XDG_CACHE_HOME"] = str(here.folder)  # as above
     model, gib = Path(bench.cfg.model.checkpoint_dir), {"0.5b": 0.6, "7b": 6.0}[size]
-    top, _ = here.world(f"gguf-{size}", lambda to: unpacking.write_random_gguf(to / "model.gguf", model, "Q4_K"), gib)
+    top, _ = here.world(
+        f"gguf-{size}",
+        lambda to: unpacking.write_random_gguf(to / "model.gguf", model, "Q4_K"),
+        gib,
+    )
     packed = here.bench(size, f"model.checkpoint_dir={top / 'model.gguf'}")
     result = []
     for side, weights in (packed, "Q4_K"), (bench, f"the same values in {dtype_name(bench.dtype)}"):
-        result.append(train(side, rows, partial(StoredLearner, folder=packed.cfg.model.checkpoint_dir)))
+        result.append(
+            train(side, rows, partial(StoredLearner, folder=packed.cfg.model.checkpoint_dir))
+        )
         seconds, peak = result[-1].seconds[1:], result[-1].peak  # the first step chooses kernels
         note = f"{1e3 * min(seconds):.0f} to {1e3 * max(seconds):.0f} ms a step, peak {peak / GIB:.2f} GiB"
         tokens = result[-1].tokens / median(seconds)
-        yield speed(f"LoRA SFT of {here.size(size)} over {weights}", tokens, "tokens/s", note, peak=peak)
+        yield speed(
+            f"LoRA SFT of {here.size(size)} over {weights}", tokens, "tokens/s", note, peak=peak
+        )
     ratio = Ratio.of(*(steps.seconds[1:] for steps in result))
     yield speed(f"a step of {here.size(size)} over Q4_K, by one over the same values", ratio.median, "x",
                 f"{ratio.low:.2f} to {ratio.high:.2f}")  # fmt: skip

@@ -49,7 +49,11 @@ def _render(recipe: str, name: str, row: dict[str, Any], table: dict[str, Any]) 
         *row.get("notes", []),
         *filter(None, [model.get("note")]),
         *([f'transformers computes {backend}: pip install ".[transformers]"'] if backend else []),
-        *([f"Accept the licence at huggingface.co/{licence} and run `hf auth login` first."] if licence else []),
+        *(
+            [f"Accept the licence at huggingface.co/{licence} and run `hf auth login` first."]
+            if licence
+            else []
+        ),
     ]
     return _TEMPLATES.get_template(f"{row.get('template', recipe)}.yaml.jinja").render(
         recipe=recipe,
@@ -90,7 +94,9 @@ def defaults_files(recipe: str) -> str:
 
 def _machine_and_model(name: str, table: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     machine = next(machine for machine in table["machines"] if name.startswith(f"{machine}_"))
-    model = re.sub("_(raft|grpo|dpo|tools|from_[0-9a-z_]+)(_8gpu)?$", "", name.removeprefix(f"{machine}_"))
+    model = re.sub(
+        "_(raft|grpo|dpo|tools|from_[0-9a-z_]+)(_8gpu)?$", "", name.removeprefix(f"{machine}_")
+    )
     return table["machines"][machine], table["models"][model]
 
 
@@ -123,7 +129,9 @@ def _rate(model: dict[str, Any], stock: Any) -> str:
     if model["lr"] == "1e-4":
         return f"models over 30B need half the rate of smaller ones {_QLORA}"
     if stock:
-        return "its adapters are bf16, which loses small updates; ours are fp32 and need a lower rate"
+        return (
+            "its adapters are bf16, which loses small updates; ours are fp32 and need a lower rate"
+        )
     if model["lr"] == "5e-4":
         return "small models tolerate a higher rate than 7B and more"
     return f"LoRA's usual rate for models of this size {_QLORA}"

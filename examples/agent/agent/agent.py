@@ -15,7 +15,12 @@ TOOLS = [
             "description": "Look up how many pieces of an item there are.",
             "parameters": {
                 "type": "object",
-                "properties": {"item": {"type": "string", "description": "Its name in the singular, such as apple."}},
+                "properties": {
+                    "item": {
+                        "type": "string",
+                        "description": "Its name in the singular, such as apple.",
+                    }
+                },
                 "required": ["item"],
             },
         },
@@ -39,7 +44,11 @@ def answer(question: str) -> str:
         {"role": "user", "content": question},
     ]
     while True:
-        said = client.chat.completions.create(model="any", messages=messages, tools=TOOLS).choices[0].message
+        said = (
+            client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+            .choices[0]
+            .message
+        )
         messages.append(said)
         if not said.tool_calls:
             return said.content

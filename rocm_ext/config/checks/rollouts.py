@@ -47,7 +47,9 @@ def _shared_faults(cfg: DictConfig, recipe: str) -> Iterator[str]:
     """Yield faults in keys that all three recipes have, and log the keys that are set but not read."""
     usual = defaults(recipe)
     for when, unread, keys in _UNREAD:
-        if unread(cfg) and (changed := [f"{key}={cfg[key]}" for key in keys if cfg[key] != usual[key]]):
+        if unread(cfg) and (
+            changed := [f"{key}={cfg[key]}" for key in keys if cfg[key] != usual[key]]
+        ):
             log.info("not read %s: %s", when, ", ".join(changed))
     if cfg.environment is not None:
         if cfg.verifier is not None:
@@ -89,7 +91,10 @@ def _grpo_faults(cfg: DictConfig) -> Iterator[str]:
             f"samples_per_prompt is {cfg.samples_per_prompt}; expected at least 2: an advantage compares an answer "
             "with the others of its group, so one answer alone has none"
         )
-    scales = {"none": ["none"], "batch": ["batch", "none"]}  # the others give flat groups no advantage
+    scales = {
+        "none": ["none"],
+        "batch": ["batch", "none"],
+    }  # the others give flat groups no advantage
     if group.center in scales and group.scale not in scales[group.center]:
         yield (
             f"center={group.center} gives advantages to groups of equal rewards, which scale={group.scale} would "
@@ -123,7 +128,11 @@ def _distil_faults(cfg: DictConfig) -> Iterator[str]:
             yield f"{key} is {cfg[key]!r}, which teacher {cfg.teacher} does not read; set {key}={usual}"
     if cfg.teacher == BASE and cfg.teacher_quantize_base:
         yield "teacher is base, whose weights are the model's: set model.quantize_base instead"
-    if cfg.teacher == BASE and cfg.teacher_adapter is None and not cfg.checkpointer.get("adapter_checkpoint"):
+    if (
+        cfg.teacher == BASE
+        and cfg.teacher_adapter is None
+        and not cfg.checkpointer.get("adapter_checkpoint")
+    ):
         yield (
             "teacher is base, and the model in training begins as it: there is nothing to learn; set teacher_adapter, "
             "or checkpointer.adapter_checkpoint to the adapter that forgot something"

@@ -24,8 +24,13 @@ from rocm_ext.base.kinds import (
 from rocm_ext.config.keys import kinds
 
 EVAL_METRIC = "eval_correct"  # share of right answers to eval_prompts
-UNJUDGED = "eval_prompts has prompts, and nothing judges the answers: set verifier, or eval_prompts=null"
-PATTERNS = {"rank_pattern": by_pattern(integer(1, 2**16)) | NULL, "alpha_pattern": by_pattern(POSITIVE) | NULL}
+UNJUDGED = (
+    "eval_prompts has prompts, and nothing judges the answers: set verifier, or eval_prompts=null"
+)
+PATTERNS = {
+    "rank_pattern": by_pattern(integer(1, 2**16)) | NULL,
+    "alpha_pattern": by_pattern(POSITIVE) | NULL,
+}
 _MODEL: dict[str, Kind] = {
     **PATTERNS,
     "lora_rank": integer(1, 8192),  # as wide as layers of large models
@@ -41,7 +46,9 @@ _CHECKPOINTER: dict[str, Kind] = {
     "adapter_checkpoint": text("an adapter's folder") | NULL,
     "recipe_checkpoint": Kind(
         lambda value: value is None,
-        ("null, because a run resumes from output_dir/checkpoints: set resume_from_checkpoint=True",),
+        (
+            "null, because a run resumes from output_dir/checkpoints: set resume_from_checkpoint=True",
+        ),
     ),
 }
 
@@ -51,7 +58,11 @@ def check_values(cfg: DictConfig) -> None:
     check(cfg, kinds(registry.SFT))
     check(cfg.model, _MODEL, "model.")
     check(cfg.optimizer, _OPTIMIZER, "optimizer.")
-    check({"checkpoint_dir": None, "model_type": None, **cfg.checkpointer}, _CHECKPOINTER, "checkpointer.")
+    check(
+        {"checkpoint_dir": None, "model_type": None, **cfg.checkpointer},
+        _CHECKPOINTER,
+        "checkpointer.",
+    )
     refuse(_faults(cfg))
 
 

@@ -75,10 +75,14 @@ class Facts:
 
     def _describe_machine(self, root: Path) -> None:
         recorded = self.recorded
-        machine = describe(self.torch, recorded.system or "Linux", self.environment, self.host_total or 0, root)
+        machine = describe(
+            self.torch, recorded.system or "Linux", self.environment, self.host_total or 0, root
+        )
         cpu = self.files.cpu or recorded.cpu
         if not machine.amd_archs and re.search("Ryzen AI Max", cpu, re.IGNORECASE):
-            machine = replace(machine, amd_archs=("gfx1151",))  # sold with this GPU only; Windows has no KFD
+            machine = replace(
+                machine, amd_archs=("gfx1151",)
+            )  # sold with this GPU only; Windows has no KFD
         self.machine = machine
         self.intended, self.profile = intended_machine(machine)
         if recorded.torch is None and self.intended.backend == "cpu" and self.nvidia:
@@ -115,8 +119,12 @@ class Facts:
             self.installed_gib = installed_gib(self.host_total, self.carve_out)
             enough = ENOUGH * self.installed_gib * 2**30
             if self.mappable is not None and self.mappable < enough and not self.in_carve_out:
-                self.too_little = f"the GPU may map {gib(self.mappable)} of {self.installed_gib} GiB"
-        self.memory_parameters = memory_parameters(self.machine.kernel, self.installed_gib or 128, files.ttm)
+                self.too_little = (
+                    f"the GPU may map {gib(self.mappable)} of {self.installed_gib} GiB"
+                )
+        self.memory_parameters = memory_parameters(
+            self.machine.kernel, self.installed_gib or 128, files.ttm
+        )
 
     @property
     def title(self) -> str:

@@ -188,8 +188,14 @@ def _no_access(facts: Facts, closed: list[str]) -> tuple[str, str]:
     names = " and ".join(missing)
     members = facts.files.groups or {}
     if all(user.name in members.get(group, ()) for group in missing):
-        return f"{why}: in {names} according to /etc/group, but not in this session", "log out and in again"
-    return f"{why}: it is not in {names}", "sudo usermod -aG render,video $USER  # then log out and in"
+        return (
+            f"{why}: in {names} according to /etc/group, but not in this session",
+            "log out and in again",
+        )
+    return (
+        f"{why}: it is not in {names}",
+        "sudo usermod -aG render,video $USER  # then log out and in",
+    )
 
 
 def within_limits(facts: Facts, name: str, version: str | None, fix: str) -> Finding | None:
@@ -228,7 +234,9 @@ def kernel_parameters(facts: Facts) -> Finding | None:
     ours = ("ttm.pages_limit", "amdttm.pages_limit", "amdgpu.gttsize", "amd_iommu")
     settings = [f"{key}={given[key]}" for key in ours if key in given]
     if files.pages_limit is not None:
-        settings.append(f"{files.ttm}.pages_limit in effect: {files.pages_limit} ({gib(files.pages_limit * 4096)})")
+        settings.append(
+            f"{files.ttm}.pages_limit in effect: {files.pages_limit} ({gib(files.pages_limit * 4096)})"
+        )
     shown = ", ".join(settings)
     old = before_6_16(facts.machine.kernel)
     gttsize = "amdgpu.gttsize" in given
@@ -237,7 +245,9 @@ def kernel_parameters(facts: Facts) -> Finding | None:
     if facts.too_little:
         problems.append(facts.too_little)
     if gttsize and not (old and limited):
-        problems.append("amdgpu.gttsize is deprecated and does not raise the deciding limit, ttm.pages_limit")
+        problems.append(
+            "amdgpu.gttsize is deprecated and does not raise the deciding limit, ttm.pages_limit"
+        )
     if old and given and given.get("amd_iommu") != "off":
         problems.append("kernels before 6.16 need amd_iommu=off")
     if problems:
@@ -378,7 +388,9 @@ def carve_out(facts: Facts) -> Finding | None:
         return ok(f"{gib(facts.carve_out)}; small is right on unified memory")
     why = "the GPU maps host memory, which is larger, so neither it nor the host uses the carve-out"
     fix = "BIOS: UMA frame buffer (dedicated graphics memory) 512 MB, or the smallest"
-    if facts.in_carve_out:  # pages_limit alone would move the GPU to the little memory that the host has left
+    if (
+        facts.in_carve_out
+    ):  # pages_limit alone would move the GPU to the little memory that the host has left
         why = "the GPU uses this memory only, and the host cannot use it"
         fix += f"; only then boot with {facts.memory_parameters}"
     return warning(f"the BIOS reserves {gib(facts.carve_out)} for the GPU", why, fix)

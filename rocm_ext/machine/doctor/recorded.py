@@ -132,7 +132,9 @@ class Recorded:
     environment: dict[str, str] | None = None  # only the variables that matter here
     user: User | None = None
     device_nodes: dict[str, DeviceNode] | None = None  # "/dev/kfd", …
-    packages: dict[str, str | None] | None = None  # torchtune, torchao, torch: version; null: not installed
+    packages: dict[str, str | None] | None = (
+        None  # torchtune, torchao, torch: version; null: not installed
+    )
     commands: tuple[str, ...] | None = None  # installed programs, of those that verifiers call
     sandbox: SandboxState | None = None
     disk_free: dict[str, int] | None = None  # bytes: "current folder", "Hugging Face cache"

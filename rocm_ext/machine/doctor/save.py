@@ -16,9 +16,17 @@ from rocm_ext.machine.doctor.recorded import NAME, Recorded
 from rocm_ext.machine.sysfs import read_text
 
 _PARAMETERS = (
-    r"(amdgpu|ttm|amdttm|nvidia)[._].*|(amd_)?iommu=.*|numa_balancing=.*|nomodeset|mem=.*|modprobe.blacklist=.*"
+    r"(amdgpu|ttm|amdttm|nvidia)[._].*|(amd_)?iommu=.*|numa_balancing=.*|nomodeset|mem=.*"
+    r"|modprobe.blacklist=.*"
 )
-_CARD = ("vendor", "device", "vbios_version", "mem_info_gtt_total", "mem_info_vram_total", "fw_version/mes_fw_version")
+_CARD = (
+    "vendor",
+    "device",
+    "vbios_version",
+    "mem_info_gtt_total",
+    "mem_info_vram_total",
+    "fw_version/mes_fw_version",
+)
 
 
 def save(facts: Facts, root: Path, folder: Path) -> None:

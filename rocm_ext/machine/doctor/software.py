@@ -34,7 +34,11 @@ def torch(facts: Facts) -> Finding:
     """Whether torch can use the GPU: the commonest install error is pip's CUDA or CPU wheel on an AMD machine."""
     recorded, profile = facts.recorded, facts.profile
     if "No module named 'torch'" in recorded.torch_error:
-        why = f"PyPI's torch cannot use the {facts.intended.arch}" if facts.amd else "training needs it"
+        why = (
+            f"PyPI's torch cannot use the {facts.intended.arch}"
+            if facts.amd
+            else "training needs it"
+        )
         fix = profile.install if profile and profile.install else "pip install torch"
         return error("torch is not installed", why, fix)
     if recorded.torch_error:
@@ -59,7 +63,9 @@ def _torch_without_gpu(facts: Facts) -> Finding:
         return error(found, "torch reaches the GPU through Windows' driver", fix)
     if facts.rocm_torch and facts.visible_by and facts.amd:
         settings = ", ".join(f"{name}={facts.environment[name]}" for name in facts.visible_by)
-        return error(found, f"{settings} selects GPUs that are not here", facts.unset(*facts.visible_by))
+        return error(
+            found, f"{settings} selects GPUs that are not here", facts.unset(*facts.visible_by)
+        )
     if facts.amd:
         why = f"the {facts.intended.arch} is here: see the rows GPU driver and device files, or ask HIP"
         return error(found, why, _HIP_LOG)
@@ -69,9 +75,17 @@ def _torch_without_gpu(facts: Facts) -> Finding:
         return warning(found, why, "see the row GPU driver")
     if facts.rocm_torch:
         kind = "AMD GPU with a profile" if listed else "AMD GPU"
-        return warning(found, f"no {kind} is here: training runs on the CPU", f"pip uninstall -y torch && {_CPU_TORCH}")
+        return warning(
+            found,
+            f"no {kind} is here: training runs on the CPU",
+            f"pip uninstall -y torch && {_CPU_TORCH}",
+        )
     if facts.nvidia:
-        fix = "nvidia-smi" if facts.torch.build == "cuda" else "pip uninstall -y torch && pip install torch"
+        fix = (
+            "nvidia-smi"
+            if facts.torch.build == "cuda"
+            else "pip uninstall -y torch && pip install torch"
+        )
         return warning(found, "an NVIDIA GPU is here, but torch computes on the CPU", fix)
     return ok(facts.torch_build)
 
@@ -140,7 +154,9 @@ def environment(facts: Facts) -> Iterator[Finding]:
         level: Level = "error" if conflict.fatal else "warning"
         fix = facts.unset(*conflict.variables)
         yield Finding(" ".join(conflict.variables), level, conflict.setting, conflict.why, fix)
-    ours = environment_for(profile, facts.intended, {"WORLD_SIZE": str(facts.gpu_count)})  # nothing set by the user
+    ours = environment_for(
+        profile, facts.intended, {"WORLD_SIZE": str(facts.gpu_count)}
+    )  # nothing set by the user
     taken = set(environ)
     if not taken.isdisjoint(ALLOCATOR_VARIABLES):
         taken.update(ALLOCATOR_VARIABLES)
@@ -211,7 +227,9 @@ def sandbox(facts: Facts) -> Finding | None:
         return unrecorded()
     if not recorded.sandbox.works:
         why, _, fix = recorded.sandbox.found.partition("; ")
-        return warning("bubblewrap does not work here", f"{why}. RAFT runs model-written code in it", fix)
+        return warning(
+            "bubblewrap does not work here", f"{why}. RAFT runs model-written code in it", fix
+        )
     if recorded.sandbox.found:
         return ok(f"bubblewrap works: {recorded.sandbox.found}")
     return ok("bubblewrap works")

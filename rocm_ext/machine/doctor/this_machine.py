@@ -20,7 +20,15 @@ from rocm_ext.base.nested import parse
 from rocm_ext.base.types import Json
 from rocm_ext.machine.detect import VISIBLE_VARIABLES
 from rocm_ext.machine.doctor.facts import Facts
-from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, Finding, Memory, Recorded, SandboxState, User
+from rocm_ext.machine.doctor.recorded import (
+    MARK,
+    DeviceNode,
+    Finding,
+    Memory,
+    Recorded,
+    SandboxState,
+    User,
+)
 from rocm_ext.machine.doctor.software import COMPILERS, DEBUGGING
 from rocm_ext.machine.doctor.system import read_system
 from rocm_ext.machine.environment import ALLOCATOR_VARIABLES
@@ -29,7 +37,9 @@ from rocm_ext.machine.sysfs import cgroups, listing, read_number, read_text
 
 ROOT = Path("/")
 PROBE = ("-m", "rocm_ext.machine.doctor.probe")
-PATIENCE = 180  # seconds for the probe; the first import of torch from a cold disk takes most of a minute
+PATIENCE = (
+    180  # seconds for the probe; the first import of torch from a cold disk takes most of a minute
+)
 _GROUPS = ("render", "video")
 _VARIABLES = (
     "HSA_ENABLE_INTERRUPT",
@@ -87,7 +97,9 @@ def _device_nodes() -> dict[str, DeviceNode]:
     import pwd
 
     nodes = {}
-    render = [f"/dev/dri/{name}" for name in listing(Path("/dev/dri")) if name.startswith("renderD")]
+    render = [
+        f"/dev/dri/{name}" for name in listing(Path("/dev/dri")) if name.startswith("renderD")
+    ]
     for path in ("/dev/kfd", *render, "/dev/dxg"):
         try:
             status = os.stat(path)
@@ -161,9 +173,14 @@ def _memory_limit() -> int | None:
 
 def _ask_torch() -> Recorded:
     """Run the probe; return its facts alone, also if it crashed or hung later."""
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+", errors="replace") as complaints:
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        tempfile.TemporaryFile("w+", errors="replace") as complaints,
+    ):
         command = [sys.executable, *PROBE]
-        probe = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=complaints)
+        probe = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=complaints
+        )
         try:
             status = probe.wait(PATIENCE)
             failure = f"the test program ended with status {status}" if status else ""

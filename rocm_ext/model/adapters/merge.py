@@ -74,7 +74,9 @@ def merge(
     """
     base = Path(cfg_checkpointer.checkpoint_dir)
     if not (base / "config.json").is_file():
-        log.warning("skipping %s: %s is not a Hugging Face folder (it has no config.json)", out, base)
+        log.warning(
+            "skipping %s: %s is not a Hugging Face folder (it has no config.json)", out, base
+        )
         return
     base, files, state = base_tensors(cfg_checkpointer)
     merged = MergedWeights(decoder, state, adapter)
@@ -138,7 +140,9 @@ class MergedWeights:
         self.rows = {name: parts[ROWS] for name, parts in updates.items() if ROWS in parts}
         self._converted = decoder.converted(state)
         self._ready: dict[str, Tensor] = {}  # pieces of merged weights that are not written yet
-        self._groups = self._changed_groups()  # by a file's tensor, the weights that consist of it, if any changes
+        self._groups = (
+            self._changed_groups()
+        )  # by a file's tensor, the weights that consist of it, if any changes
         self._same: dict[str, str] = {}  # a tied layer that the files hold twice
         if self.rows and is_tied(decoder):
             embeddings, output = (f"{name}.weight" for name in layer_names(decoder).values())
@@ -235,7 +239,9 @@ class MergedWeights:
         """Return a fused weight of experts with its update; each expert is rounded by its own draw."""
         a, b, layer = self.experts[name]
         experts = len(weight)
-        a_by_expert, b_by_expert = expert_factors(a.float(), b.float(), experts)  # [experts, r, in], [experts, out, r]
+        a_by_expert, b_by_expert = expert_factors(
+            a.float(), b.float(), experts
+        )  # [experts, r, in], [experts, out, r]
         scale = self.config.scale(name)
         merged = torch.empty_like(weight, dtype=dtype)
         for i in range(experts):
@@ -266,7 +272,9 @@ def check_base(decoder: Decoder, shapes: Mapping[str, Tensor], base: Path) -> No
         shape = list(shapes[published].shape) if published in shapes else "missing"
         expected = list(parameter.shape)
         if shape != expected:
-            raise UserError(f"{published} is {shape} in {base}, and {expected} by its {CONFIG}; download both again")
+            raise UserError(
+                f"{published} is {shape} in {base}, and {expected} by its {CONFIG}; download both again"
+            )
 
 
 def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
@@ -280,7 +288,9 @@ def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         dtype: bf16 or fp16; for other dtypes the values are cast.
     """
     _check_finite(exact, dtype, name)
-    dropped = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # bits of the fraction that fp32 has in addition
+    dropped = {torch.bfloat16: 16, torch.float16: 13}.get(
+        dtype
+    )  # bits of the fraction that fp32 has in addition
     if dropped is None:
         return exact.to(dtype)
     generator = np.random.default_rng(crc32(name.encode()))
@@ -294,7 +304,9 @@ def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 def _check_finite(exact: Tensor, dtype: torch.dtype, name: str) -> None:
     extremes = torch.stack(exact.aminmax())
     if not extremes.abs().max() <= torch.finfo(dtype).max:  # also where they are NaN
-        raise UserError(f"the merged {name} has values that are not finite in {dtype}; the adapter is damaged")
+        raise UserError(
+            f"the merged {name} has values that are not finite in {dtype}; the adapter is damaged"
+        )
 
 
 def check_mergeable(decoder: Decoder, state: Mapping[str, Tensor]) -> None:
@@ -316,4 +328,6 @@ def check_mergeable(decoder: Decoder, state: Mapping[str, Tensor]) -> None:
         try:
             converted.taken_apart({weight: shapes[weight] for weight in weights})
         except UserError as error:
-            raise UserError(f"save_adapter_weights_only=False: {error}; set save_adapter_weights_only=True") from error
+            raise UserError(
+                f"save_adapter_weights_only=False: {error}; set save_adapter_weights_only=True"
+            ) from error

@@ -30,7 +30,15 @@ from rocm_ext.model.adapters.peft_layers import (
     updates_by_weight,
 )
 from rocm_ext.model.decoder import Decoder
-from rocm_ext.model.lora import Adapter, Dora, ExpertLora, Sizes, adapter_parameters, described, scale_of
+from rocm_ext.model.lora import (
+    Adapter,
+    Dora,
+    ExpertLora,
+    Sizes,
+    adapter_parameters,
+    described,
+    scale_of,
+)
 from rocm_ext.model.names import EMBEDDINGS, LORA_A, LORA_B, MAGNITUDE, ROWS, last_part
 from rocm_ext.model.token_rows import TokenRows, by_layer, trained_tokens
 from rocm_ext.model.weights.checkpointer import HF
@@ -52,7 +60,9 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-_NAMES = Kind(lambda value: isinstance(value, list) and all(map(_is_text, value)), ("a list of names",))
+_NAMES = Kind(
+    lambda value: isinstance(value, list) and all(map(_is_text, value)), ("a list of names",)
+)
 _OPTIONAL = {
     "use_rslora": JSON_SWITCH,
     "use_dora": JSON_SWITCH,
@@ -64,7 +74,9 @@ _OPTIONAL = {
     ),
     "peft_version": Kind(lambda value: _is_text(value) and len(value) <= 100, ("a version",)),
     "base_model_name_or_path": Kind(
-        lambda value: _is_text(value) and value.isprintable() and max(map(len, value.split("/"))) <= 255,
+        lambda value: (
+            _is_text(value) and value.isprintable() and max(map(len, value.split("/"))) <= 255
+        ),
         ("a name on the hub or a folder",),
     ),
 }
@@ -125,9 +137,13 @@ class PeftConfig(Sizes):
         except FileNotFoundError as error:
             raise UserError(f"no adapter in {folder}: {ADAPTER_CONFIG} is missing") from error
         except (ValueError, OSError, RecursionError) as error:
-            raise UserError(f"cannot read the adapter in {folder}: {ADAPTER_CONFIG}: {error}") from error
+            raise UserError(
+                f"cannot read the adapter in {folder}: {ADAPTER_CONFIG}: {error}"
+            ) from error
         if not isinstance(config, dict):
-            raise UserError(f"cannot read the adapter in {folder}: {ADAPTER_CONFIG} must hold a JSON object")
+            raise UserError(
+                f"cannot read the adapter in {folder}: {ADAPTER_CONFIG} must hold a JSON object"
+            )
         _refuse(folder, _not_computed(config))
         for key, kind in _EXPECTED.items():
             value = config.get(key)
@@ -179,7 +195,10 @@ class PeftConfig(Sizes):
             _Setting("use_rslora", self.rslora, "use_rslora", layer.rslora),
             _Setting("use_dora", self.dora, "model.use_dora", isinstance(layer, Dora)),
             _Setting(
-                "trainable_token_indices", tokens or None, "model.trainable_tokens", trained_tokens(decoder) or None
+                "trainable_token_indices",
+                tokens or None,
+                "model.trainable_tokens",
+                trained_tokens(decoder) or None,
             ),
         ]
         wrong = [setting for setting in settings if setting.theirs != setting.ours]
@@ -294,7 +313,9 @@ def check_checkpointer(cfg: DictConfig, decoder: Decoder) -> None:
             "rocm_ext.model.from_checkpoint, torchtune's checkpointers those of torchtune's builders. "
             "With from_checkpoint, leave checkpointer and tokenizer out"
         )
-    elif model_type == HF and Path(read).resolve() != Path(built).resolve():  # RoPE and norms may differ
+    elif (
+        model_type == HF and Path(read).resolve() != Path(built).resolve()
+    ):  # RoPE and norms may differ
         problem = (
             f"checkpoint_dir is {read}, but model.checkpoint_dir is {built}; set model.checkpoint_dir alone, or both "
             "to one folder"
@@ -344,7 +365,9 @@ def _written_config(layers: list[PeftLayer], decoder: Decoder, base_model: str) 
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         **described(sizes_of(layers)),
-        "lora_dropout": 0.0 if parameters else getattr(layer.dropout, "p", 0.0),  # PEFT refuses it with parameters
+        "lora_dropout": 0.0
+        if parameters
+        else getattr(layer.dropout, "p", 0.0),  # PEFT refuses it with parameters
         "target_modules": peft_layers.target_modules(layers, decoder),
         "use_dora": isinstance(layer, Dora),
         "use_rslora": layer.rslora,
@@ -413,7 +436,9 @@ def read_adapter(source: Path, decoder: Decoder, model_type: str) -> dict[str, T
         raise UserError(f"adapter {source} does not fit model: {error}") from error
 
 
-def _check_targets(folder: Path, state: Mapping[str, Tensor], decoder: Decoder, layers: list[PeftLayer]) -> None:
+def _check_targets(
+    folder: Path, state: Mapping[str, Tensor], decoder: Decoder, layers: list[PeftLayer]
+) -> None:
     """Check that adapter and model adapt the same kinds of layers."""
     layers_of_file = [name.removesuffix(LORA_A) for name in state if name.endswith(LORA_A)]
     theirs = sorted(set(map(last_part, layers_of_file)))
@@ -424,7 +449,9 @@ def _check_targets(folder: Path, state: Mapping[str, Tensor], decoder: Decoder, 
         keys = "model.lora_attn_modules, model.apply_lora_to_mlp and model.apply_lora_to_output for these"
     else:
         keys = f"model.target_modules=[{','.join(theirs)}]"
-    raise UserError(f"adapter {folder} adapts {', '.join(theirs)}; the config adapts {', '.join(ours)}. Set {keys}")
+    raise UserError(
+        f"adapter {folder} adapts {', '.join(theirs)}; the config adapts {', '.join(ours)}. Set {keys}"
+    )
 
 
 def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
@@ -464,7 +491,9 @@ def _damage(config: PeftConfig, state: Mapping[str, Tensor]) -> Iterator[str]:
         shapes = [list(tensors[part].shape) for part in parts]
         if not _shapes_fit(config, layer, *shapes):
             rank, _ = config.of(layer)
-            expected = f"[{rank}, inputs], [outputs, {rank}]" + (", [outputs]" if config.dora else "")
+            expected = f"[{rank}, inputs], [outputs, {rank}]" + (
+                ", [outputs]" if config.dora else ""
+            )
             yield f"{layer} has weights {', '.join(map(str, shapes))}; with r={rank}, expected {expected}"
 
 
@@ -480,7 +509,9 @@ def _damaged_rows(config: PeftConfig, state: Mapping[str, Tensor]) -> Iterator[s
             yield f"{name} is {shape}; expected a row for each of {ids}"
 
 
-def _shapes_fit(config: PeftConfig, layer: str, a: list[int], b: list[int], *norms: list[int]) -> bool:
+def _shapes_fit(
+    config: PeftConfig, layer: str, a: list[int], b: list[int], *norms: list[int]
+) -> bool:
     """Return whether A, B and DoRA's norms of a layer have shapes [r, in], [out, r] and [out]."""
     if len(a) != 2 or len(b) != 2:
         return False
@@ -502,10 +533,18 @@ def _finite_tensors(source: Path) -> dict[str, Tensor]:
         else:
             state = load_file(source / ADAPTER_WEIGHTS)
     except FileNotFoundError as error:
-        raise UserError(f"no adapter in {source}: expected {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG}") from error
+        raise UserError(
+            f"no adapter in {source}: expected {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG}"
+        ) from error
     except (SafetensorError, UnpicklingError, ValueError, RuntimeError, OSError) as error:
-        cause = "it is no file of tensors" if isinstance(error, UnpicklingError) else str(error).split("\n")[0]
-        raise UserError(f"cannot read the adapter in {source}: {cause}; expected a PEFT folder") from error
+        cause = (
+            "it is no file of tensors"
+            if isinstance(error, UnpicklingError)
+            else str(error).split("\n")[0]
+        )
+        raise UserError(
+            f"cannot read the adapter in {source}: {cause}; expected a PEFT folder"
+        ) from error
     tensors = state.values() if isinstance(state, dict) else [state]
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise UserError(f"cannot read the adapter in {source}: expected tensors by name")
@@ -516,7 +555,9 @@ def _finite_tensors(source: Path) -> dict[str, Tensor]:
         elif not tensor.float().isfinite().all():
             problem = "has values that are not finite"
         if problem:
-            raise UserError(f"adapter {source} is damaged: {name} {problem}; expected floating-point numbers")
+            raise UserError(
+                f"adapter {source} is damaged: {name} {problem}; expected floating-point numbers"
+            )
     return state
 
 

@@ -91,7 +91,9 @@ def trained_layers(decoder: Decoder, names: Names) -> list[PeftLayer]:
         example = layer.weight if isinstance(layer, TokenRows) else layer.lora_a.weight
         weight = _published(f"{module}.weight", example, names)
         # `target_modules` cannot name these: PEFT 0.19 would take them for experts
-        by_parameter = last_part(module) in decoder.names_of_experts and not isinstance(layer, TokenRows)
+        by_parameter = last_part(module) in decoder.names_of_experts and not isinstance(
+            layer, TokenRows
+        )
         layers.append(PeftLayer(name, layer, weight, weight.removesuffix(".weight"), by_parameter))
     return layers
 
@@ -108,7 +110,9 @@ def expert_layers(decoder: nn.Module) -> list[PeftLayer]:
     for module, weights in by_module.items():
         for number, weight in enumerate(weights, 1):
             wrapper = module + ".base_layer" * (len(weights) - number)
-            layers.append(PeftLayer(weight + ExpertLora.SUFFIX, loras[weight], weight, wrapper, True))
+            layers.append(
+                PeftLayer(weight + ExpertLora.SUFFIX, loras[weight], weight, wrapper, True)
+            )
     return layers
 
 
@@ -218,7 +222,9 @@ def _on_cpu(parameter: Tensor) -> Tensor:
     return parameter.detach().cpu().clone()
 
 
-def from_peft(state: Mapping[str, Tensor], decoder: Decoder, names: Names, config: Any) -> dict[str, Tensor]:
+def from_peft(
+    state: Mapping[str, Tensor], decoder: Decoder, names: Names, config: Any
+) -> dict[str, Tensor]:
     """Return the adapter's tensors by the decoder's names, in its order of rows and today's layout.
 
     Args:
@@ -250,7 +256,9 @@ class ExpertUpdate(NamedTuple):
     layer: ExpertLora
 
 
-def take_experts(state: dict[str, Tensor], decoder: nn.Module, config: Any) -> dict[str, ExpertUpdate]:
+def take_experts(
+    state: dict[str, Tensor], decoder: nn.Module, config: Any
+) -> dict[str, ExpertUpdate]:
     """Remove the experts' part of an adapter from ``state``, and return it by the names of the weights.
 
     Args:
@@ -298,7 +306,9 @@ def _published(weight: str, example: Tensor, names: Names) -> str:
     try:
         return names.published(weight)
     except Exception as error:  # a KeyError, or torchtune's bare Exception
-        raise UserError(f"{weight} {list(example.shape)} belongs to no layer of such a model") from error
+        raise UserError(
+            f"{weight} {list(example.shape)} belongs to no layer of such a model"
+        ) from error
 
 
 def _ours(published: str, tensor: Tensor, names: Names, has_rows: bool) -> tuple[str, Tensor]:
@@ -306,7 +316,9 @@ def _ours(published: str, tensor: Tensor, names: Names, has_rows: bool) -> tuple
     try:
         return names.ours(published), names.our_rows(published, tensor) if has_rows else tensor
     except Exception as error:  # a KeyError, or torchtune's bare Exception
-        raise UserError(f"{published} {list(tensor.shape)} belongs to no layer of such a model") from error
+        raise UserError(
+            f"{published} {list(tensor.shape)} belongs to no layer of such a model"
+        ) from error
 
 
 def _swapped(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:

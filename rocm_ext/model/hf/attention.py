@@ -24,9 +24,18 @@ from rocm_ext.model.attention import Lengths, SlotCache, sdpa
 from rocm_ext.model.hf.packed_states import ROWS
 
 PACKED, SLOTS = "rocm_ext_packed", "rocm_ext_slots"
-_packed: ContextVar[tuple[Lengths, str]] = ContextVar("lengths of the packed sequences, and kernel of attention")
+_packed: ContextVar[tuple[Lengths, str]] = ContextVar(
+    "lengths of the packed sequences, and kernel of attention"
+)
 # Arguments of a layer's call that change nothing here: q and k contain the positions, masks the windows.
-_KNOWN = ("position_ids", "sliding_window", "use_cache", "cache_position", "output_attentions", ROWS)
+_KNOWN = (
+    "position_ids",
+    "sliding_window",
+    "use_cache",
+    "cache_position",
+    "output_attentions",
+    ROWS,
+)
 
 
 # ---- packed rows
@@ -45,7 +54,9 @@ class Mask:
         plain: whether the rule is causal attention.
     """
 
-    def __init__(self, lengths: Lengths, rule: Callable[..., Any], window: int | None, kernel: str) -> None:
+    def __init__(
+        self, lengths: Lengths, rule: Callable[..., Any], window: int | None, kernel: str
+    ) -> None:
         self.lengths = lengths
         self.kernel = kernel
         self._rule = rule
@@ -197,7 +208,11 @@ def decodes() -> bool:
 
 
 def slots_mask(
-    *, kv_length: int, mask_function: Callable[..., Any] = causal_mask_function, local_size: int | None = None, **_: Any
+    *,
+    kv_length: int,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    local_size: int | None = None,
+    **_: Any,
 ) -> Tensor:
     """Build a model's mask for the current pass; transformers calls it.
 
@@ -221,7 +236,14 @@ def slots_mask(
 
 
 def _attend_to_slots(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling, softcap, sinks
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling,
+    softcap,
+    sinks,
 ) -> Tensor:
     """Attend within the slots: key and value are [n, kv_heads, places, head_dim], query has s tokens per slot."""
     n, heads, s, head_dim = query.shape
@@ -232,12 +254,16 @@ def _attend_to_slots(
     now.layers += 1
     now.read = max(now.read, kv_heads * (key.shape[-1] + value.shape[-1]))
     now.scores |= softcap is not None or sinks is not None
-    if s == 1:  # the heads of a group become queries of one kv head, so keys and values are not expanded
+    if (
+        s == 1
+    ):  # the heads of a group become queries of one kv head, so keys and values are not expanded
         query = query.view(n, kv_heads, heads // kv_heads, head_dim)
     if sinks is not None:
         first, second = query.shape[1:3] if s == 1 else (heads, 1)
         sinks = sinks.view(1, first, second, 1)
-    out = sdpa(query, key, value, now.kernel, mask=mask, scale=scaling, softcap=softcap, sinks=sinks)
+    out = sdpa(
+        query, key, value, now.kernel, mask=mask, scale=scaling, softcap=softcap, sinks=sinks
+    )
     return out.reshape(n, heads, s, -1).transpose(1, 2)
 
 
@@ -276,12 +302,18 @@ def attention(
         TypeError: an argument is unknown.
         UserError: the layer's code does not use the mask.
     """
-    unknown = sorted(name for name, value in others.items() if name not in _KNOWN and value is not None)
+    unknown = sorted(
+        name for name, value in others.items() if name not in _KNOWN and value is not None
+    )
     if unknown:
-        raise TypeError(f"{type(module).__name__} asks attention for {', '.join(unknown)}, which is not known here")
+        raise TypeError(
+            f"{type(module).__name__} asks attention for {', '.join(unknown)}, which is not known here"
+        )
     if isinstance(attention_mask, Mask):
         return _attend(query, key, value, attention_mask, dropout, scaling, softcap, s_aux), None
-    return _attend_to_slots(module, query, key, value, attention_mask, scaling, softcap, s_aux), None
+    return _attend_to_slots(
+        module, query, key, value, attention_mask, scaling, softcap, s_aux
+    ), None
 
 
 for name, mask in ((PACKED, packed_mask), (SLOTS, slots_mask)):

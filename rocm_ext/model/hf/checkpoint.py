@@ -60,7 +60,9 @@ class WeightNames:
     def of(self, name: str) -> tuple[str, str | None]:
         """Return the module's name of the tensor ``name``, and the pattern of its converter, if it has one."""
         prefix = self._model.base_model_prefix
-        new, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._known)
+        new, pattern = rename_source_key(
+            name, self._renamings, self._converters, prefix, self._known
+        )
         if new not in self._known and name in self._known:
             return rename_source_key(name, [], [], prefix, self._known)
         return new, pattern
@@ -75,7 +77,9 @@ class WeightNames:
 
     def converter(self, pattern: str) -> WeightConverter:
         """Return a copy of the converter with the source ``pattern``."""
-        return deepcopy(next(entry for entry in self._converters if pattern in entry.source_patterns))
+        return deepcopy(
+            next(entry for entry in self._converters if pattern in entry.source_patterns)
+        )
 
 
 class Converted(ConvertedWeights):
@@ -92,12 +96,20 @@ class Converted(ConvertedWeights):
         UserError: two tensors are the same weight, or a tied weight is stored with other values.
     """
 
-    def __init__(self, model: Any, names: WeightNames, state: Mapping[str, Tensor], tied: tuple[str, str] | None):
+    def __init__(
+        self,
+        model: Any,
+        names: WeightNames,
+        state: Mapping[str, Tensor],
+        tied: tuple[str, str] | None,
+    ):
         self._model = model
         self._names = names
         self._state = state
         self._shapes = on_meta(state)
-        self._sources: dict[str, list[tuple[str | None, str]]] = {}  # first target -> patterns and tensors
+        self._sources: dict[
+            str, list[tuple[str | None, str]]
+        ] = {}  # first target -> patterns and tensors
         self._first: dict[str, str] = {}  # any target -> first target
         for name in sorted(state, key=dot_natural_key):
             if self._names.ignored(name):
@@ -108,7 +120,9 @@ class Converted(ConvertedWeights):
             sources = self._sources.setdefault(new, [])
             sources.append((pattern, name))
             if pattern is None and len(sources) > 1:
-                raise UserError(f"the checkpoint has {sources[0][1]} and {name}, which are one weight of this model")
+                raise UserError(
+                    f"the checkpoint has {sources[0][1]} and {name}, which are one weight of this model"
+                )
             for target in self._targets(new, pattern):
                 self._first[target] = new
         if tied is not None and tied[0] in self._first:
@@ -134,7 +148,9 @@ class Converted(ConvertedWeights):
         with explain_errors(f"checkpointer: {name} cannot be made of {source} and others"):
             made = converter.convert(first, model=self._model, config=self._model.config)
         if name not in made:
-            raise UserError(f"checkpointer: transformers makes {', '.join(made)} of {source}, but not {name}")
+            raise UserError(
+                f"checkpointer: transformers makes {', '.join(made)} of {source}, but not {name}"
+            )
         value = made[name]
         return value[0] if isinstance(value, list) else value
 
@@ -156,7 +172,9 @@ class Converted(ConvertedWeights):
         if pattern is None:
             return {source: weights[name]}
         expected = {self._names.renamed(source): source for _, source in self._sources[first]}
-        with explain_errors(f"{name} cannot be taken apart into {source} and others"):  # some have no reverse
+        with explain_errors(
+            f"{name} cannot be taken apart into {source} and others"
+        ):  # some have no reverse
             back = self._names.converter(pattern).reverse_transform()
             for target, weight in weights.items():
                 key, matched = back.rename_source_key(target)
@@ -164,14 +182,18 @@ class Converted(ConvertedWeights):
             made = back.convert(key, model=self._model, config=self._model.config)  # type: ignore[attr-defined]
         tensors = {self._names.bare(key): value for key, value in made.items()}
         if tensors.keys() != expected.keys():
-            raise UserError(f"{name} is made of {source} and others, but transformers takes it apart into {min(made)}")
+            raise UserError(
+                f"{name} is made of {source} and others, but transformers takes it apart into {min(made)}"
+            )
         pieces = {}
         for key, value in tensors.items():
             piece = value[0] if isinstance(value, list) else value
             stored = expected[key]
             like = self._shapes[stored]
             if piece.shape != like.shape:
-                raise UserError(f"transformers makes {stored} {list(piece.shape)} of {name}, not the checkpoint's")
+                raise UserError(
+                    f"transformers makes {stored} {list(piece.shape)} of {name}, not the checkpoint's"
+                )
             pieces[stored] = piece.to(like.dtype)
         return pieces
 

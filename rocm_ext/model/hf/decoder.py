@@ -39,7 +39,14 @@ from rocm_ext.model.hf.checkpoint import (
 from rocm_ext.model.hf.experts import SORTED, Replay
 from rocm_ext.model.hf.packed_states import ROWS, keep_apart
 from rocm_ext.model.hf.sampler import TransformersSampler, memory_of, obstacle_of, replay_of
-from rocm_ext.model.hf.targets import ALL, ALL_EXPERTS, frozen_kinds, fused_experts, put_in, put_in_experts
+from rocm_ext.model.hf.targets import (
+    ALL,
+    ALL_EXPERTS,
+    frozen_kinds,
+    fused_experts,
+    put_in,
+    put_in_experts,
+)
 from rocm_ext.model.lora import Sizes
 from rocm_ext.model.names import Names, last_part
 from rocm_ext.model.token_rows import TokenRows
@@ -88,7 +95,9 @@ class TransformersDecoder(Decoder):
             self.add_module(name, child)
         outside = [name for name, _ in model.named_parameters(recurse=False)]
         head = _name_of(model, model.get_output_embeddings())
-        lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
+        lists = [
+            (name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)
+        ]
         of_layers = [name for name, part in lists if len(part) == config.num_hidden_layers]
         self.layers_name = of_layers[0] if of_layers else ""
         top, nested, _ = self.layers_name.partition(".")
@@ -125,7 +134,9 @@ class TransformersDecoder(Decoder):
         states, self.kernels = keep_apart(model)
         self._states = states and self.packs
         ropes = [getattr(part, "rope_type", None) for part in model.modules()]
-        self.shares = self.packs and "longrope" not in ropes  # whose frequencies depend on what follows
+        self.shares = (
+            self.packs and "longrope" not in ropes
+        )  # whose frequencies depend on what follows
         # not submodules: this module has their parameters
         object.__setattr__(self, "model_", model)
         object.__setattr__(self, "output", _Head(model, top))
@@ -162,7 +173,9 @@ class TransformersDecoder(Decoder):
         with packed(lengths, self.kernel):
             # without a mask, transformers would look for sequences
             mask = torch.ones_like(batch.tokens)
-            return self._run(batch.tokens, position_ids=batch.positions, attention_mask=mask, **states)
+            return self._run(
+                batch.tokens, position_ids=batch.positions, attention_mask=mask, **states
+            )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Compute the logits of complete rows: [b, s] -> [b, s, v]."""
@@ -173,7 +186,9 @@ class TransformersDecoder(Decoder):
             positions = torch.arange(len(row), device=row.device)[None]
             nothing = row.new_zeros(0)
             length = len(row)
-            batch = MicroBatch(row[None], positions, (length,), nothing, nothing, nothing, 0, length)
+            batch = MicroBatch(
+                row[None], positions, (length,), nothing, nothing, nothing, 0, length
+            )
             hidden = self.hidden_states(batch)[0]
             rows.append(self.output(hidden))
         return torch.stack(rows)
@@ -200,7 +215,9 @@ class TransformersDecoder(Decoder):
     def replay_routes(self) -> None:
         self.replay = replay_of(self)
 
-    def sampler(self, merge: bool | None = None, device: torch.device | None = None) -> TransformersSampler:
+    def sampler(
+        self, merge: bool | None = None, device: torch.device | None = None
+    ) -> TransformersSampler:
         return TransformersSampler(self, merge, device)
 
     def empty_model(self, attention: str) -> Any:
@@ -208,7 +225,11 @@ class TransformersDecoder(Decoder):
         model: Any = self.model_
         config, dtype = copy.deepcopy(model.config), self.tok_embeddings.weight.dtype
         with torch.device("cpu"), _meta_parameters():
-            options = {"dtype": dtype, "attn_implementation": attention, "experts_implementation": SORTED}
+            options = {
+                "dtype": dtype,
+                "attn_implementation": attention,
+                "experts_implementation": SORTED,
+            }
             return type(model)._from_config(config, **options)
 
     def wrapped(self, model: Any) -> "TransformersDecoder":
@@ -255,10 +276,14 @@ def _try_head(model: Any, head: nn.Module, width: int) -> None:
     """Refuse a model whose code needs more than hidden states from its body."""
     dtype = model.get_input_embeddings().weight.dtype
     hidden = torch.empty(2, width, device="meta", dtype=dtype)
-    with explain_errors(f"{type(model).__name__} does not compute logits from hidden states as others do"):
+    with explain_errors(
+        f"{type(model).__name__} does not compute logits from hidden states as others do"
+    ):
         logits = head(hidden)
     if logits.ndim != 2 or len(logits) != 2:
-        raise UserError(f"{type(model).__name__} computes logits of shape {list(logits.shape)} for 2 hidden states")
+        raise UserError(
+            f"{type(model).__name__} computes logits of shape {list(logits.shape)} for 2 hidden states"
+        )
 
 
 class _Given(nn.Module):
@@ -352,15 +377,21 @@ def build(
     if parameters is None and targets is not None and not list(targets):
         raise UserError(f"target_modules is empty; expected {ALL} or names of linear layers")
     if parameters is not None and use_dora:
-        raise UserError("target_parameters works with LoRA, not with DoRA, as in PEFT; set use_dora=False")
+        raise UserError(
+            "target_parameters works with LoRA, not with DoRA, as in PEFT; set use_dora=False"
+        )
     if parameters is not None and dropout:
-        raise UserError("target_parameters works only without dropout, as in PEFT; set lora_dropout=0.0")
+        raise UserError(
+            "target_parameters works only without dropout, as in PEFT; set lora_dropout=0.0"
+        )
     if targets is not None and targets != ALL:
         targets = [targets] if isinstance(targets, str) else list(targets)
         for name in map(str, parameters or ()):
             if name.endswith(".weight"):  # adapters name some linear layers by their weights
                 targets.append(name.removesuffix(".weight"))
-    kind = partial(DoRALinear if use_dora else LoRALinear, dropout=dropout, quantize_base=quantize_base)
+    kind = partial(
+        DoRALinear if use_dora else LoRALinear, dropout=dropout, quantize_base=quantize_base
+    )
     names = put_in(model, decoder.layers_name, targets, kind, sizes)
     if parameters is not None:
         names += put_in_experts(model, parameters, sizes, names)
@@ -387,7 +418,9 @@ def shapes_of(folder: Path) -> dict[str, list[int]]:
 def _needs_code(config: ModelConfig, trust_remote_code: bool) -> bool:
     """Return whether the folder's code has to run, because transformers lacks the class; refuse untrusted code."""
     named, code = (config.get("architectures") or [""])[0], own_code(config)
-    if code is None or code == named == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type"))):
+    if code is None or code == named == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(
+        str(config.get("model_type"))
+    ):
         return False
     if not trust_remote_code:
         refuse_code(str(named))
@@ -398,17 +431,27 @@ def _on_meta(folder: Path, trusted: bool = False) -> Any:
     """Build transformers' model of a folder without weights; ``trusted``: with the folder's code."""
     version, dtype = transformers.__version__, torch.get_default_dtype()
     with explain_errors(f"{folder / CONFIG}: transformers {version} cannot build this model"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trusted, local_files_only=True
+        )
         whole = config.get_text_config() is not config  # not only a text model
         known = MODEL_FOR_MULTIMODAL_LM_MAPPING if whole else MODEL_FOR_CAUSAL_LM_MAPPING
         if type(config) not in known and not getattr(config, "auto_map", None):
             kind = f"model_type {config.model_type!r}"
-            raise UserError(f"{folder / CONFIG}: transformers {version} has no language model for {kind}")
+            raise UserError(
+                f"{folder / CONFIG}: transformers {version} has no language model for {kind}"
+            )
         packs = config.get_text_config().model_type in PACKS and not trusted
-        options: dict[str, object] = {"dtype": dtype, "trust_remote_code": trusted, "experts_implementation": SORTED}
+        options: dict[str, object] = {
+            "dtype": dtype,
+            "trust_remote_code": trusted,
+            "experts_implementation": SORTED,
+        }
         options |= {"attn_implementation": PACKED} if packs else {}
         with torch.device("cpu"), _meta_parameters():
-            model = (AutoModelForMultimodalLM if whole else AutoModelForCausalLM).from_config(config, **options)
+            model = (AutoModelForMultimodalLM if whole else AutoModelForCausalLM).from_config(
+                config, **options
+            )
         keep_precision(model, dtype)
         if packs:
             scale_each_sequence(model)
@@ -436,9 +479,13 @@ def _meta_parameters() -> Iterator[None]:
 def _log_structure(decoder: TransformersDecoder, name: str, adapted: list[str]) -> None:
     log.info("%s: transformers' code, %s rows", name, "packed" if decoder.packs else "padded")
     if not decoder.packs:
-        log.info("padded rows are as long as the longest of their micro-batch, and share no prompts")
+        log.info(
+            "padded rows are as long as the longest of their micro-batch, and share no prompts"
+        )
     if (text := decoder.text_part) is not None:
-        log.info("%s trains only on text: %s are neither loaded nor changed", name, ", ".join(text.parts))
+        log.info(
+            "%s trains only on text: %s are neither loaded nor changed", name, ", ".join(text.parts)
+        )
     frozen = frozen_kinds(decoder, adapted)
     experts = fused_experts(decoder)
     hint = ""

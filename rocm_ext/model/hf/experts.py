@@ -27,7 +27,9 @@ ROUTES = "routes"  # attribute of an experts module, [slots, k] int16: the exper
 
 
 @torch.compiler.disable  # counts differ between batches, and torch would compile every one anew
-def sorted_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def sorted_experts(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """Apply a layer's experts; transformers calls it as the ``forward`` of an experts module.
 
     Args:
@@ -208,7 +210,9 @@ class Replay:
             return None
         return torch.stack(differs, 1), self._given >= 0
 
-    def _run(self, layer: int, experts: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(
+        self, layer: int, experts: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if self._given is None:
             return forward(*args, **kwargs)
         with _Chooses(experts, self.chosen, partial(self._choose, layer)):

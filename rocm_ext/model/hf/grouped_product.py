@@ -22,7 +22,9 @@ from rocm_ext.machine import trials
 from rocm_ext.model.hf.packed_states import on_gpu
 from rocm_ext.model.lora import is_plain
 
-_grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(
+    torch, "_grouped_mm", None
+)
 _WHAT = "the grouped product"
 _FEW = 16  # rows per expert, on average
 # the loop over experts; a plan computes one expert and counts its kernels for all
@@ -95,7 +97,9 @@ class Rows:
     @cached_property
     def parts(self) -> list[tuple[int, slice]]:
         """Experts with rows, and where these are. It waits for the device."""
-        if self.every or isinstance(self.ends, FakeTensor) or self.ends.is_meta:  # in plans there are no values
+        if (
+            self.every or isinstance(self.ends, FakeTensor) or self.ends.is_meta
+        ):  # in plans there are no values
             experts = len(self.ends)
             ends = [len(self.order) * (i + 1) // experts for i in range(experts)]
         else:
@@ -116,7 +120,9 @@ class Rows:
         _, weight = pairs[0]
         if self.every and is_plain(weight):
             return self._in_batches(pairs, bias)
-        if self.grouped and is_plain(weight) and _aligned(*chain(*pairs)):  # else one expert is dequantised at a time
+        if (
+            self.grouped and is_plain(weight) and _aligned(*chain(*pairs))
+        ):  # else one expert is dequantised at a time
             return self._in_groups(pairs, bias)
         return self._by_expert(pairs, bias)
 
@@ -215,7 +221,9 @@ def trial(device: torch.device) -> str:
     def times(rows: Rows, call: Callable[[Rows], Tensor]) -> Tensor:
         return call(replace(rows))  # a copy, because rows remember the experts' parts
 
-    return trials.compare(_WHAT, [(partial(times, grouped, run), partial(times, by_loop, run)) for run in calls], 1e-2)
+    return trials.compare(
+        _WHAT, [(partial(times, grouped, run), partial(times, by_loop, run)) for run in calls], 1e-2
+    )
 
 
 if __name__ == "__main__":

@@ -38,10 +38,16 @@ def _installed(package: str) -> bool:
 
 
 def _chosen(
-    theirs: Callable[..., Any], in_torch: Callable[..., Any], package: str, x: Tensor, options: Mapping[str, object]
+    theirs: Callable[..., Any],
+    in_torch: Callable[..., Any],
+    package: str,
+    x: Tensor,
+    options: Mapping[str, object],
 ) -> Callable[..., Any]:
     """Return ``theirs`` where the package's kernel computes it, else the same function ``in_torch``."""
-    packs = any(options.get(name) is not None for name in ("seq_idx", "cu_seqlens"))  # refused without the package
+    packs = any(
+        options.get(name) is not None for name in ("seq_idx", "cu_seqlens")
+    )  # refused without the package
     has_kernel = _installed(package) and on_gpu(x)
     return theirs if packs or has_kernel else in_torch
 
@@ -55,7 +61,9 @@ def _conv(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap ``causal_conv1d_fn``: [1, channels, s] -> [1, channels, s]."""
     in_torch = inspect.unwrap(theirs)
 
-    def conv(hidden_states: Tensor, *weights: Any, packed_rows: Lengths | None = None, **options: Any) -> Tensor:
+    def conv(
+        hidden_states: Tensor, *weights: Any, packed_rows: Lengths | None = None, **options: Any
+    ) -> Tensor:
         function = _chosen(theirs, in_torch, "causal_conv1d", hidden_states, options)
         if packed_rows is None:
             return function(hidden_states, *weights, **options)
@@ -92,7 +100,9 @@ def _delta_rule(theirs: Callable[..., Any], largest: int = _LARGEST) -> Callable
             length = q.shape[1]
             power = 1 << (length - 1).bit_length()  # the next power of 2
             size = min(chunk_size, largest, max(_SMALLEST, power))
-            return function(q, *others, chunk_size=size, **options)  # fla's sixth argument is another
+            return function(
+                q, *others, chunk_size=size, **options
+            )  # fla's sixth argument is another
 
         inputs = (query, key, value, g, beta)
         if packed_rows is None:
@@ -178,7 +188,9 @@ def chunk_scan(
         padded = pad(t.float(), (*others, 0, behind))
         return padded.unflatten(1, (count, size))
 
-    def joined(t: Tensor) -> Tensor:  # [b, chunks, heads, i, d] -> [b, chunks, groups, i, heads of a group x d]
+    def joined(
+        t: Tensor,
+    ) -> Tensor:  # [b, chunks, heads, i, d] -> [b, chunks, groups, i, heads of a group x d]
         return t.unflatten(2, (groups, -1)).transpose(3, 4).flatten(4)
 
     def by_head(t: Tensor) -> Tensor:  # and back
@@ -190,7 +202,9 @@ def chunk_scan(
         dt = softplus(dt)
     dt = dt.clamp(*dt_limit).float()
     values = chunks(x.float() * dt[..., None]).transpose(2, 3)  # [b, chunks, heads, size, d]
-    decay = chunks(dt * A.float()).cumsum(2).transpose(2, 3)  # [b, chunks, heads, size]: logs, since the chunk began
+    decay = (
+        chunks(dt * A.float()).cumsum(2).transpose(2, 3)
+    )  # [b, chunks, heads, size]: logs, since the chunk began
     b = chunks(B).transpose(2, 3)  # [b, chunks, groups, size, n]
     c = chunks(C).transpose(2, 3)
 
@@ -230,7 +244,9 @@ def chunk_scan(
 def _fused(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a kernel that computes a complete layer; the layer calls the other functions where it returns None."""
 
-    def fused(x: Tensor, *arguments: Any, packed_rows: Lengths | None = None, **options: Any) -> Any:
+    def fused(
+        x: Tensor, *arguments: Any, packed_rows: Lengths | None = None, **options: Any
+    ) -> Any:
         if packed_rows is not None or not on_gpu(x):
             return None
         return theirs(x, *arguments, **options)
@@ -247,7 +263,9 @@ def _conv_inputs(rng: Generator, dtype: torch.dtype) -> list[Tensor]:
     return [x.transpose(1, 2), weight]
 
 
-def _rule_inputs(rng: Generator, dtype: torch.dtype, of_decay: tuple[int, ...] = ()) -> list[Tensor]:
+def _rule_inputs(
+    rng: Generator, dtype: torch.dtype, of_decay: tuple[int, ...] = ()
+) -> list[Tensor]:
     q, k, v = torch.randn(3, 2, 96, 2, 32, generator=rng).to(dtype)
     decay = logsigmoid(torch.randn(2, 96, 2, *of_decay, generator=rng))
     beta = torch.rand(2, 96, 2, generator=rng).to(dtype)
@@ -291,7 +309,11 @@ class _Function:
         return Kernel(_PIP[self.package], name, compute, reference, self.inputs)
 
 
-_PIP = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}  # pip's names
+_PIP = {
+    "causal_conv1d": "causal-conv1d",
+    "fla": "flash-linear-attention",
+    "mamba_ssm": "mamba-ssm",
+}  # pip's names
 _NORMED = {"use_qk_l2norm_in_kernel": True}
 _FUNCTIONS = {
     "causal_conv1d_fn": _Function(_conv, "causal_conv1d", _conv_inputs, {"activation": "silu"}),

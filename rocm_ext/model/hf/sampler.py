@@ -43,8 +43,12 @@ from rocm_ext.model.sampler import (
 from rocm_ext.model.token_rows import TokenRows, attach, token_rows
 
 _CHOSEN = ("num_experts_per_tok", "moe_k")
-_SLACK = 1.5  # small temporaries, and the pieces between them; measured 1.0 to 1.4 with 19 architectures
-_CHUNK_BYTES = 8 * 64 * 4  # linear attention over chunks of 64 tokens: fp32 matrices, per token and head
+_SLACK = (
+    1.5  # small temporaries, and the pieces between them; measured 1.0 to 1.4 with 19 architectures
+)
+_CHUNK_BYTES = (
+    8 * 64 * 4
+)  # linear attention over chunks of 64 tokens: fp32 matrices, per token and head
 _TOGETHER = 2048  # tokens of prompts that run together, with padding
 _PROBE = 2  # tokens of the prefill that shows the cache's shapes
 _ATTENTION = "its attention is not that of transformers' interface"
@@ -63,7 +67,9 @@ class _Attention(Slots, CacheLayerMixin):
         Slots.__init__(self, cache, window)
         self.is_sliding = window is not None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write one token's keys and values in the first n slots; return these slots' keys and values."""
         return self.write(key_states[:, :, 0], value_states[:, :, 0])
 
@@ -156,7 +162,9 @@ class TransformersSlots(SlotCache, Cache):
         UserError: the model has an unsupported kind of layer.
     """
 
-    def __init__(self, config: Any, slots: int, length: int, rounded: Callable[[int], int] | None) -> None:
+    def __init__(
+        self, config: Any, slots: int, length: int, rounded: Callable[[int], int] | None
+    ) -> None:
         SlotCache.__init__(self, 0, slots, length)
         self._rounded = rounded
         Cache.__init__(self, layers=[self._layer(theirs) for theirs in layers_of(config)])
@@ -197,13 +205,21 @@ class _WholeWindow(DynamicLayer):
         self.sliding_window = sliding_window
 
 
-_KINDS = (DynamicLayer, _WholeWindow, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
+_KINDS = (
+    DynamicLayer,
+    _WholeWindow,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    DummyLayer,
+)
 
 
 def layers_of(config: Any) -> list[Any]:
     """Return new cache layers for the prefill of a model; refuse unsupported kinds."""
     if "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
-        raise UserError("it has chunked attention")  # Llama 4 also scales queries by the number of cached tokens
+        raise UserError(
+            "it has chunked attention"
+        )  # Llama 4 also scales queries by the number of cached tokens
     layers = [
         _WholeWindow(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else layer  # type: ignore
         for layer in DynamicCache(config=config).layers
@@ -317,7 +333,9 @@ class TransformersSampler(Sampler):
         total = sum(prompts)
         held = max(min(most, total), longest)
         at_once = held if self.together else longest
-        per_position = sum(size for size, _ in self.memory.keys)  # prompts keep more than the window
+        per_position = sum(
+            size for size, _ in self.memory.keys
+        )  # prompts keep more than the window
         states = self.memory.states * (1 + held * len(prompts) // total)
         rows = max(1, at_once // longest)
         scores = rows * longest**2 * (8 + self._score_bytes)
@@ -331,7 +349,9 @@ class TransformersSampler(Sampler):
 
     def keep_routes(self, slots: int) -> Tensor:
         experts = experts_of(self.decoder).values()
-        routes = torch.zeros(slots, len(experts), self._chosen, dtype=torch.int16, device=self.device)
+        routes = torch.zeros(
+            slots, len(experts), self._chosen, dtype=torch.int16, device=self.device
+        )
         for layer, module in enumerate(experts):
             vars(module)[ROUTES] = routes[:, layer]
         return routes
@@ -344,7 +364,9 @@ class TransformersSampler(Sampler):
             tokens = torch.zeros(len(group), longest, dtype=torch.long)
             for row, prompt in enumerate(group):
                 tokens[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long)
-            layers, _ = _prefill(self.decoder.body, self._config, tokens.to(self.device), self.decoder.kernel)
+            layers, _ = _prefill(
+                self.decoder.body, self._config, tokens.to(self.device), self.decoder.kernel
+            )
             caches += [row_of(layers, row, len(prompt)) for row, prompt in enumerate(group)]
         return caches
 
@@ -361,7 +383,9 @@ class TransformersSampler(Sampler):
         return groups
 
     @torch.no_grad()
-    def step(self, tokens: Tensor, positions: Tensor, cache: TransformersSlots, span: int) -> Tensor:
+    def step(
+        self, tokens: Tensor, positions: Tensor, cache: TransformersSlots, span: int
+    ) -> Tensor:
         cache.begin(positions, span)
         rows = {"input_ids": tokens[:, None], "position_ids": positions[:, None]}
         with forward_pass(positions[:, None], self.decoder.kernel, cache, self.fixed_shapes):
@@ -379,7 +403,9 @@ def chosen_of(config: Any) -> int:
     return 1
 
 
-def _prefill(run: Callable[..., Any], config: Any, tokens: Tensor, kernel: str) -> tuple[list[Any], ForwardPass]:
+def _prefill(
+    run: Callable[..., Any], config: Any, tokens: Tensor, kernel: str
+) -> tuple[list[Any], ForwardPass]:
     """Return the cache's layers after ``tokens`` [n, s], and the pass, with the model's use of attention."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     cache = Cache(layers=layers_of(config))
@@ -415,7 +441,9 @@ def replay_of(source: Any) -> Replay:
     trial = Replay(decoder, chosen)
     name = type(source.model_).__name__
     if not trial.layers:
-        raise UserError(f"router_replay is True, and {name} has no experts; set router_replay=False")
+        raise UserError(
+            f"router_replay is True, and {name} has no experts; set router_replay=False"
+        )
     _fake_prefill(decoder, trial)
     if trial.counts != [1] * trial.layers:
         raise UserError(
@@ -443,8 +471,12 @@ def memory_of(source: Any) -> SequenceMemory:
         }
         refuse(problem for problem, holds in problems.items() if holds)
     except Exception as error:  # the model's code may raise anything
-        cause = _ATTENTION if SLOTS in str(error) else one_line(error)  # its code does not know this attention
-        raise UserError(f"{name} cannot be sampled from in this process: {cause}; {_SERVER}") from error
+        cause = (
+            _ATTENTION if SLOTS in str(error) else one_line(error)
+        )  # its code does not know this attention
+        raise UserError(
+            f"{name} cannot be sampled from in this process: {cause}; {_SERVER}"
+        ) from error
     keys = [(size, window) for size, window in memory.keys]
     scores = memory.scores or source.kernel in ("math", "eager")
     return memory._replace(keys=keys, scores=scores)
@@ -512,7 +544,9 @@ class _NoCopies(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func._overloadpacket.__name__ in ("_to_copy", "copy_"):
-            devices = {leaf.device.type for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)}
+            devices = {
+                leaf.device.type for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)
+            }
             if len(devices) > 1:
                 raise UserError(f"a copy between {' and '.join(sorted(devices))}")
         return out

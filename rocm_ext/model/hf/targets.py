@@ -20,7 +20,11 @@ _READ = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size)\b)")
 
 
 def put_in(
-    model: nn.Module, layers: str, targets: Iterable[str] | str | None, adapted: Callable[..., nn.Module], sizes: Sizes
+    model: nn.Module,
+    layers: str,
+    targets: Iterable[str] | str | None,
+    adapted: Callable[..., nn.Module],
+    sizes: Sizes,
 ) -> list[str]:
     """Replace linear layers by adapted ones with the same parameters; return their names.
 
@@ -37,7 +41,9 @@ def put_in(
     """
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     if targets is None or targets == ALL:
-        names = [name for name in linears if name.startswith(f"{layers}.") and not _left_out(model, name)]
+        names = [
+            name for name in linears if name.startswith(f"{layers}.") and not _left_out(model, name)
+        ]
         if not names:
             raise UserError(f"no linear layer of {type(model).__name__} can be adapted")
     else:
@@ -45,7 +51,9 @@ def put_in(
     for name in names:
         linear = linears[name]
         has_bias = linear.bias is not None
-        layer = adapted_linear(adapted, sizes, name, linear.in_features, linear.out_features, has_bias)
+        layer = adapted_linear(
+            adapted, sizes, name, linear.in_features, linear.out_features, has_bias
+        )
         layer.weight = linear.weight
         layer.bias = linear.bias
         model.set_submodule(name, layer)
@@ -56,7 +64,9 @@ def _listed(targets: Iterable[str] | str) -> list[str]:
     return [targets] if isinstance(targets, str) else list(map(str, targets))
 
 
-def put_in_experts(model: nn.Module, targets: Any, sizes: Sizes, adapted: Iterable[str]) -> list[str]:
+def put_in_experts(
+    model: nn.Module, targets: Any, sizes: Sizes, adapted: Iterable[str]
+) -> list[str]:
     """Put LoRA on fused weights of experts, which :mod:`rocm_ext.model.hf.experts` multiplies; return their names.
 
     Args:
@@ -73,7 +83,9 @@ def put_in_experts(model: nn.Module, targets: Any, sizes: Sizes, adapted: Iterab
     if targets == ALL_EXPERTS:
         names = list(experts)
         if not names:
-            raise UserError(f"target_parameters is {targets}, but {type(model).__name__} has no fused experts to adapt")
+            raise UserError(
+                f"target_parameters is {targets}, but {type(model).__name__} has no fused experts to adapt"
+            )
     else:
         known = {f"{name}.weight" for name in adapted}
         names = _matching_parameters(model, list(experts), _listed(targets), known)
@@ -95,15 +107,21 @@ def fused_experts(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     return fused
 
 
-def _matching_parameters(model: nn.Module, experts: list[str], targets: list[str], adapted: set[str]) -> list[str]:
+def _matching_parameters(
+    model: nn.Module, experts: list[str], targets: list[str], adapted: set[str]
+) -> list[str]:
     if not targets:
-        raise UserError(f"target_parameters is empty; expected null, {ALL_EXPERTS} or names of experts' weights")
+        raise UserError(
+            f"target_parameters is empty; expected null, {ALL_EXPERTS} or names of experts' weights"
+        )
     every = [name for name, _ in model.named_parameters()]
     for target in targets:
         matching = [name for name in every if ends_with(name, target)]
         if not matching:
             ends = sorted({".".join(name.split(".")[-2:]) for name in experts})
-            raise UserError(f"target_parameters has {target!r}, which is no parameter{nearest(target, ends)}")
+            raise UserError(
+                f"target_parameters has {target!r}, which is no parameter{nearest(target, ends)}"
+            )
         others = [name for name in matching if name not in adapted and name not in experts]
         if others:
             owner, _ = _owner_of(model, others[0])
@@ -154,7 +172,9 @@ def _matches(model: nn.Module, linears: dict[str, nn.Linear], targets: list[str]
         for name in matching:
             kind, leaf = _owner_of(model, name)
             if leaf in _read_past(kind):
-                raise UserError(f"target_modules has {target!r}, but the model reads the weight of {name} past LoRA")
+                raise UserError(
+                    f"target_modules has {target!r}, but the model reads the weight of {name} past LoRA"
+                )
         if not matching:
             problem = f"no layer{nearest(target, {last_part(name) for name in linears})}"
             if any(ends_with(name, target) for name in every):

@@ -121,7 +121,9 @@ class NativeDecoder(TransformerDecoder, Decoder):
                 )
         return self.max_seq_len
 
-    def sampler(self, merge: bool | None = None, device: torch.device | None = None) -> "NativeSampler":
+    def sampler(
+        self, merge: bool | None = None, device: torch.device | None = None
+    ) -> "NativeSampler":
         self.check_sampling()
         return NativeSampler(self, merge)
 
@@ -134,15 +136,23 @@ def native(theirs: TransformerDecoder) -> NativeDecoder:
         if type(getattr(layer, "attn", None)) is MultiHeadAttention:
             layer.attn = Attention.of(layer.attn)  # type: ignore[arg-type]
             rope = layer.attn.pos_embeddings
-            if type(rope) is Qwen2RotaryPositionalEmbeddings:  # ours rotates the same, bit for bit, in fewer kernels
+            if (
+                type(rope) is Qwen2RotaryPositionalEmbeddings
+            ):  # ours rotates the same, bit for bit, in fewer kernels
                 with rope.cache.device:
-                    layer.attn.pos_embeddings = HalvesRoPE(rope.dim, rope.max_seq_len, Rope(rope.base))
+                    layer.attn.pos_embeddings = HalvesRoPE(
+                        rope.dim, rope.max_seq_len, Rope(rope.base)
+                    )
     names = ("tok_embeddings", "layers", "max_seq_len", "num_heads", "head_dim", "norm", "output")
     return NativeDecoder(**{name: getattr(theirs, name) for name in names}).train(theirs.training)
 
 
 def build(
-    architecture: Architecture, targets: Iterable[str] | str | None, kind: Any, sizes: Sizes, quantize_base: bool
+    architecture: Architecture,
+    targets: Iterable[str] | str | None,
+    kind: Any,
+    sizes: Sizes,
+    quantize_base: bool,
 ) -> NativeDecoder:
     """Build a decoder with LoRA; for arguments see :func:`rocm_ext.model.from_checkpoint`.
 
@@ -151,7 +161,9 @@ def build(
     Raises:
         UserError: the model lacks a layer of ``targets`` or of a pattern in ``sizes``.
     """
-    return _Builder(architecture, _targets(targets, architecture.tied), kind, sizes, quantize_base).decoder()
+    return _Builder(
+        architecture, _targets(targets, architecture.tied), kind, sizes, quantize_base
+    ).decoder()
 
 
 def _targets(given: Iterable[str] | str | None, tied: bool) -> frozenset[str]:
@@ -159,11 +171,16 @@ def _targets(given: Iterable[str] | str | None, tied: bool) -> frozenset[str]:
         return frozenset(LINEAR)
     names = frozenset([given] if isinstance(given, str) else map(str, given))
     known = [*LINEAR, OUTPUT]
-    refuse(f"target_modules has {name!r}, which is no layer{nearest(name, known)}" for name in sorted(names - {*known}))
+    refuse(
+        f"target_modules has {name!r}, which is no layer{nearest(name, known)}"
+        for name in sorted(names - {*known})
+    )
     if not names:
         raise UserError(f"target_modules is empty; expected {_ALL} or some of {', '.join(known)}")
     if tied and OUTPUT in names:
-        raise UserError(f"target_modules has {OUTPUT}, but the model's output layer is its embeddings")
+        raise UserError(
+            f"target_modules has {OUTPUT}, but the model's output layer is its embeddings"
+        )
     return names
 
 
@@ -171,7 +188,12 @@ class _Builder:
     """Builds the modules of one decoder."""
 
     def __init__(
-        self, architecture: Architecture, targets: frozenset[str], kind, sizes: Sizes, quantize_base: bool
+        self,
+        architecture: Architecture,
+        targets: frozenset[str],
+        kind,
+        sizes: Sizes,
+        quantize_base: bool,
     ) -> None:
         self.architecture = architecture
         self._targets = targets
@@ -241,7 +263,9 @@ class _Builder:
             return nn.Linear(width, out, bias=bias)
         self._adapted.append(name)
         four_bits = self._4bit and name != OUTPUT  # torchtune keeps output layers in 16 bits
-        return adapted_linear(partial(self._kind, quantize_base=four_bits), self._sizes, name, width, out, bias)
+        return adapted_linear(
+            partial(self._kind, quantize_base=four_bits), self._sizes, name, width, out, bias
+        )
 
 
 # ---- the copy that samples
@@ -415,7 +439,9 @@ class _Copies:
             if parameter is not None:
                 made._parameters[name] = frozen(dense(parameter.detach()))
         parts = getattr(kind, "parts", ())
-        made._modules = {name: self.of(child) for name, child in module._modules.items() if name not in parts}
+        made._modules = {
+            name: self.of(child) for name, child in module._modules.items() if name not in parts
+        }
         if parts:
             made._modules["joined"] = self._linear([_bare(getattr(module, part)) for part in parts])
         for name, value in vars(module).items():

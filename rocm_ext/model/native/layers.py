@@ -84,7 +84,9 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
             return super().forward(x, input_pos=input_pos)
         return rotated(x, self.tables(x.dtype, x.shape[1], input_pos))
 
-    def tables(self, dtype: torch.dtype, length: int, input_pos: Tensor | None) -> tuple[Tensor, Tensor]:
+    def tables(
+        self, dtype: torch.dtype, length: int, input_pos: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, with the first half of the sines negated: two [..., 1, head_dim] of ``dtype``.
 
         Args:
@@ -183,7 +185,15 @@ class Attention(MultiHeadAttention):
     @classmethod
     def of(cls, theirs: MultiHeadAttention) -> "Attention":
         """Make one from torchtune's module, with the same parts."""
-        numbers = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "max_seq_len", "is_causal", "attn_dropout")
+        numbers = (
+            "embed_dim",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_seq_len",
+            "is_causal",
+            "attn_dropout",
+        )
         parts = ("q_proj", "k_proj", "v_proj", "output_proj", "pos_embeddings", "q_norm", "k_norm")
         return cls(**{name: getattr(theirs, name) for name in (*numbers, *parts)})
 
@@ -208,7 +218,9 @@ class Attention(MultiHeadAttention):
             A tensor shaped like ``x``.
         """
         if self.kv_cache is not None:
-            raise NotImplementedError("no key-value cache; rocm_ext.sampling samples from such models")
+            raise NotImplementedError(
+                "no key-value cache; rocm_ext.sampling samples from such models"
+            )
         sampling = mask if isinstance(mask, Slots | Prompts) else None
         q, k, v = self.heads(x, input_pos, sampling)
         dropout = self.attn_dropout if self.training else 0.0

@@ -30,7 +30,11 @@ MODEL_KEY = "model"  # of a state, as in torchtune.training
 HF = "HF"  # the model_type of weights in Hugging Face's row order
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 TABLES = ("rotary_emb.inv_freq", ".position_ids")  # in old files; config.json decides them
-_QUANTISED = (("", "_scale_inv"), ("", "_scale"), ("_blocks", "_scales"))  # ends of names of values and of scales
+_QUANTISED = (
+    ("", "_scale_inv"),
+    ("", "_scale"),
+    ("_blocks", "_scales"),
+)  # ends of names of values and of scales
 # activations stay in 16 bits
 _OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 _DTYPES = {
@@ -126,7 +130,9 @@ def weight_files(folder: Path) -> list[str]:
             return names
         if (folder / f"{stem}{suffix}").is_file():
             return [f"{stem}{suffix}"]
-    raise UserError(f"{folder} has no weights (model.safetensors or its index); {how_to_download(folder)}")
+    raise UserError(
+        f"{folder} has no weights (model.safetensors or its index); {how_to_download(folder)}"
+    )
 
 
 def blocks_in(folder: Path) -> dict[str, Quantized]:
@@ -153,7 +159,11 @@ def _indexed(index: Path) -> list[str]:
     if not isinstance(files, dict) or not files:
         raise UserError(f"{index} is damaged: it has no weight_map; {AGAIN}")
     names = sorted(set(map(str, files.values())))
-    refuse(f"{index} names {name}, which is not a file beside it" for name in names if Path(name).name != name)
+    refuse(
+        f"{index} names {name}, which is not a file beside it"
+        for name in names
+        if Path(name).name != name
+    )
     return names
 
 
@@ -176,7 +186,11 @@ class StoredWeights(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self, folder: Path, files: Sequence[str], rename: Callable[[str], str] = str, without: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        files: Sequence[str],
+        rename: Callable[[str], str] = str,
+        without: tuple[str, ...] = (),
     ) -> None:
         self._stored: dict[str, list[tuple[_Reader, str]]] = {}
         self._names: dict[str, list[str]] = {}
@@ -192,7 +206,9 @@ class StoredWeights(Mapping[str, Tensor]):
                 try:
                     name = rename(theirs)
                 except KeyError as error:
-                    raise UserError(f"{path} has {theirs}, which no layer of this model has") from error
+                    raise UserError(
+                        f"{path} has {theirs}, which no layer of this model has"
+                    ) from error
                 self._stored[name] = [(reader, theirs)]
                 self._names[file].append(name)
         self._block = (0, 0)
@@ -360,7 +376,12 @@ class _Raw(ABC):
                 yield file
                 return
             with suppress(OSError):  # advice, as below
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM if random else os.POSIX_FADV_SEQUENTIAL)
+                os.posix_fadvise(
+                    file.fileno(),
+                    0,
+                    0,
+                    os.POSIX_FADV_RANDOM if random else os.POSIX_FADV_SEQUENTIAL,
+                )
             try:
                 yield file
             finally:
@@ -389,7 +410,9 @@ class _Safetensors(_Raw):
     def on_meta(self, name: str) -> Tensor:
         entry = self._header[name]
         if entry["dtype"] not in _DTYPES:
-            raise UserError(f"checkpointer: {name} is stored as {entry['dtype']}; use the model's bf16 or fp16 weights")
+            raise UserError(
+                f"checkpointer: {name} is stored as {entry['dtype']}; use the model's bf16 or fp16 weights"
+            )
         return torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
 
     def begin(self, name: str) -> int:
@@ -414,7 +437,9 @@ class _Gguf:
             try:
                 llama_cpp.check_config(folder, opened[0])
             except UserError as error:
-                raise UserError(f"{error}: it has changed; set model.checkpoint_dir={self.path}") from error
+                raise UserError(
+                    f"{error}: it has changed; set model.checkpoint_dir={self.path}"
+                ) from error
         self._parts = llama_cpp.places(folder, opened[0], self._files)
         shapes = folder / SHAPES
         self._shapes = (json_object(shapes.read_bytes()) or {}) if shapes.is_file() else {}
@@ -471,7 +496,9 @@ class _Blocks(_Raw):
 
     def on_meta(self, name: str) -> Tensor:
         at = self.places[name]
-        return torch.empty(at.stored_shape, dtype=torch.uint8 if at.kind else at.dtype, device="meta")
+        return torch.empty(
+            at.stored_shape, dtype=torch.uint8 if at.kind else at.dtype, device="meta"
+        )
 
     def begin(self, name: str) -> int:
         return self.places[name].begin

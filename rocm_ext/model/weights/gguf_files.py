@@ -28,8 +28,28 @@ _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's type
 _TYPES = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
           14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
           23: "IQ4_XS", 39: "MXFP4"}  # fmt: skip
-_OTHERS = {19: "IQ1_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}  # not unpacked here
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_OTHERS = {
+    19: "IQ1_S",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    40: "NVFP4",
+    41: "Q1_0",
+    42: "Q2_0",
+}  # not unpacked here
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
 _TEXT, _LIST = 8, 9
 _MOST = 2**26  # bytes of a text, entries of a list, tensors, sides: far more than any model has
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -142,7 +162,9 @@ class GgufFile:
         if kind not in _TYPES:
             found = _OTHERS.get(kind, kind)
             expected = ", ".join(_TYPES.values())
-            raise UserError(f"{self.path}: {name} is of ggml's type {found}; expected F32, F16, BF16, {expected}")
+            raise UserError(
+                f"{self.path}: {name} is of ggml's type {found}; expected F32, F16, BF16, {expected}"
+            )
         blocks = _TYPES[kind]
         values, _ = BLOCKS[blocks]
         self._expect(bool(shape) and shape[-1] % values == 0)
@@ -185,9 +207,14 @@ def parts_of(path: Path) -> list[Path]:
     count = int(match[3]) if match else 0
     if match is None or not count:
         return [path]
-    files = [path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    files = [
+        path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf")
+        for number in range(1, count + 1)
+    ]
     if missing := [file.name for file in files if not file.is_file()]:
-        raise UserError(f"{path.parent} lacks {len(missing)} of {count} parts of the model, first {missing[0]}")
+        raise UserError(
+            f"{path.parent} lacks {len(missing)} of {count} parts of the model, first {missing[0]}"
+        )
     return files
 
 
@@ -204,11 +231,17 @@ def files_in(folder: Path) -> list[str] | None:
     files = links_in(folder).get("files")
     if files is None:
         return None
-    refuse(f"{file} is gone; it holds the model's weights" for file in files if not Path(file).is_file())
+    refuse(
+        f"{file} is gone; it holds the model's weights"
+        for file in files
+        if not Path(file).is_file()
+    )
     return files
 
 
 def refuse_merging(folder: Path, instead: str) -> None:
     """Refuse to merge an adapter into GGUF files of a folder; the message advises ``instead``."""
     if files := files_in(folder):
-        raise UserError(f"an adapter merged into the blocks of {files[0]} would be rounded away; {instead}")
+        raise UserError(
+            f"an adapter merged into the blocks of {files[0]} would be rounded away; {instead}"
+        )

@@ -34,12 +34,17 @@ from rocm_ext.model.weights.gguf_files import SHAPES, GgufFile, Metadata, files_
 from rocm_ext.model.weights.quantized import of_blocks
 
 _SCRIPT = "convert_hf_to_gguf.py from llama.cpp's sources"
-CONVERTER = f"try python {_SCRIPT}, on the model's folder, or on the DIR of --merged if there is an adapter"
+CONVERTER = (
+    f"try python {_SCRIPT}, on the model's folder, or on the DIR of --merged if there is an adapter"
+)
 _FACTORS, _STILL = "rope_freqs.weight", 1e30
 # keys that do not change the function, or repeat other keys
 _OPTIONAL = {"vocab_size", "head_count_kv", "key_length", "value_length", "final_logit_softcapping",
              "sliding_window_pattern", "rope_freq_base_swa", "rope_dimension_sections"}  # fmt: skip
-_LAYERS, _LARGEST = 1000, 2**28  # the most layers, and the largest of other sizes, which are positions
+_LAYERS, _LARGEST = (
+    1000,
+    2**28,
+)  # the most layers, and the largest of other sizes, which are positions
 # sizes that may be 0
 _OR_NONE = {"shared_kv_layers", "embedding_length_per_layer_input", "feed_forward_length", "final_logit_softcapping",
             "rope_dimension_sections"}  # fmt: skip
@@ -169,7 +174,9 @@ def library() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise UserError("GGUF files need the extra: pip install 'torchtune-rocm[export]'") from error
+        raise UserError(
+            "GGUF files need the extra: pip install 'torchtune-rocm[export]'"
+        ) from error
     return gguf
 
 
@@ -185,7 +192,9 @@ class GgufNames:
         try:
             kind = gguf.MODEL_ARCH[layout.arch]
         except KeyError as error:
-            raise UserError(f"the package gguf does not know {layout.arch}; pip install -U gguf") from error
+            raise UserError(
+                f"the package gguf does not know {layout.arch}; pip install -U gguf"
+            ) from error
         self.arch = gguf.MODEL_ARCH_NAMES[kind]
         self._map = gguf.get_tensor_name_map(kind, layout.layers)
 
@@ -216,7 +225,9 @@ def read_layout(folder: Path) -> Layout:
         named = config.get("architectures")
         name = named[0] if isinstance(named, list) and named else config.get("model_type")
         raise UserError(f"{name} is not written to GGUF files here; {CONVERTER}")
-    with explain_errors(str(folder / CONFIG)):  # transformers and the table's functions raise anything
+    with explain_errors(
+        str(folder / CONFIG)
+    ):  # transformers and the table's functions raise anything
         return _of_transformers(folder, row)
 
 
@@ -247,8 +258,10 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
     arch = _NATIVE[a.name]
     other_heads = arch == "QWEN2" and a.head_dim * a.heads != a.width
     problems = {
-        "truncate is False; llama.cpp rounds YaRN's bounds": a.rope.yarn and not a.rope.yarn.rounded,
-        "attention_bias is True; llama.cpp computes Qwen3 only without biases": arch == "QWEN3" and a.out_bias,
+        "truncate is False; llama.cpp rounds YaRN's bounds": a.rope.yarn
+        and not a.rope.yarn.rounded,
+        "attention_bias is True; llama.cpp computes Qwen3 only without biases": arch == "QWEN3"
+        and a.out_bias,
         f"head_dim is {a.head_dim}; llama.cpp's Qwen2 has heads of {a.width // a.heads} dimensions here": other_heads,
     }
     refuse(f"{folder / CONFIG}: {problem}" for problem, holds in problems.items() if holds)
@@ -379,18 +392,25 @@ def config_of(files: Sequence[GgufFile]) -> Json:
     if row is None:
         biased_qkv = arch == "llama" and "blk.0.attn_q.bias" in places
         config["attention_bias"] = biased_qkv or "blk.0.attn_output.bias" in places
-    config["rope_parameters"] = _rope_of(files, keys, config, row is not None and row.arch == "GEMMA4")
+    config["rope_parameters"] = _rope_of(
+        files, keys, config, row is not None and row.arch == "GEMMA4"
+    )
     turned = keys.pop("rope.dimension_count", width)
     if turned != width:
         partial = arch.startswith("qwen35") and turned in range(2, width, 2)
         check(partial, f"rope.dimension_count is {turned}; expected head_dim, {width}")
         config["rope_parameters"]["partial_rotary_factor"] = turned / width
     most = values.get("expert_count", _LARGEST)
-    check(values.get("expert_used_count", 0) <= most, f"expert_used_count is more than expert_count, {most}")
+    check(
+        values.get("expert_used_count", 0) <= most,
+        f"expert_used_count is more than expert_count, {most}",
+    )
     if row is not None:
         config |= row.back(values, config)
     others = sorted(keys.keys() - _IDLE)
-    refuse(f"{file.path}: {arch}.{key} is {keys[key]!r}, which is not computed here" for key in others)
+    refuse(
+        f"{file.path}: {arch}.{key} is {keys[key]!r}, which is not computed here" for key in others
+    )
     return config
 
 
@@ -417,7 +437,9 @@ def _class_of(kind: str, file: GgufFile) -> str:
         name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
         if name is not None:
             return name
-    raise UserError(f"{file.path} needs a transformers that knows {kind}: pip install 'torchtune-rocm[transformers]'")
+    raise UserError(
+        f"{file.path} needs a transformers that knows {kind}: pip install 'torchtune-rocm[transformers]'"
+    )
 
 
 def _problem_of(key: str, value: Any) -> str:
@@ -452,7 +474,9 @@ def check_config(folder: Path, file: GgufFile) -> None:
             if key in needed:
                 raise UserError(f"{file.path} lacks {arch}.{key}")
         elif not _equal(stored[key], value):
-            raise UserError(f"{file.path}: {arch}.{key} is {stored[key]}, but {value} is computed here")
+            raise UserError(
+                f"{file.path}: {arch}.{key} is {stored[key]}, but {value} is computed here"
+            )
 
 
 def _equal(stored: Any, value: Any) -> bool:
@@ -477,7 +501,11 @@ def _named(arch: str) -> str:
 def _keys(file: GgufFile) -> Metadata:
     """Return the architecture's metadata, without layers that predict further tokens."""
     prefix = f"{file.architecture}."
-    keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    keys = {
+        key.removeprefix(prefix): value
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
+    }
     ahead = _ahead(file)
     if ahead:
         del keys["nextn_predict_layers"]
@@ -529,11 +557,15 @@ def _rope_of(files: Sequence[GgufFile], keys: Metadata, config: Json, proportion
     if kind != "none":
         rope |= {"rope_type": kind, "factor": taken("rope.scaling.factor")}
     if kind == "yarn":
-        trained = keys.pop("rope.scaling.original_context_length", config["max_position_embeddings"])
+        trained = keys.pop(
+            "rope.scaling.original_context_length", config["max_position_embeddings"]
+        )
         rope["original_max_position_embeddings"] = trained
         rope |= {key: keys.pop(stored) for key, stored in _YARN.items() if stored in keys}
         if "attention_factor" in rope:
-            rope["attention_factor"] *= 0.1 * math.log(rope["factor"]) + 1.0  # llama.cpp multiplies by this one
+            rope["attention_factor"] *= (
+                0.1 * math.log(rope["factor"]) + 1.0
+            )  # llama.cpp multiplies by this one
         _check_betas(path, read_rope({"rope_parameters": rope}, 1).yarn)
     holders = [file for file in files if _FACTORS in file.places]
     if not holders:
@@ -547,16 +579,26 @@ def _rope_of(files: Sequence[GgufFile], keys: Metadata, config: Json, proportion
         family = "Gemma 4"
         turned = int((factors < _STILL).sum())
         factor = float(factors[0])
-        rope |= {"rope_type": "proportional", "factor": factor, "partial_rotary_factor": 2 * turned / width}
+        rope |= {
+            "rope_type": "proportional",
+            "factor": factor,
+            "partial_rotary_factor": 2 * turned / width,
+        }
         same = fits and torch.equal(factors, _first_dimensions(width, turned, factor))
     else:
         family = "Llama 3"
         rope |= {"rope_type": "llama3", "factor": round(float(factors.max()), 3)}
-        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        rope |= {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
         computed = _factors(width, read_rope({"rope_parameters": rope}, 1))
         same = fits and torch.allclose(computed, factors, 1e-4)
     if not same:
-        raise UserError(f"{path}: {_FACTORS} are not {family}'s; put the model's config.json beside the file")
+        raise UserError(
+            f"{path}: {_FACTORS} are not {family}'s; put the model's config.json beside the file"
+        )
     return rope
 
 
@@ -597,7 +639,8 @@ def _rope_keys(rope: Rope) -> Metadata:
             "rope_scaling_orig_ctx_len": int(rope.original),
             "rope_scaling_yarn_beta_fast": rope.yarn.fast,
             "rope_scaling_yarn_beta_slow": rope.yarn.slow,
-            "rope_scaling_attn_factors": rope.yarn.attention / usual,  # llama.cpp multiplies by the usual one
+            "rope_scaling_attn_factors": rope.yarn.attention
+            / usual,  # llama.cpp multiplies by the usual one
         }
     return keys
 
@@ -637,7 +680,9 @@ def _of_transformers(folder: Path, row: _Row) -> Layout:
         only = computed(config) if callable(computed) else computed
         value = getattr(config, key, only)
         if value != only:
-            raise UserError(f"{folder / CONFIG}: {key} is {value!r}; llama.cpp computes only {only!r}")
+            raise UserError(
+                f"{folder / CONFIG}: {key} is {value!r}; llama.cpp computes only {only!r}"
+            )
     rope = dict(config.rope_parameters)
     rope = rope.get("full_attention", rope)
     _check_rope(folder, row.arch, rope["rope_type"])
@@ -664,7 +709,16 @@ def _of_transformers(folder: Path, row: _Row) -> Layout:
     def parts(name: str) -> list[Part]:
         return row.parts(name.replace("language_model.", ""), config)
 
-    return Layout(row.arch, config.num_hidden_layers, config.vocab_size, keys, parts, factors, row.merged_only, differs)
+    return Layout(
+        row.arch,
+        config.num_hidden_layers,
+        config.vocab_size,
+        keys,
+        parts,
+        factors,
+        row.merged_only,
+        differs,
+    )
 
 
 _PLUS_ONE: Change = (lambda weight: weight.float() + 1, lambda stored: stored.float() - 1)
@@ -702,7 +756,10 @@ def _gpt_oss(name: str, _: Any) -> list[Part]:
         parts = {"down": slice(None)}
     else:
         parts = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
-    return [Part(f"{stem}.experts.{part}_proj.{end}", rows, change=change) for part, rows in parts.items()]
+    return [
+        Part(f"{stem}.experts.{part}_proj.{end}", rows, change=change)
+        for part, rows in parts.items()
+    ]
 
 
 def _qwen3_5(name: str, config: Any) -> list[Part]:
@@ -734,7 +791,10 @@ def _qwen3_5(name: str, config: Any) -> list[Part]:
 _GEMMA_4 = {  # ends of names, and what gguf knows for them
     "router.scale": "router.proj.scale",
     "router.per_expert_scale": "experts.down_proj.scale",
-    **{end: f"{end}.weight" for end in ("layer_scalar", "experts.gate_up_proj", "experts.down_proj")},
+    **{
+        end: f"{end}.weight"
+        for end in ("layer_scalar", "experts.gate_up_proj", "experts.down_proj")
+    },
 }
 
 
@@ -771,13 +831,19 @@ _EXPERTS: dict[str, Of] = {
 def _local_base(config: Any) -> float:
     rope = config.rope_parameters["sliding_attention"]
     if rope["rope_type"] != "default":
-        raise UserError(f"RoPE of sliding layers is {rope['rope_type']!r}; llama.cpp computes only 'default'")
+        raise UserError(
+            f"RoPE of sliding layers is {rope['rope_type']!r}; llama.cpp computes only 'default'"
+        )
     return rope["rope_theta"]
 
 
 def _table(config: Any) -> int:
     """Return the rows that llama.cpp expects in the layers' embeddings, if there are any."""
-    return config.vocab_size if config.hidden_size_per_layer_input else config.vocab_size_per_layer_input
+    return (
+        config.vocab_size
+        if config.hidden_size_per_layer_input
+        else config.vocab_size_per_layer_input
+    )
 
 
 def _mlps(config: Any) -> list[int]:
@@ -826,7 +892,11 @@ def _back_to_windows(every: int, values: Metadata, config: Json) -> Json:
     """Return the kinds of layers; where the file does not say it, every n-th layer has full attention."""
     pattern = values.get("sliding_window_pattern")
     if pattern:
-        return {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
+        return {
+            "layer_types": [
+                "sliding_attention" if slides else "full_attention" for slides in pattern
+            ]
+        }
     return {"layer_types": _kinds(config["num_hidden_layers"], every, "sliding_attention")}
 
 
@@ -834,7 +904,10 @@ def _back_to_gemma_3(values: Metadata, config: Json) -> Json:
     base = values.get("rope_freq_base_swa", 10_000.0)
     sliding = {"rope_type": "default", "rope_theta": base}
     return _back_to_windows(6, values, config) | {
-        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": sliding},
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": sliding,
+        },
         "query_pre_attn_scalar": _gemma_3_scale(SimpleNamespace(**config)),
         "final_logit_softcapping": config.get("final_logit_softcapping") or None,
     }
@@ -847,7 +920,9 @@ def _back_to_qwen3_5(values: Metadata, config: Json) -> Json:
     return {
         "rope_parameters": rope,
         "linear_value_head_dim": values["ssm_inner_size"] // config["linear_num_value_heads"],
-        "layer_types": _kinds(config["num_hidden_layers"], values["full_attention_interval"], "linear_attention"),
+        "layer_types": _kinds(
+            config["num_hidden_layers"], values["full_attention_interval"], "linear_attention"
+        ),
     }
 
 
@@ -864,7 +939,10 @@ def _back_to_gemma_4(values: Metadata, config: Json) -> Json:
     many = by_kind.get("sliding_attention", heads[0])
     sliding = {"rope_type": "default", "rope_theta": values["rope_freq_base_swa"]}
     return layers | {
-        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": sliding},
+        "rope_parameters": {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": sliding,
+        },
         "head_dim": values["key_length_swa"],
         "global_head_dim": values["key_length"],
         "num_key_value_heads": many,
@@ -890,28 +968,52 @@ _ROWS = {  # by the model_type of the text part
         "QWEN3MOE",
         _experts,
         _EXPERTS,
-        {**_SILU, "mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True, "use_sliding_window": False},
+        {
+            **_SILU,
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": True,
+            "use_sliding_window": False,
+        },
         lambda values, config: {},
     ),
     "gemma3_text": _Row(
         "GEMMA3",
         _gemma_3,
-        {**_WINDOW, "rope_freq_base_swa": _local_base, "final_logit_softcapping": "final_logit_softcapping"},
+        {
+            **_WINDOW,
+            "rope_freq_base_swa": _local_base,
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
         {**_GELU, "attn_logit_softcapping": None, "query_pre_attn_scalar": _gemma_3_scale},
         _back_to_gemma_3,
     ),
     "gpt_oss": _Row(
         "GPT_OSS",
         _gpt_oss,
-        {**_WINDOW, **_EXPERTS, "expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"},
-        {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "tie_word_embeddings": False},
+        {
+            **_WINDOW,
+            **_EXPERTS,
+            "expert_count": "num_local_experts",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        {
+            "attention_bias": True,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "tie_word_embeddings": False,
+        },
         partial(_back_to_windows, 2),
     ),
     "qwen3_5_text": _Row("QWEN35", _qwen3_5, _DELTA, _QWEN3_5, _back_to_qwen3_5),
     "qwen3_5_moe_text": _Row(
         "QWEN35MOE",
         _qwen3_5,
-        {**_DELTA, **_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        {
+            **_DELTA,
+            **_EXPERTS,
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        },
         _QWEN3_5,
         _back_to_qwen3_5,
     ),
@@ -928,9 +1030,13 @@ _ROWS = {  # by the model_type of the text part
             "shared_kv_layers": "num_kv_shared_layers",
             "embedding_length_per_layer_input": "hidden_size_per_layer_input",
             "head_count_kv": lambda c: [
-                c.per_layer_config[layer].num_key_value_heads for layer in range(c.num_hidden_layers)
+                c.per_layer_config[layer].num_key_value_heads
+                for layer in range(c.num_hidden_layers)
             ],
-            **dict.fromkeys(("key_length", "value_length"), lambda c: c.per_layer_config["full_attention"].head_dim),
+            **dict.fromkeys(
+                ("key_length", "value_length"),
+                lambda c: c.per_layer_config["full_attention"].head_dim,
+            ),
             **dict.fromkeys(
                 ("key_length_swa", "value_length_swa", "rope_dimension_count_swa"),
                 lambda c: c.per_layer_config["sliding_attention"].head_dim,

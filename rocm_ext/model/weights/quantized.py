@@ -121,7 +121,14 @@ class Quantized(Tensor):
         return Quantized(parts["packed"], parts["scale"], *rest)
 
     def _rest(self, dtype: torch.dtype | None = None, turned: bool = False) -> tuple[Any, ...]:
-        return self.block, dtype or self.dtype, self.transposed != turned, self.multiplies, self.kind, self.heads
+        return (
+            self.block,
+            dtype or self.dtype,
+            self.transposed != turned,
+            self.multiplies,
+            self.kind,
+            self.heads,
+        )
 
     @property
     def stored_bytes(self) -> int:
@@ -149,7 +156,9 @@ class Quantized(Tensor):
         is_nan = self.packed.view(torch.uint8) & 0x7F == 0x7F
         return torch.where(is_nan.any(), torch.nan, scales)
 
-    def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "Quantized":
+    def with_parts(
+        self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+    ) -> "Quantized":
         """Return a copy with ``change`` applied to values and scales, for a tensor of ``dtype``."""
         return Quantized(change(self.packed), change(self.scale), *self._rest(dtype))
 
@@ -176,7 +185,9 @@ class Quantized(Tensor):
     def _scaled(self) -> Tensor:
         """Return the values of FP8 or MXFP4, multiplied by their scales: [..., out, in]."""
         if self.packed.dtype == torch.uint8:
-            table = _pairs.__wrapped__ if isinstance(self.packed, FakeTensor) else _pairs  # do not cache a fake table
+            table = (
+                _pairs.__wrapped__ if isinstance(self.packed, FakeTensor) else _pairs
+            )  # do not cache a fake table
             numbers = self.packed.flatten().int()
             pairs = table(self.dtype, self.device).index_select(0, numbers)  # [pairs, 2]
             values = pairs.view(*self.packed.shape[:-2], -1)
@@ -213,7 +224,9 @@ class Quantized(Tensor):
 # ---- operations on quantised weights; they return None where a dequantised weight is needed
 
 
-def _to(weight: Quantized, *, dtype: Any = None, device: Any = None, **others: Any) -> Quantized | None:
+def _to(
+    weight: Quantized, *, dtype: Any = None, device: Any = None, **others: Any
+) -> Quantized | None:
     if dtype not in (None, weight.dtype):
         return None
     return weight.with_parts(lambda part: part.to(device or part.device, copy=True))
@@ -240,7 +253,9 @@ def _joined(join: Callable[..., Tensor], weights: Sequence[Any], dim: int) -> Qu
     first = weights[0]
     if first.transposed or dim > first.ndim - 2:
         return None
-    if not all(isinstance(weight, Quantized) and weight._rest() == first._rest() for weight in weights):
+    if not all(
+        isinstance(weight, Quantized) and weight._rest() == first._rest() for weight in weights
+    ):
         return None
     packed = join([weight.packed for weight in weights], dim)
     scale = join([weight.scale for weight in weights], dim)
@@ -277,7 +292,9 @@ def _embedding(weight: Any, tokens: Tensor, *_: Any, **__: Any) -> Tensor | None
     return weight.with_parts(lambda part: part[tokens]).get_original_weight()
 
 
-def _addmm(bias: Tensor, x: Tensor, weight: Any, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
+def _addmm(
+    bias: Tensor, x: Tensor, weight: Any, *, beta: float = 1, alpha: float = 1
+) -> Tensor | None:
     if beta != 1 or alpha != 1:
         return None
     out = _mm(x, weight)
@@ -316,7 +333,9 @@ def stored(name: str, packed: Tensor, scale: Tensor, block: tuple[int, int] = (0
     """
     if packed.dtype == torch.uint8:
         if packed.shape[:-1] != scale.shape or packed.shape[-1] != 16:
-            raise ValueError(f"{name} has blocks {list(packed.shape)} and scales {list(scale.shape)}")
+            raise ValueError(
+                f"{name} has blocks {list(packed.shape)} and scales {list(scale.shape)}"
+            )
         return Quantized(packed, scale, (1, 32), torch.bfloat16, transposed=True)
     if scale.ndim < 2:
         scale = scale.reshape(-1, 1)
@@ -338,7 +357,10 @@ def _counts(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
 
 
 def of_blocks(
-    packed: Tensor, kind: str, dtype: torch.dtype = torch.float32, heads: tuple[int, int, int] | None = None
+    packed: Tensor,
+    kind: str,
+    dtype: torch.dtype = torch.float32,
+    heads: tuple[int, int, int] | None = None,
 ) -> Quantized:
     """Return the weight of ggml's blocks, ``packed`` [..., out, bytes]; for arguments see :class:`Quantized`."""
     no_scales = packed.new_empty(*packed.shape[:-1], 0)
@@ -364,7 +386,9 @@ def _by_rows(values: Tensor) -> tuple[Tensor, Tensor]:
         if arch.startswith("gfx94"):  # CDNA 3; CDNA 4 has the standard's
             kind = torch.float8_e4m3fnuz
     largest = values.abs().amax(-1, keepdim=True).float()
-    scale = torch.where(largest == 0, 1.0, largest / torch.finfo(kind).max)  # NaN stays, for finite_part
+    scale = torch.where(
+        largest == 0, 1.0, largest / torch.finfo(kind).max
+    )  # NaN stays, for finite_part
     return (values / scale).to(kind), scale
 
 
@@ -372,7 +396,9 @@ def _by_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 FP8_ROWS = StoredFormat("fp8", (1, 0), ("gate", "router", "shared_expert_gate"))
 
 
-def stand_in(weight: Tensor, kind: str, block: tuple[int, int], transposed: bool = False) -> nn.Parameter:
+def stand_in(
+    weight: Tensor, kind: str, block: tuple[int, int], transposed: bool = False
+) -> nn.Parameter:
     """Return ``weight``, a parameter on the meta device, in the format ``fp8`` or ``mxfp4``.
 
     ``block`` is the rows and columns of a block, 0 for all. For ``transposed`` see :class:`Quantized`.
@@ -418,7 +444,9 @@ def expect(decoder: Any, form: StoredFormat | None, quantizes: bool = False) -> 
     from torchtune.modules.peft import DoRALinear, LoRALinear  # here, because it takes a second
 
     decoder.quantizes = quantizes
-    inside = next(f"{name}." for name, module in decoder.named_modules() if module is decoder.layers)
+    inside = next(
+        f"{name}." for name, module in decoder.named_modules() if module is decoder.layers
+    )
     for name, module in decoder.named_modules():
         if not name.startswith(inside) or name.endswith((".lora_a", ".lora_b")):
             continue
@@ -428,11 +456,19 @@ def expect(decoder: Any, form: StoredFormat | None, quantizes: bool = False) -> 
             if form.kind == "fp8":
                 keys = ["weight"]
         elif hasattr(module, "is_transposed"):  # transformers' mark of fused experts
-            keys = [key for key, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
+            keys = [
+                key
+                for key, parameter in module.named_parameters(recurse=False)
+                if parameter.ndim == 3
+            ]
         for key in keys:
             published = decoder.names.published(f"{name}.{key}")
             if not form.skips(published.removesuffix(".weight")):
-                setattr(module, key, stand_in(module.get_parameter(key), form.kind, form.block, transposed))
+                setattr(
+                    module,
+                    key,
+                    stand_in(module.get_parameter(key), form.kind, form.block, transposed),
+                )
     return decoder
 
 
@@ -457,7 +493,9 @@ def scaled_product(x: Tensor, weight: Quantized) -> Tensor | None:
         values = stored.t().contiguous().t()
         scale = scale.new_ones(1, stored.shape[1])
     rows, scales = _by_rows(x)
-    return torch._scaled_mm(rows, values, scale_a=scales, scale_b=scale.contiguous(), out_dtype=x.dtype)
+    return torch._scaled_mm(
+        rows, values, scale_a=scales, scale_b=scale.contiguous(), out_dtype=x.dtype
+    )
 
 
 def scaled_products(device: torch.device, dtype: torch.dtype) -> bool:
@@ -487,7 +525,9 @@ def trial(device: torch.device) -> str:
     weight: Any = fp8_rows(random(1536, 1024), multiplies=True)
     calls = [(x, weight.t()), (grad, weight)]
     # rounding x to FP8 changes a product by 2.6 %, and the weight's error is in both
-    return trials.compare(_WHAT, [(partial(product, *call), partial(dequantised, *call)) for call in calls], 0.04)
+    return trials.compare(
+        _WHAT, [(partial(product, *call), partial(dequantised, *call)) for call in calls], 0.04
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,16 @@ _PIECE = {"cpu": 1 << 18}
 _LARGE_PIECE = 1 << 26
 _WHAT = "the compiled unpacking of GGUF blocks"
 _SAID = ("GGUF: compiled unpacking", "GGUF: blocks are unpacked step by step")
-_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the values, as ggml has them; its scales are half
+_E2M1 = (
+    0.0,
+    1.0,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    8.0,
+    12.0,
+)  # twice the values, as ggml has them; its scales are half
 
 
 # One operation, because the tables of some kinds are tensors, which torch.compile and plans must not look into

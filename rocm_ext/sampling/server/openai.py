@@ -23,7 +23,14 @@ from rocm_ext.base.supervised import RETRY
 from rocm_ext.base.types import Json
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.sampling.engine import Request, Sampling
-from rocm_ext.sampling.server.session import LORA_HINT, Adapter, OpenAISession, Terms, load_anew, unload_adapter
+from rocm_ext.sampling.server.session import (
+    LORA_HINT,
+    Adapter,
+    OpenAISession,
+    Terms,
+    load_anew,
+    unload_adapter,
+)
 from rocm_ext.sampling.server.wire import (
     DIALECTS,
     ENDPOINTS,
@@ -105,7 +112,11 @@ class OpenAIEngine:
         stopped: Callable[[], bool] | None = None,
     ) -> None:
         require_known("endpoint", endpoint, ENDPOINTS)
-        check({"concurrency": concurrency, "timeout": timeout, "lora_name": lora_name}, _KINDS, "engine.")
+        check(
+            {"concurrency": concurrency, "timeout": timeout, "lora_name": lora_name},
+            _KINDS,
+            "engine.",
+        )
         self.wire = EndpointFormat(tokenizer, endpoint)
         if decoder is not None:
             self.wire.vocabulary = decoder.tok_embeddings.num_embeddings
@@ -145,7 +156,9 @@ class OpenAIEngine:
         Raises:
             UserError: a check fails; the message has the url and the server's message.
         """
-        self._servers, self.wire.exact_tokens, self.wire.has_logprobs = self._ranks.on_main(self._checked)
+        self._servers, self.wire.exact_tokens, self.wire.has_logprobs = self._ranks.on_main(
+            self._checked
+        )
 
     def check_logprobs(self, sampling: Sampling) -> None:
         """Check that every server returns the log-probs that ``sampling`` asks for."""
@@ -199,7 +212,9 @@ class OpenAIEngine:
     def _leave(self, adapter: Adapter | None, servers: Sequence[Server], failure: str = "") -> None:
         """Wait for the other ranks, then unload the adapter."""
         if failure and self._ranks.world > 1:
-            log.warning("rank %d: %s; waiting for the other ranks' answers", self._ranks.rank, failure)
+            log.warning(
+                "rank %d: %s; waiting for the other ranks' answers", self._ranks.rank, failure
+            )
         failures = self._ranks.gather(failure)
         self._unload(adapter, servers)
         if failure:
@@ -216,7 +231,9 @@ class OpenAIEngine:
         servers = [self._probe(server) for server in self._servers]
         names = {server.model for server in servers}
         if len(names) > 1:
-            raise UserError(f"the urls serve different models: {', '.join(sorted(names))}; set model to one of them")
+            raise UserError(
+                f"the urls serve different models: {', '.join(sorted(names))}; set model to one of them"
+            )
         return servers, self.wire.exact_tokens, self.wire.has_logprobs
 
     def _exchange(self, url: str, path: str, seconds: float, body: Any = None) -> Json:
@@ -234,7 +251,9 @@ class OpenAIEngine:
         """Return the server with its model and dialect."""
         listed = self._listed(server)
         if self.model is None and len(listed) != 1:
-            raise UserError(f"{server.url} serves {', '.join(listed) or 'no model'}; set model to the name of one")
+            raise UserError(
+                f"{server.url} serves {', '.join(listed) or 'no model'}; set model to the name of one"
+            )
         model = self.model or listed[0]
         for dialect in DIALECTS:
             candidate = Server(server.url, model, dialect)
@@ -255,13 +274,17 @@ class OpenAIEngine:
             answer = self._exchange(server.url, "/v1/models", http.CHECK_TIMEOUT)
         except http.RequestError as error:
             problem = http.in_words(error)
-            raise UserError(f"{server.url} cannot be reached: {problem}; is the server running?", RETRY) from error
+            raise UserError(
+                f"{server.url} cannot be reached: {problem}; is the server running?", RETRY
+            ) from error
         except (UserError, http.Transient) as error:
             if getattr(error, "status", 0) in (401, 403):
                 raise
             if self.model is not None:
                 return []
-            raise UserError(f"{server.url} does not list its models: {http.in_words(error)}; set model") from error
+            raise UserError(
+                f"{server.url} does not list its models: {http.in_words(error)}; set model"
+            ) from error
         return base_models(answer)
 
     def _check_logprobs(self, sampling: Sampling) -> None:
@@ -296,7 +319,9 @@ class OpenAIEngine:
             answer = self._exchange(server.url, self.wire.path, self.terms.timeout, body)
             self.wire.completion(server.url, answer, request, sampling)
         except (http.RequestError, http.Transient) as error:
-            raise UserError(f"{server.url} does not answer the first request: {http.in_words(error)}", RETRY) from error
+            raise UserError(
+                f"{server.url} does not answer the first request: {http.in_words(error)}", RETRY
+            ) from error
         return answer
 
     def _hint(self, server: Server, listed: list[str]) -> str:
@@ -320,7 +345,9 @@ class OpenAIEngine:
 
         async def run() -> list[BaseException | None]:
             async with http.new_client(self.terms.headers) as client:
-                return await asyncio.gather(*(action(client, server) for server in servers), return_exceptions=True)
+                return await asyncio.gather(
+                    *(action(client, server) for server in servers), return_exceptions=True
+                )
 
         return list(zip(servers, asyncio.run(run()), strict=True))
 
@@ -340,7 +367,9 @@ class OpenAIEngine:
             self._unload(adapter, [server for server, error in answers if error is None])
 
     def _load_everywhere(self, adapter: Adapter) -> list[tuple[Server, BaseException | None]]:
-        return self._on_each(self._servers, lambda client, server: load_anew(client, server, adapter))
+        return self._on_each(
+            self._servers, lambda client, server: load_anew(client, server, adapter)
+        )
 
     def _load(self, adapter: Adapter) -> tuple[Adapter, list[Server]]:
         """Load ``adapter`` on all servers; return it and the servers that do not refuse it.
@@ -374,7 +403,9 @@ class OpenAIEngine:
         self._sessions[adapter.name] -= 1
         if self._sessions[adapter.name]:
             return
-        for server, error in self._on_each(servers, lambda client, server: unload_adapter(client, server, adapter)):
+        for server, error in self._on_each(
+            servers, lambda client, server: unload_adapter(client, server, adapter)
+        ):
             if isinstance(error, http.RequestError):
                 self._tell_unreachable(server, error)
             elif error is not None:
@@ -386,5 +417,7 @@ class OpenAIEngine:
             self._unreachable.add(server.url)
             problem = http.in_words(error)
             log.warning(
-                "%s fails to load or unload an adapter: %s; it gets it once it works again", server.url, problem
+                "%s fails to load or unload an adapter: %s; it gets it once it works again",
+                server.url,
+                problem,
             )

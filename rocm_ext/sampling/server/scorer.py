@@ -40,14 +40,20 @@ class Scorer:
     def _only_model(self) -> str:
         async def ask() -> Any:
             async with http.new_client(self._headers) as client:
-                return await http.exchange(client, "GET", f"{self.url}/v1/models", http.CHECK_TIMEOUT)
+                return await http.exchange(
+                    client, "GET", f"{self.url}/v1/models", http.CHECK_TIMEOUT
+                )
 
         try:
             names = base_models(http.json_object(self.url, asyncio.run(ask())))
         except (http.RequestError, http.Transient) as error:
-            raise UserError(f"{self.url} cannot be reached: {http.in_words(error)}; is it running?", RETRY) from error
+            raise UserError(
+                f"{self.url} cannot be reached: {http.in_words(error)}; is it running?", RETRY
+            ) from error
         if len(names) != 1:
-            raise UserError(f"{self.url} serves {', '.join(names) or 'no model'}; set teacher_model to one")
+            raise UserError(
+                f"{self.url} serves {', '.join(names) or 'no model'}; set teacher_model to one"
+            )
         return names[0]
 
     def logprobs(self, texts: Iterable[Iterable[int]]) -> list[np.ndarray]:
@@ -72,13 +78,17 @@ class Scorer:
         async with room:
             while True:
                 try:
-                    answer = await http.exchange(client, "POST", f"{self.url}/v1/completions", _SECONDS, body)
+                    answer = await http.exchange(
+                        client, "POST", f"{self.url}/v1/completions", _SECONDS, body
+                    )
                     beat()
                     return self._read(http.json_object(self.url, answer), len(prompt))
                 except (http.RequestError, http.Transient) as error:
                     failures += 1
                     if failures == _TRIES:
-                        raise UserError(f"{self.url}: {http.in_words(error)}, {_TRIES} times", RETRY) from error
+                        raise UserError(
+                            f"{self.url}: {http.in_words(error)}, {_TRIES} times", RETRY
+                        ) from error
                     await asyncio.sleep(http.pause_after(error, failures - 1))
 
     def _read(self, answer: Json, tokens: int) -> np.ndarray:
@@ -87,7 +97,9 @@ class Scorer:
             logprobs = choice.get("logprobs") or {}
             values = logprobs.get("token_logprobs")
         values = values[1:tokens] if isinstance(values, list) else []
-        numbers = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+        numbers = [
+            value for value in values if isinstance(value, int | float) and math.isfinite(value)
+        ]
         if len(numbers) < tokens - 1:
             raise UserError(
                 f"{self.url} does not return the log-probs of a prompt of {tokens} tokens (echo and logprobs in "

@@ -74,7 +74,9 @@ async def load_adapter(client: Any, server: Server, adapter: Adapter) -> None:
     status = response.status_code
     if status == 200 or (status == 400 and adapter.name in await _served(client, server)):
         return  # 400: another rank may have loaded it
-    problem = f"does not load the adapter {adapter.folder} (HTTP {status}: {http.message_of(response)})"
+    problem = (
+        f"does not load the adapter {adapter.folder} (HTTP {status}: {http.message_of(response)})"
+    )
     if status in (408, 429) or status >= 500:
         raise http.Transient(f"it {problem}")
     raise UserError(f"{server.url} {problem}. {LORA_HINT}")
@@ -90,7 +92,9 @@ async def unload_adapter(client: Any, server: Server, adapter: Adapter) -> None:
     """Unload ``adapter``; log a warning if the server refuses."""
     response = await _unload(client, server, adapter, http.CHECK_TIMEOUT)
     if response.status_code not in (200, 404):  # 404: the server was restarted
-        log.warning("%s does not unload %s: %s", server.url, adapter.name, http.message_of(response))
+        log.warning(
+            "%s does not unload %s: %s", server.url, adapter.name, http.message_of(response)
+        )
 
 
 async def _unload(client: Any, server: Server, adapter: Adapter, seconds: float) -> Any:
@@ -164,7 +168,9 @@ class OpenAISession:
         self._tokens = 0
         self._seconds = 0.0
 
-    def generate(self, requests: Iterable[Request | None], sampling: Sampling) -> Iterator[Completion]:
+    def generate(
+        self, requests: Iterable[Request | None], sampling: Sampling
+    ) -> Iterator[Completion]:
         """Yield completions as they arrive. Closing the iterator cancels open requests.
 
         Another thread takes requests one at a time, when a server is free; None says that a later one may come. The
@@ -217,7 +223,9 @@ class OpenAISession:
                 loop.call_soon_threadsafe(task.cancel)
             thread.join()
 
-    def ask_each(self, requests: Sequence[Request], sampling: Sampling) -> dict[str, list[Completion]]:
+    def ask_each(
+        self, requests: Sequence[Request], sampling: Sampling
+    ) -> dict[str, list[Completion]]:
         """Ask every server the same requests; :meth:`stats` does not count them.
 
         A failing server gets little time to recover if there are others, because they wait.
@@ -237,7 +245,9 @@ class OpenAISession:
                 log.warning("nothing checks the adapter in this phase of %s", error.reasons)
                 continue
             order = {id(request): place for place, request in enumerate(requests)}
-            by_url[server.url] = sorted(completions, key=lambda completion: order[id(completion.request)])
+            by_url[server.url] = sorted(
+                completions, key=lambda completion: order[id(completion.request)]
+            )
         return by_url
 
     def stats(self) -> dict[str, float]:
@@ -274,7 +284,9 @@ class _Batch:
         asking: number of open requests.
     """
 
-    def __init__(self, session: OpenAISession, sampling: Sampling, put: Callable[[Completion], None]) -> None:
+    def __init__(
+        self, session: OpenAISession, sampling: Sampling, put: Callable[[Completion], None]
+    ) -> None:
         self.session, self.sampling, self.put = session, sampling, put
         self.states = {server.url: _State() for server in session.servers}
         self.queue: asyncio.Queue[Request] = asyncio.Queue()
@@ -301,7 +313,9 @@ class _Batch:
             pending = set(tasks)
             try:
                 while not done.done():
-                    finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                    finished, pending = await asyncio.wait(
+                        pending, return_when=asyncio.FIRST_COMPLETED
+                    )
                     for task in finished:
                         task.result()
             finally:
@@ -416,7 +430,11 @@ class _RequestLoop:
             except UserError as error:
                 raise http.Transient(f"HTTP 404: {problem}; {error}") from error
             state.restored[adapter] += 1
-            log.warning("%s had lost the adapter %s and has loaded it again", self._server.url, adapter.folder)
+            log.warning(
+                "%s had lost the adapter %s and has loaded it again",
+                self._server.url,
+                adapter.folder,
+            )
 
     def _failed(self, error: Exception, seconds: float, request: Request) -> None:
         """Set the pause before the next attempt, or give the server up."""

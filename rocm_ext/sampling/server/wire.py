@@ -20,10 +20,14 @@ DIALECTS = ("extended", "transformers", "plain")  # see _sampling_fields
 _LEAST = -9999.0  # a recorded log-prob; of probability 0, too
 _HIGHEST = 0.1  # rounding may put a sure token's log-prob a little above 0
 _LETTERS = 1000  # characters of a token, more than in any vocabulary
-_SPLIT = 4  # ids per sampled id if the text is encoded again: bytes that are not text become several
+_SPLIT = (
+    4  # ids per sampled id if the text is encoded again: bytes that are not text become several
+)
 PROBES = Sampling(1), Sampling(1, temperature=0.5), Sampling(1, top_p=0.01)
 _CLEAR = 0.1  # nats; bf16 and other batches change a log-prob by about 0.01
-SEED_BITS = 31  # llama.cpp's seeds have 32 bits, and 2**32 - 1 means a random seed; the others take 64 bits
+SEED_BITS = (
+    31  # llama.cpp's seeds have 32 bits, and 2**32 - 1 means a random seed; the others take 64 bits
+)
 
 
 @dataclass
@@ -68,7 +72,9 @@ class EndpointFormat:
         body: Json = {"model": model, "seed": request.seed & (1 << SEED_BITS) - 1}
         if self.endpoint == "chat":
             if not request.messages:
-                raise UserError(f"prompt {request.prompt_id} has no messages; endpoint: chat needs them")
+                raise UserError(
+                    f"prompt {request.prompt_id} has no messages; endpoint: chat needs them"
+                )
             body["messages"] = [_sent(message) for message in request.messages]
             body |= {"logprobs": True, "top_logprobs": 1}
             if request.tools:
@@ -82,7 +88,9 @@ class EndpointFormat:
         stops = list(self.tokenizer.stop_tokens)
         return body | _sampling_fields(server, request.limited(sampling), stops)
 
-    def completion(self, url: str, answer: Json, request: Request, sampling: Sampling) -> Completion:
+    def completion(
+        self, url: str, answer: Json, request: Request, sampling: Sampling
+    ) -> Completion:
         """Parse ``answer`` into a :class:`Completion`.
 
         It refuses values that training cannot use, before they are recorded.
@@ -103,7 +111,9 @@ class EndpointFormat:
         check(len(text) <= _LETTERS * most, f"{len(text)} characters {asked} tokens")
         prompt = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
         if isinstance(prompt, list) and prompt != list(request.tokens):
-            self._tell_once(f"{url} renders prompts differently from the run: its chat template differs")
+            self._tell_once(
+                f"{url} renders prompts differently from the run: its chat template differs"
+            )
         text, cut = sampling.until_stop(text)  # transformers keeps the stop string
         by_token = reason == "stop" and not cut and not isinstance(choice.get("stop_reason"), str)
         tokens = _token_ids(choice, answer.get("usage"))
@@ -116,7 +126,9 @@ class EndpointFormat:
             logprobs.append(float(max(value, _LEAST)))
         if tokens is None:
             self.exact_tokens = False
-            self._tell_once(f"{url} sends no token ids; re-encoding the text, which may give other ids")
+            self._tell_once(
+                f"{url} sends no token ids; re-encoding the text, which may give other ids"
+            )
             most = _SPLIT * most
             tokens = self.tokenizer.encode(text, add_bos=False, add_eos=False)
             if by_token:
@@ -171,7 +183,9 @@ def _sampling_fields(server: Server, sampling: Sampling, stops: list[int]) -> Js
         return fields | {"generation_config": json.dumps(config)}
     unsupported = [name for name in ("top_k", "min_p") if getattr(sampling, name) is not None]
     if unsupported:
-        raise UserError(f"{server.url} does not support {' or '.join(unsupported)}; set them to null")
+        raise UserError(
+            f"{server.url} does not support {' or '.join(unsupported)}; set them to null"
+        )
     return fields
 
 
@@ -200,7 +214,9 @@ def base_models(answer: Json) -> list[str]:
     return names
 
 
-def _choice(url: str, answer: Json, endpoint: str, check: Callable[[bool, str], None]) -> tuple[Json, str, str]:
+def _choice(
+    url: str, answer: Json, endpoint: str, check: Callable[[bool, str], None]
+) -> tuple[Json, str, str]:
     """Return the only choice of an answer, its text and its finish reason."""
     choices = answer.get("choices")
     choice: Any = choices[0] if isinstance(choices, list) and choices else None
@@ -208,7 +224,9 @@ def _choice(url: str, answer: Json, endpoint: str, check: Callable[[bool, str], 
     source: Any = choice.get("message") if endpoint == "chat" else choice
     check(isinstance(source, dict), "no message")
     if source.get("reasoning_content") or source.get("reasoning"):
-        raise UserError(f"{url} splits the reasoning from the answer; start the server without a reasoning parser")
+        raise UserError(
+            f"{url} splits the reasoning from the answer; start the server without a reasoning parser"
+        )
     text = source.get("content" if endpoint == "chat" else "text")
     check(isinstance(text, str), "no text")
     encoded = text.encode(errors="replace").decode()  # JSON can contain half a surrogate pair
@@ -292,11 +310,15 @@ def check_logprobs(url: str, top: Callable[[Sampling], float | None], sampling: 
     the difference: ``top`` asks the server for one token, always with the same prompt, and returns it, or None.
     """
     asked, temperature = sampling.logprobs_temperature, sampling.temperature
-    truncated = sampling.top_k is not None or sampling.top_p not in (None, 1) or sampling.min_p is not None
+    truncated = (
+        sampling.top_k is not None or sampling.top_p not in (None, 1) or sampling.min_p is not None
+    )
     if temperature == asked == 1 and not truncated:
         return
     if asked not in (1, temperature):
-        raise UserError(f"{url} cannot return log-probs of temperature {asked:g} for samples of {temperature:g}")
+        raise UserError(
+            f"{url} cannot return log-probs of temperature {asked:g} for samples of {temperature:g}"
+        )
     plain, sharper, cut = map(top, PROBES)
     problem = ""
     if plain is None or sharper is None or cut is None or plain > -_CLEAR:

@@ -23,7 +23,11 @@ def zipped(longer, *values):
     """
     numpy = sys.modules.get("numpy")
     kinds = (*SIZED, numpy.ndarray) if numpy else SIZED
-    whole = [value for value, may in zip(values, longer, strict=True) if not may and isinstance(value, kinds)]
+    whole = [
+        value
+        for value, may in zip(values, longer, strict=True)
+        if not may and isinstance(value, kinds)
+    ]
     return _tuples(zip(*values, strict=False), whole)
 
 
@@ -48,7 +52,11 @@ def guarded(array):
             same_emptiness(*inputs)
             options["out"] = tuple(map(plain, options["out"])) if options.get("out") else None
             result = getattr(ufunc, method)(*map(plain, inputs), **options)
-            return result.view(Empty) if isinstance(result, numpy.ndarray) and not result.size else result
+            return (
+                result.view(Empty)
+                if isinstance(result, numpy.ndarray) and not result.size
+                else result
+            )
 
     def plain(value):
         return value.view(numpy.ndarray) if isinstance(value, Empty) else value
@@ -68,7 +76,9 @@ def guard():
     if pytest := sys.modules.get("pytest"):
         scalar = type(pytest.approx(1.0))
         equal = scalar.__eq__
-        scalar.__eq__ = lambda self, other: 0 not in (getattr(other, "shape", ()) or ()) and equal(self, other)
+        scalar.__eq__ = lambda self, other: (
+            0 not in (getattr(other, "shape", ()) or ()) and equal(self, other)
+        )
 
 
 def full(function, /, *args, **keywords):
@@ -77,7 +87,9 @@ def full(function, /, *args, **keywords):
     Empty and non-empty values together are a failure where numpy would broadcast them, or calls the two equal. An
     empty array that comes out is guarded.
     """
-    if isinstance(function, bool):  # True: args[0] is called; False: it is mentioned, and as a type may be compared
+    if isinstance(
+        function, bool
+    ):  # True: args[0] is called; False: it is mentioned, and as a type may be compared
         value = args[0]
         if not callable(value) or not (function or not isinstance(value, type)):
             return value
@@ -88,7 +100,9 @@ def full(function, /, *args, **keywords):
     if isinstance(function, str):
         in_place, function = function[0] == "i", getattr(operator, function)
     inputs = operands(numpy, function, args) if numpy else ()
-    if not all(type(value) is numpy.ndarray or numpy.size(value) for value in inputs):  # a[a > 5] may be empty
+    if not all(
+        type(value) is numpy.ndarray or numpy.size(value) for value in inputs
+    ):  # a[a > 5] may be empty
         same_emptiness(*inputs)
     if in_place:  # the statement computes
         return args[1]
@@ -96,9 +110,15 @@ def full(function, /, *args, **keywords):
     if is_operator(function) and not inputs:
         return result
     empty = isinstance(result, numpy.ndarray) and not result.size
-    if not inputs and (result is None or empty or (isinstance(result, (bool, numpy.bool_)) and result)):
+    if not inputs and (
+        result is None or empty or (isinstance(result, (bool, numpy.bool_)) and result)
+    ):
         pair = compared(function, args, keywords)
-        if not empty or result.dtype == bool or isinstance(pair[-1] if pair else 0, (list, numpy.ndarray)):
+        if (
+            not empty
+            or result.dtype == bool
+            or isinstance(pair[-1] if pair else 0, (list, numpy.ndarray))
+        ):
             same_emptiness(*pair)
     return guarded(result) if empty and type(result) is numpy.ndarray else result
 
@@ -128,5 +148,9 @@ def compared(function, args, keywords):
         given = inspect.signature(function).bind(*args, **keywords)
     except (ValueError, TypeError):  # a method of a builtin type has no signature
         return args[:2]
-    values = [p.name for p in given.signature.parameters.values() if p.default is p.empty and p.kind not in VARIABLE]
+    values = [
+        p.name
+        for p in given.signature.parameters.values()
+        if p.default is p.empty and p.kind not in VARIABLE
+    ]
     return [given.arguments[name] for name in values] if len(values) == 2 else ()

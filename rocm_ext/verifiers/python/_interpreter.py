@@ -28,7 +28,10 @@ def main(task):
     streams = sys.stdout, sys.stderr
     for stream in streams:
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
-    before, fresh = sys.modules["__main__"], type(sys)("__main__")  # `before` must live: it holds what started this
+    before, fresh = (
+        sys.modules["__main__"],
+        type(sys)("__main__"),
+    )  # `before` must live: it holds what started this
     sys.modules["__main__"] = fresh
     os.write(link, b".")
     calls = 0

@@ -30,14 +30,35 @@ import sys
 from threading import RLock
 
 import _wire
-from _wire import BINARY, FUNCTIONS, MUTABLE, Closed, Malformed, Unsendable, Wire, expect, mutable, number, text
+from _wire import (
+    BINARY,
+    FUNCTIONS,
+    MUTABLE,
+    Closed,
+    Malformed,
+    Unsendable,
+    Wire,
+    expect,
+    mutable,
+    number,
+    text,
+)
 
 VISIBLE = {"__name__", "__qualname__", "__dict__", "__members__", "__match_args__"}
-LIBRARIES = {*sys.stdlib_module_names, "numpy"} - {"unittest", "doctest", "__main__"}  # their exceptions cross
+LIBRARIES = {*sys.stdlib_module_names, "numpy"} - {
+    "unittest",
+    "doctest",
+    "__main__",
+}  # their exceptions cross
 STOPS, STEPS = {"StopIteration", "StopAsyncIteration"}, {"next", "send", "throw", "await", "anext"}
 OF_DATA = {  # module -> types of data; their attributes are the names that data has
     "builtins": "str bytes bytearray list tuple dict set frozenset int float complex range",
-    **{"collections": "deque", "datetime": "date datetime timedelta", "decimal": "Decimal", "fractions": "Fraction"},
+    **{
+        "collections": "deque",
+        "datetime": "date datetime timedelta",
+        "decimal": "Decimal",
+        "fractions": "Fraction",
+    },
     **{"pathlib": "PurePath", "numpy": "ndarray"},
 }
 OF_TABLES = {"all", "any", "equals", "isin", "isna", "isnull", "notna", "notnull", "between"}
@@ -47,7 +68,12 @@ OF_ALL = ("dir", "format", "repr", "str")  # operations that all objects have
 KNOWN = "abs complex float index int invert iter len neg pos reversed round".split()  # noqa: SIM905
 VALUES = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 GENERATOR = type(_ for _ in ())
-FIELDS = {"nt", "x", "slice", *_wire.LIBRARY}  # tags of values with attributes, which must not be callable
+FIELDS = {
+    "nt",
+    "x",
+    "slice",
+    *_wire.LIBRARY,
+}  # tags of values with attributes, which must not be callable
 METHOD, NONE = object(), object()  # stand for an attribute that is a method, and for no value
 JUDGE = None  # this process's Judge
 
@@ -78,7 +104,9 @@ class CodeClass(type):
         value = JUDGE.request("call", cls, *args, **keywords)
         if type(value) is bool and cls.__open__ is None:
             JUDGE.refuse(f"the code's class {cls.__name__} answers a call as data would")
-        fresh = isinstance(value, Handle) and (value.__number__ in JUDGE.made or value.__number__ == JUDGE.fresh)
+        fresh = isinstance(value, Handle) and (
+            value.__number__ in JUDGE.made or value.__number__ == JUDGE.fresh
+        )
         if cls.__open__ and fresh:  # an object that stood for data before stays that
             set_slot(value, "__built__", True)
             JUDGE.made.setdefault(value.__number__, set()).add(repr((args, keywords)))
@@ -88,7 +116,9 @@ class CodeClass(type):
         kind = type(value)
         if isinstance(kind, CodeClass):
             return cls.__class_number__ in kind.__lineage__
-        return isinstance(value, tuple) and hasattr(kind, "_fields") and kind.__name__ == cls.__name__
+        return (
+            isinstance(value, tuple) and hasattr(kind, "_fields") and kind.__name__ == cls.__name__
+        )
 
     def __subclasscheck__(cls, kind):
         return isinstance(kind, CodeClass) and cls.__class_number__ in kind.__lineage__
@@ -128,7 +158,9 @@ class Handle:
         kind = type(self)
         if self is other:
             if len(JUDGE.made.get(self.__number__, ())) > 1:
-                JUDGE.refuse(f"the code gives one object of {kind.__name__} for different arguments")
+                JUDGE.refuse(
+                    f"the code gives one object of {kind.__name__} for different arguments"
+                )
             return True
         mine, theirs = value_of(self, "eq"), value_of(other, "eq")
         if mine is not NONE and theirs is not NONE:
@@ -222,7 +254,9 @@ async def enter_async(self):
 
 async def leave_async(self, kind, error, trace):
     """``async with self:`` ends."""
-    return await JUDGE.request("method", self, "__aexit__", kind, error, None) and not is_failure(error)
+    return await JUDGE.request("method", self, "__aexit__", kind, error, None) and not is_failure(
+        error
+    )
 
 
 def iterate_async(self):
@@ -241,7 +275,11 @@ def compute(op, *values):
 
 def taken_for_data(handle):
     """Stop the tests, because they take an object or a class of the code for data."""
-    name = f"class {handle.__name__}" if isinstance(handle, type) else f"object of class {type(handle).__name__}"
+    name = (
+        f"class {handle.__name__}"
+        if isinstance(handle, type)
+        else f"object of class {type(handle).__name__}"
+    )
     JUDGE.refuse(f"the code's {name} is taken for data")
 
 
@@ -258,7 +296,9 @@ def known(op):
             return JUDGE.request(op, self, *args)
         if (value := value_of(self, op)) is not NONE:
             return compute(op, value, *args)
-        given = JUDGE.request(op, self, *args)  # before refusing: an error that data would raise counts
+        given = JUDGE.request(
+            op, self, *args
+        )  # before refusing: an error that data would raise counts
         if op != "iter":
             taken_for_data(self)
         given = JUDGE.revive("y", [self.__number__]) if given is self else given
@@ -271,7 +311,9 @@ def known(op):
 
 def named(op):
     """An operation of the classes that the tests name, such as enumerations."""
-    return lambda cls, *args: taken_for_data(cls) if cls.__open__ is None else JUDGE.request(op, cls, *args)
+    return lambda cls, *args: (
+        taken_for_data(cls) if cls.__open__ is None else JUDGE.request(op, cls, *args)
+    )
 
 
 def ordered(op):
@@ -296,7 +338,9 @@ def binary(op, how=""):
     def run(self, other):
         built, kind = self.__built__, type(self)  # a reply to value_of may reset __built__
         mine, theirs = (value_of(value, name, f"r{name}", f"i{name}") for value in (self, other))
-        changes = how == "i" and hasattr(kind.__data__, f"__i{name}__")  # the operation changes the object
+        changes = how == "i" and hasattr(
+            kind.__data__, f"__i{name}__"
+        )  # the operation changes the object
         if mine is not NONE and theirs is not NONE and not changes:
             return compute(operation, *((theirs, mine) if how == "r" else (mine, theirs)))
         fits = changes or (isinstance(other, Handle) and other.__known__)
@@ -306,7 +350,9 @@ def binary(op, how=""):
         if type(result) is kind and built:
             set_slot(result, "__built__", True)
         elif not (isinstance(result, Handle) or isinstance(other, Handle)):
-            JUDGE.refuse(f"an object of the code's class {kind.__name__} computes data with the tests' data")
+            JUDGE.refuse(
+                f"an object of the code's class {kind.__name__} computes data with the tests' data"
+            )
         return result
 
     return run
@@ -328,7 +374,11 @@ def attribute(target, name):
     of_data = not target.__built__ and name in JUDGE.of_data
     if of_data and isinstance(target, Handle) and name not in type(target).__defined__:
         value = value_of(target)
-        if value is not NONE and hasattr(value, name) and (name.startswith(ASKS) or not target.__known__):
+        if (
+            value is not NONE
+            and hasattr(value, name)
+            and (name.startswith(ASKS) or not target.__known__)
+        ):
             return getattr(value, name)
     if of_data and (name.startswith(ASKS) or not target.__known__):
         JUDGE.refuse(f"an object of the code is asked .{name} as if it were data")
@@ -353,7 +403,11 @@ OPERATIONS = {  # special method -> what it does for a handle; a class has those
     "__anext__": next_async,
     "__call__": called,
 }
-ATTRIBUTES = {"__getattr__": attribute, "__setattr__": always("setattr"), "__delattr__": always("delattr")}
+ATTRIBUTES = {
+    "__getattr__": attribute,
+    "__setattr__": always("setattr"),
+    "__delattr__": always("delattr"),
+}
 for name, operation in ATTRIBUTES.items():
     setattr(Handle, name, operation)
     setattr(CodeClass, name, operation)
@@ -428,7 +482,9 @@ def same(a, b):
     try:
         mine, other = JUDGE.request("state", a), JUDGE.request("state", b)
         if type(a) is not type(b) or not mine or mine != other:
-            JUDGE.refuse(f"the code calls two objects of {type(a).__name__} equal whose attributes do not say so")
+            JUDGE.refuse(
+                f"the code calls two objects of {type(a).__name__} equal whose attributes do not say so"
+            )
     finally:
         JUDGE.comparing.pop()
     return True
@@ -451,17 +507,28 @@ class Judge(Wire):
         self.entry = task["entry_point"]
         self.bare = {"Solution", *task["functions"]}  # classes that only hold the entry point
         self.handles, self.kinds, self.errors = {}, {}, {}
-        self.things, self.thing_numbers = [], {}  # the tests' functions, iterators and exceptions; the code has numbers
-        self.streams, self.steps = {}, {}  # the code's generators and coroutines: number -> object, id -> number
+        self.things, self.thing_numbers = (
+            [],
+            {},
+        )  # the tests' functions, iterators and exceptions; the code has numbers
+        self.streams, self.steps = (
+            {},
+            {},
+        )  # the code's generators and coroutines: number -> object, id -> number
         self.comparing, self.failed, self.live = [], None, set()
         self.inside = set()  # numbers of functions that came inside data
         self.iterated = {}  # object of an unknown class -> the generator of its values
         self.made = {}  # object -> the arguments of the calls that gave it
-        self.level, self.fields = 0, False  # around the decoded value: number of values; whether one has attributes
+        self.level, self.fields = (
+            0,
+            False,
+        )  # around the decoded value: number of values; whether one has attributes
         self.gone = self.unjudged = ""
         self.lock = RLock()  # the tests may have threads
         used = [module for module in OF_DATA if module == "builtins" or module in self.source]
-        kinds = [getattr(__import__(module), name) for module in used for name in OF_DATA[module].split()]
+        kinds = [
+            getattr(__import__(module), name) for module in used for name in OF_DATA[module].split()
+        ]
         self.of_data = OF_TABLES.union(task["methods"], *map(dir, kinds))
         self.kind(0, "function", False, True, False, [], "", ["__call__"])
 
@@ -476,7 +543,11 @@ class Judge(Wire):
             return ["B", value.kind.__name__]
         if kind is Method:
             return ["m", value.__self__.__number__, value.__name__]
-        if isinstance(value, Handle) or issubclass(kind, (CodeClass, ErrorClass)) or hasattr(value, "__number__"):
+        if (
+            isinstance(value, Handle)
+            or issubclass(kind, (CodeClass, ErrorClass))
+            or hasattr(value, "__number__")
+        ):
             return ["h", value.__number__]
         if isinstance(value, BaseException):
             return self.thrown(value)
@@ -489,7 +560,9 @@ class Judge(Wire):
         waits = getattr(getattr(value, "__code__", 0), "co_flags", 0) & 0x80
         if waits or not (steps or kind in FUNCTIONS or kind.__name__ in ("method", "partial")):
             raise Unsendable(f"a {kind.__name__} of the tests")
-        key = (id(value.__self__), name) if kind.__name__ == "method" else id(value)  # bound methods are new objects
+        key = (
+            (id(value.__self__), name) if kind.__name__ == "method" else id(value)
+        )  # bound methods are new objects
         if key not in self.thing_numbers:
             self.things.append(value)
             self.thing_numbers[key] = len(self.things)
@@ -497,9 +570,15 @@ class Judge(Wire):
 
     def thrown(self, error):
         """The JSON of an exception of the tests: its first builtin class, and its arguments if they are plain data."""
-        names = [base.__name__ for base in type(error).__mro__ if getattr(builtins, base.__name__, None) is base]
+        names = [
+            base.__name__
+            for base in type(error).__mro__
+            if getattr(builtins, base.__name__, None) is base
+        ]
         try:
-            args = self.encode(() if isinstance(error, AssertionError) else error.args, 1)  # may hold expected values
+            args = self.encode(
+                () if isinstance(error, AssertionError) else error.args, 1
+            )  # may hold expected values
         except Unsendable:
             args = self.encode((str(error),))
         self.things.append(error)
@@ -577,7 +656,11 @@ class Judge(Wire):
         at = number(names[0][2])
         if module.split(".")[0] in LIBRARIES:
             kind = vars(sys.modules.get(module, builtins)).get(name)
-            if isinstance(kind, type) and issubclass(kind, BaseException) and kind.__module__ == module:
+            if (
+                isinstance(kind, type)
+                and issubclass(kind, BaseException)
+                and kind.__module__ == module
+            ):
                 return kind
         if at not in self.errors:
             base = self.exception_class(names[1:]) if names[1:] else Exception
@@ -653,7 +736,9 @@ class Judge(Wire):
             try:
                 encoded = [self.encode(value) for value in both]
                 named = [[name, encoded[len(args) + index]] for index, name in enumerate(keywords)]
-                self.channel.send({"op": op, "a": encoded[: len(args)], "k": named, "w": any(map(mutable, both))})
+                self.channel.send(
+                    {"op": op, "a": encoded[: len(args)], "k": named, "w": any(map(mutable, both))}
+                )
                 while "op" in (reply := self.channel.receive()):
                     self.show(reply)
                     self.channel.send(self.serve(reply))
@@ -661,13 +746,27 @@ class Judge(Wire):
                 returned, error = self.result(op, reply, both)
             except Unsendable as problem:
                 self.refuse(f"the tests give the code {problem}")
-            except (Closed, Malformed, LookupError, TypeError, ValueError, AttributeError, RecursionError) as problem:
+            except (
+                Closed,
+                Malformed,
+                LookupError,
+                TypeError,
+                ValueError,
+                AttributeError,
+                RecursionError,
+            ) as problem:
                 ended = isinstance(problem, Closed)
-                self.gone = "the program ended during the tests" if ended else f"the program sent nonsense: {problem!r}"
+                self.gone = (
+                    "the program ended during the tests"
+                    if ended
+                    else f"the program sent nonsense: {problem!r}"
+                )
                 raise CodeEnded(self.gone) from None
             failed, self.failed = self.failed, None
             if failed or error:
-                raise failed or error  # a failed assert takes precedence over the code's reaction to it
+                raise (
+                    failed or error
+                )  # a failed assert takes precedence over the code's reaction to it
             return returned
 
     def result(self, op, reply, both):
@@ -677,7 +776,11 @@ class Judge(Wire):
         for index, now in reply["changed"]:
             rewrite(both[number(index)], self.decode(now))
         for name, now in reply["globals"]:
-            if name in self.live and not callable(value := self.decode(now)) and not isinstance(value, Handle):
+            if (
+                name in self.live
+                and not callable(value := self.decode(now))
+                and not isinstance(value, Handle)
+            ):
                 self.namespace[name] = value
         if "x" in reply:
             return None, self.raised(op, self.decode(reply["x"]))
@@ -694,8 +797,14 @@ class Judge(Wire):
     def raised(self, op, error):
         """The exception to raise for one of the code."""
         expect(isinstance(error, BaseException), "no exception")
-        names = {kind.__name__ for kind in type(error).__mro__ if kind.__module__ in ("builtins", "asyncio.exceptions")}
-        expected = any(name in self.source for name in names - {"object", "BaseException", "Exception"})
+        names = {
+            kind.__name__
+            for kind in type(error).__mro__
+            if kind.__module__ in ("builtins", "asyncio.exceptions")
+        }
+        expected = any(
+            name in self.source for name in names - {"object", "BaseException", "Exception"}
+        )
         if not isinstance(error, Exception) and not expected:
             self.gone = f"the code raised {type(error).__name__}: {str(error)[:300]}"
             return CodeEnded(self.gone)
@@ -776,5 +885,9 @@ async def asynchronous(handle):
         yield item
 
 
-CLASSES = {"k": Judge.kind, "X": Judge.exception_class, "T": lambda judge, name: _wire.FACTORIES[name]}
+CLASSES = {
+    "k": Judge.kind,
+    "X": Judge.exception_class,
+    "T": lambda judge, name: _wire.FACTORIES[name],
+}
 STREAMS = {"y": generator, "w": coroutine, "g": asynchronous}

@@ -14,15 +14,29 @@ from _wire import BINARY, FACTORIES, FUNCTIONS, Closed, Unsendable, Wire, mutabl
 
 PRINTED = 1 << 20  # characters between two messages; the rest is dropped
 CAUSES = 5  # length of an exception's chain of causes
-WRAPPERS = {"method", "partial", "_lru_cache_wrapper", "singledispatch_wrapper", "builtin_function_or_method"}
+WRAPPERS = {
+    "method",
+    "partial",
+    "_lru_cache_wrapper",
+    "singledispatch_wrapper",
+    "builtin_function_or_method",
+}
 LEAVES = {int: int.__int__, float: float.__float__, complex: complex.__pos__, str: str.__str__}
 ITEMS = {dict: lambda value: dict(dict.items(value))} | {
     kind: lambda value, kind=kind: kind(kind.__iter__(value))
     for kind in (list, tuple, set, frozenset, bytes, bytearray)
 }
-READ = LEAVES | ITEMS  # builtin type -> the plain value of an object of a class that derives from it
+READ = (
+    LEAVES | ITEMS
+)  # builtin type -> the plain value of an object of a class that derives from it
 OPERATORS = "lt le gt ge eq neg pos invert contains getitem setitem delitem index".split()  # noqa: SIM905
-MAY_ADD = {"__lt__", "__le__", "__gt__", "__ge__", "__annotations__"}  # to a class of the set-up, as well as methods
+MAY_ADD = {
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "__annotations__",
+}  # to a class of the set-up, as well as methods
 FUNCTION = type(lambda: None)
 BUILTINS = """abs bool complex delattr dir divmod float format hash int iter len next repr reversed round setattr
 str""".split()  # noqa: SIM905
@@ -34,7 +48,10 @@ class Program(Wire):
     def __init__(self, channel):
         self.channel = channel
         self.objects, self.numbers = [], {}
-        self.theirs, self.their_numbers = {}, {}  # stand-ins for the tests' functions and exceptions
+        self.theirs, self.their_numbers = (
+            {},
+            {},
+        )  # stand-ins for the tests' functions and exceptions
         self.depth = 0  # number of nested operations under way
         self.reading = False  # while the value of a container is encoded
         self.plain = False  # while the content of an exception is encoded
@@ -75,7 +92,9 @@ class Program(Wire):
             return self.kind(value)
         if kind is type(sys):
             raise Unsendable(f"the module {value.__name__}")
-        if kind.__module__ == "itertools" or (kind.__module__ == "builtins" and hasattr(kind, "__next__")):
+        if kind.__module__ == "itertools" or (
+            kind.__module__ == "builtins" and hasattr(kind, "__next__")
+        ):
             return ["y", self.number(value)]
         if kind.__module__ == "builtins" and kind.__name__ in ("coroutine", "async_generator"):
             return ["w" if kind.__name__ == "coroutine" else "g", self.number(value)]
@@ -94,7 +113,11 @@ class Program(Wire):
         """The JSON of a class: a builtin type's name, an exception's lineage, another class's description."""
         if FACTORIES.get(kind.__name__) is kind and not hasattr(kind, "__class_getitem__"):
             return ["T", kind.__name__]
-        return ["X", self.lineage(kind)] if issubclass(kind, BaseException) else ["k", *self.describe(kind)]
+        return (
+            ["X", self.lineage(kind)]
+            if issubclass(kind, BaseException)
+            else ["k", *self.describe(kind)]
+        )
 
     def describe(self, kind):
         """A class, for ``Judge.kind``.
@@ -131,7 +154,9 @@ class Program(Wire):
         for base in kind.__mro__:
             if issubclass(base, BaseException):
                 library = getattr(sys.modules.get(base.__module__), base.__name__, None) is base
-                kinds.append([base.__module__ if library else "solution", base.__name__, self.number(base)])
+                kinds.append(
+                    [base.__module__ if library else "solution", base.__name__, self.number(base)]
+                )
                 if library and base.__module__ == "builtins":
                     break
         return kinds
@@ -142,7 +167,11 @@ class Program(Wire):
             says = str(error)[:10_000]
         except BaseException:
             says = ""
-        args = (*error.args, error.filename) if isinstance(error, OSError) and len(error.args) == 2 else error.args
+        args = (
+            (*error.args, error.filename)
+            if isinstance(error, OSError) and len(error.args) == 2
+            else error.args
+        )
         outer = self.plain
         self.plain = True
         args = self.as_data(args)
@@ -157,7 +186,15 @@ class Program(Wire):
         self.plain = outer
         if args is ...:
             args = self.as_data((says,))
-        return ["x", self.lineage(type(error)), self.number(error), says, args, ["d", *attributes], cause]
+        return [
+            "x",
+            self.lineage(type(error)),
+            self.number(error),
+            says,
+            args,
+            ["d", *attributes],
+            cause,
+        ]
 
     def as_data(self, value):
         """The JSON of a value; ``...`` if it may not cross."""
@@ -216,7 +253,10 @@ class Program(Wire):
 
     def printed(self):
         """The text that the code has printed since the last message, by stream."""
-        texts = {"stdout": self.stdout.getvalue()[:PRINTED], "stderr": self.stderr.getvalue()[:PRINTED]}
+        texts = {
+            "stdout": self.stdout.getvalue()[:PRINTED],
+            "stderr": self.stderr.getvalue()[:PRINTED],
+        }
         for stream in (self.stdout, self.stderr):
             stream.seek(0)
             stream.truncate()
@@ -263,7 +303,9 @@ class Program(Wire):
         for index, old in before.items():
             now = self.as_data(both[index])
             if now is ... and old is not ...:
-                return {"unjudged": "the code leaves what may not cross in a container of the tests"}
+                return {
+                    "unjudged": "the code leaves what may not cross in a container of the tests"
+                }
             if now != old:
                 changed.append([index, now])
         return reply | {"changed": changed, "globals": self.changed_globals(), **self.printed()}
@@ -297,7 +339,11 @@ class Program(Wire):
     def get(self, value, name):
         """The JSON of an attribute; ``["m"]`` for a method."""
         attribute = getattr(value, name)
-        return ["m"] if callable(attribute) and not isinstance(attribute, type) else self.encode(attribute)
+        return (
+            ["m"]
+            if callable(attribute) and not isinstance(attribute, type)
+            else self.encode(attribute)
+        )
 
     def finish(self, value):
         """The result of an awaitable."""
@@ -340,7 +386,9 @@ class Program(Wire):
 
 def base_of(kind):
     """The builtin type that a class of the code derives from, if READ knows it; else None."""
-    base = next((base for base in kind.__mro__ if base.__module__ not in ("solution", "enum")), None)
+    base = next(
+        (base for base in kind.__mro__ if base.__module__ not in ("solution", "enum")), None
+    )
     return base if base in READ else None
 
 

@@ -8,7 +8,13 @@ import ast
 
 from _source import calls_check, functions_that, is_test, last_name, walk
 
-WATCH, RAN, FAILURE, ZIP, FULL = NAMES = ("__watch__", "__ran__", "__failure__", "__zip__", "__full__")
+WATCH, RAN, FAILURE, ZIP, FULL = NAMES = (
+    "__watch__",
+    "__ran__",
+    "__failure__",
+    "__zip__",
+    "__full__",
+)
 OPERATORS = dict(
     zip("Add Sub Mult Div FloorDiv Mod Pow Eq NotEq Lt LtE Gt GtE".split(),  # noqa: SIM905
         "add sub mul truediv floordiv mod pow eq ne lt le gt ge".split(), strict=True))  # noqa: SIM905  # fmt: skip
@@ -54,7 +60,11 @@ class Checks(Rewriter):
     def counted(self, nodes):
         """Those of the rewritten nodes that hold a check which counts, perhaps in a function that they call."""
         counting = functions_that(self._counts, self.functions)
-        return [node for node in nodes if any(self._counts(part, counting) for part in _outside_methods(node))]
+        return [
+            node
+            for node in nodes
+            if any(self._counts(part, counting) for part in _outside_methods(node))
+        ]
 
     def _counts(self, node, counting):
         """Whether a node counts as a check that must run; ``counting``: names of functions that hold one."""
@@ -199,7 +209,9 @@ def _fails(statement):
 
 def _call(name, place, *args):
     """A call of one of the ``NAMES`` at the place of another node."""
-    return ast.copy_location(ast.Call(ast.copy_location(ast.Name(name, ast.Load()), place), list(args), []), place)
+    return ast.copy_location(
+        ast.Call(ast.copy_location(ast.Name(name, ast.Load()), place), list(args), []), place
+    )
 
 
 def _ran(value):
@@ -250,7 +262,10 @@ def _root(node):
     """The source of what ``node`` is a part of: ``f(3)`` for ``f(3)[1:]`` and ``islice(f(3), 2)``; "" for a literal."""
     while True:
         match node:
-            case ast.Subscript(value=whole) | ast.Call(func=ast.Name(id="islice" | "iter"), args=[whole, *_]):
+            case (
+                ast.Subscript(value=whole)
+                | ast.Call(func=ast.Name(id="islice" | "iter"), args=[whole, *_])
+            ):
                 node = whole
             case ast.List() | ast.Tuple() | ast.Constant():
                 return ""

@@ -20,7 +20,14 @@ from _source import Broken, Tests, is_test
 from _wire import Closed, Malformed, judge_channel
 
 MAIN = "__main__"  # unittest, dataclasses and pickle look for the tests' classes there
-PLUGINS = ("cacheprovider", "terminal", "faulthandler", "warnings", "doctest", "junitxml")  # of pytest; slow
+PLUGINS = (
+    "cacheprovider",
+    "terminal",
+    "faulthandler",
+    "warnings",
+    "doctest",
+    "junitxml",
+)  # of pytest; slow
 FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 
@@ -79,7 +86,9 @@ class TestCounts:
                 run()
             if self.failed is not None:
                 raise self.failed
-        except BaseException as error:  # this name goes at the end: its traceback would keep the unit's objects
+        except (
+            BaseException
+        ) as error:  # this name goes at the end: its traceback would keep the unit's objects
             self.note(error, text)
         if self.judge.gone and self.failures == failures:
             self.note(None, text)
@@ -87,7 +96,11 @@ class TestCounts:
 
     def note(self, error, text):
         """Record a failure; raises Broken if the tests cannot import a module."""
-        if isinstance(error, ImportError) and not hasattr(error, "__number__") and error.name != "solution":
+        if (
+            isinstance(error, ImportError)
+            and not hasattr(error, "__number__")
+            and error.name != "solution"
+        ):
             raise Broken(f"{type(error).__name__}: {error}")
         self.failures += 1
         if self.detail:
@@ -99,7 +112,11 @@ class TestCounts:
             trace = trace.tb_next
         parts = [text, "" if line in text else line]
         if error is not None and (said(error) or not isinstance(error, AssertionError)):
-            tests = " in the tests" if isinstance(error, MemoryError) and not hasattr(error, "__number__") else ""
+            tests = (
+                " in the tests"
+                if isinstance(error, MemoryError) and not hasattr(error, "__number__")
+                else ""
+            )
             parts.append(f"{type(error).__name__}{tests}: {said(error)}")
         parts.append(self.judge.gone if self.judge.gone not in parts[-1] else "")
         self.detail = ": ".join(filter(None, parts))
@@ -125,7 +142,9 @@ def run(task, judge, namespace, report):
     """Run the tests in their namespace; the report for the verifier. Raises Broken if the tests do not work."""
     builtins.exit = builtins.quit = sys.exit  # as `site` does
     calls = task["cases"] is not None
-    tests = Calls(task) if calls else Tests(task["tests"], task["trusted"], task["entry_point"], False)
+    tests = (
+        Calls(task) if calls else Tests(task["tests"], task["trusted"], task["entry_point"], False)
+    )
     judge.greeted()
     report("started")
     if error := judge.loaded():
@@ -137,11 +156,15 @@ def run(task, judge, namespace, report):
     score, judge.live = TestCounts(judge, task["tests"], task["all"]), tests.live
     prepare("\n".join([task["tests"], *task["trusted"]]), score)
     namespace.update((name, defined[name]) for name in task["shared"] if name in defined)
-    namespace.update(zip(NAMES, (score, score.count, failure, _empty.zipped, _empty.full), strict=True))
+    namespace.update(
+        zip(NAMES, (score, score.count, failure, _empty.zipped, _empty.full), strict=True)
+    )
     checks = None if calls else Checks(tests)
     for source in task["trusted"]:
         tree = ast.parse(source)
-        tree.body = [s for s in tree.body if getattr(s, "name", "") not in task["shared"]]  # they live with the code
+        tree.body = [
+            s for s in tree.body if getattr(s, "name", "") not in task["shared"]
+        ]  # they live with the code
         if checks:
             checks.visit(tree)
             guard_numpy(tests, tree)
@@ -155,13 +178,21 @@ def run(task, judge, namespace, report):
                 "detail": f"the set-up, with the code's objects: {type(error).__name__}: {said(error)}",
             }
     for name in tests.required | (tests.own if calls else set()):
-        namespace.pop(name, None)  # the set-up may define it, such as a bare signature or what it imports
+        namespace.pop(
+            name, None
+        )  # the set-up may define it, such as a bare signature or what it imports
     given = set(namespace) - set(task["shared"])
     for name, (module, attribute) in tests.library.items():
         if name not in given:
             library = importlib.import_module(module)
             namespace[name] = getattr(library, attribute, library) if attribute else library
-    namespace.update({name: value for name, value in defined.items() if name in tests.wanted and name not in given})
+    namespace.update(
+        {
+            name: value
+            for name, value in defined.items()
+            if name in tests.wanted and name not in given
+        }
+    )
     if type(judge) is Judge:
         solution = sys.modules["solution"] = types.ModuleType("solution")
         solution.__dict__.update(defined)
@@ -188,7 +219,9 @@ def prepare(source, score):
 
 def take(tests, checks, namespace, score):
     """Run the tests: the top level's statements in order, then the functions, then pytest."""
-    called = {getattr(getattr(getattr(s, "value", None), "func", None), "id", "") for s in tests.body}
+    called = {
+        getattr(getattr(getattr(s, "value", None), "func", None), "id", "") for s in tests.body
+    }
     body, units = rewritten(tests, checks)
     counted = set(checks.counted(body))
     lines = {first_line(function) for function in checks.counted(checks.functions)}
@@ -198,14 +231,18 @@ def take(tests, checks, namespace, score):
     for statement in body:
         if isinstance(statement, ast.ImportFrom) and statement.module != "solution":
             # the entry point stays the answer's
-            statement.names = [a for a in statement.names if (a.asname or a.name) not in tests.required]
+            statement.names = [
+                a for a in statement.names if (a.asname or a.name) not in tests.required
+            ]
             if not statement.names:
                 continue
         work, text = partial(execute, statement, flags, namespace), tests.text(statement)
         if statement in units:
             score.unit(work, text, statement in counted)
         elif score.stopped:
-            score.total += getattr(statement, "name", "") in tests.simple  # what was not reached earns nothing
+            score.total += (
+                getattr(statement, "name", "") in tests.simple
+            )  # what was not reached earns nothing
         else:
             try:
                 work()
@@ -218,10 +255,14 @@ def take(tests, checks, namespace, score):
         if name in called or not inspect.isfunction(value) or (tests.runner and name != "check"):
             continue
         needs = inspect.signature(value).parameters
-        made = value.__globals__ is namespace and value.__name__ != "<lambda>" and not needs  # as in `test_a = make(1)`
+        # as in `test_a = make(1)`
+        made = value.__globals__ is namespace and value.__name__ != "<lambda>" and not needs
         if name in tests.simple or (made and is_test(name) and name not in tests.defined):
             args = [tests.entry] if name == "check" and needs else []
-            work = lambda value=value, args=args: finish(value(*(eval(arg, namespace) for arg in args)))  # noqa: E731
+
+            def work(value=value, args=args):
+                finish(value(*(eval(arg, namespace) for arg in args)))
+
             score.unit(work, name, value.__code__.co_firstlineno in lines)
     if tests.runner and not score.stopped:
         by_pytest(tests, score, lines)
@@ -254,7 +295,10 @@ def first_line(function):
 def execute(statement, flags, namespace):
     """Run a statement of the tests, which may call ``sys.exit(0)``."""
     try:
-        exec(compile(ast.Module([statement], []), "tests", "exec", flags, dont_inherit=True), namespace)
+        exec(
+            compile(ast.Module([statement], []), "tests", "exec", flags, dont_inherit=True),
+            namespace,
+        )
     except SystemExit as error:
         trace = error.__traceback__
         while trace.tb_next is not None:
@@ -292,7 +336,9 @@ def by_pytest(tests, score, lines):
             return [] if name in tests.helpers or name in tests.wanted else None
 
         def pytest_pyfunc_call(self, pyfuncitem):
-            arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+            arguments = {
+                name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames
+            }
             finish(pyfuncitem.obj(**arguments))
             return True
 
@@ -308,7 +354,9 @@ def by_pytest(tests, score, lines):
         def pytest_exception_interact(self, node, call, report):
             error = call.excinfo.value
             ours = isinstance(error, (CodeEnded, Unjudged)) or hasattr(error, "__number__")
-            if not ours and (report.when == "collect" or type(error).__name__ == "FixtureLookupError"):
+            if not ours and (
+                report.when == "collect" or type(error).__name__ == "FixtureLookupError"
+            ):
                 broken.append(" ".join(said(error).split()) or type(error).__name__)
             elif not ours and isinstance(error, ImportError):
                 broken.append(f"{type(error).__name__}: {said(error)}")
@@ -325,7 +373,16 @@ def by_pytest(tests, score, lines):
 
     failures = score.failures
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    options = ["-c", os.devnull, "--rootdir", os.getcwd(), "--noconftest", "--assert=plain", "-s", "test_row.py"]
+    options = [
+        "-c",
+        os.devnull,
+        "--rootdir",
+        os.getcwd(),
+        "--noconftest",
+        "--assert=plain",
+        "-s",
+        "test_row.py",
+    ]
     options += [f"-pno:{name}" for name in PLUGINS] + ([] if score.go_on else ["-x"])
     with open("test_row.py", "w") as file:  # pytest collects a file; the plugin gives its content
         path = os.path.abspath(file.name)
@@ -343,7 +400,11 @@ class Calls:
     """Cases that are calls of the answer, with the values that it must return; names as in :class:`_source.Tests`."""
 
     def __init__(self, task):
-        self.cases, self.entry, self.tolerance = task["cases"], task["entry_point"], task["tolerance"]
+        self.cases, self.entry, self.tolerance = (
+            task["cases"],
+            task["entry_point"],
+            task["tolerance"],
+        )
         self.lead = self.entry.split(".")[0].split("(")[0]
         self.required, self.live, self.library = set(), set(), {}
         self.own = self.wanted = {self.lead, "Solution"}
@@ -371,7 +432,9 @@ class Calls:
                 return False
             by_text = {str(key): value for key, value in result.items()}
             same_keys = by_text.keys() == expected.keys()
-            return same_keys and all(self.equal(by_text[key], value) for key, value in expected.items())
+            return same_keys and all(
+                self.equal(by_text[key], value) for key, value in expected.items()
+            )
         if type(result) is float and type(expected) in (int, float) and self.tolerance is not None:
             if result == expected:
                 return True
@@ -412,16 +475,25 @@ def judge(task, hears, asks, report):
     """
     module = sys.modules[MAIN] = types.ModuleType(MAIN)
     module.__dict__.update({"__builtins__": builtins, "__file__": "tests.py"})
-    program = Local(task["program"]) if task["program"] else Judge(judge_channel(hears, asks), task, vars(module))
+    program = (
+        Local(task["program"])
+        if task["program"]
+        else Judge(judge_channel(hears, asks), task, vars(module))
+    )
     try:
         outcome = run(task, program, vars(module), report)
     except Unjudged:
         outcome = {}
     except (Closed, Malformed, CodeEnded) as error:
-        outcome = {"kind": "gone", "detail": program.gone or f"the program ended while it was loaded {said(error)}"}
+        outcome = {
+            "kind": "gone",
+            "detail": program.gone or f"the program ended while it was loaded {said(error)}",
+        }
     except Exception as error:  # the tests or the set-up failed, or code that the set-up uses
         if hasattr(error, "__number__"):
-            return report({"kind": "failed", "detail": f"{type(error).__name__[:100]}: {said(error)}"})
+            return report(
+                {"kind": "failed", "detail": f"{type(error).__name__[:100]}: {said(error)}"}
+            )
         name = "" if type(error) is Broken else f"{type(error).__name__}: "
         outcome = {"kind": "broken", "detail": f"the tests do not work: {name}{said(error)}"}
     outcome["detail"] = str(outcome.get("detail", ""))[:1000]  # a report fits into its pipe

@@ -31,7 +31,9 @@ def main(task):
     """
     link = socket.socket(fileno=int(sys.argv[1]))
     boxed = sys.argv[2] == "boxed" and os.getpid() == 2  # bwrap's first process has number 1
-    folders = {os.getcwd(): frozenset(os.listdir())}  # with an interpreter below /tmp, its folder is there
+    folders = {
+        os.getcwd(): frozenset(os.listdir())
+    }  # with an interpreter below /tmp, its folder is there
     if boxed and os.path.isdir("/dev/shm"):
         folders["/dev/shm"] = frozenset(os.listdir("/dev/shm"))
     prctl = ctypes.CDLL(None).prctl
@@ -81,7 +83,12 @@ def child(hears, asks, tells, tasks):
         resource.setrlimit(resource.RLIMIT_CPU, tuple(task["cpu"]))
         judge(task, hears, asks, report)
     except BaseException as error:  # SystemExit too
-        report({"kind": "broken", "detail": f"the judge failed: {type(error).__name__}: {error}"[:1000]})
+        report(
+            {
+                "kind": "broken",
+                "detail": f"the judge failed: {type(error).__name__}: {error}"[:1000],
+            }
+        )
 
 
 def tidy(pid, boxed, folders):
@@ -90,12 +97,20 @@ def tidy(pid, boxed, folders):
         os.killpg(pid, signal.SIGKILL)
     for _ in range(1000 if boxed else 0):
         try:
-            os.kill(-1, signal.SIGKILL)  # all in this PID namespace but its first process and this one
+            os.kill(
+                -1, signal.SIGKILL
+            )  # all in this PID namespace but its first process and this one
         except ProcessLookupError:
             break
         time.sleep(0.001)
     else:
         if boxed:
             return False
-    writable = any(os.access(f"{folder}/{name}", os.W_OK) for folder, names in folders.items() for name in names)
-    return not writable and all(names == frozenset(os.listdir(folder)) for folder, names in folders.items())
+    writable = any(
+        os.access(f"{folder}/{name}", os.W_OK)
+        for folder, names in folders.items()
+        for name in names
+    )
+    return not writable and all(
+        names == frozenset(os.listdir(folder)) for folder, names in folders.items()
+    )

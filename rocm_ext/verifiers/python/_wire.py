@@ -64,12 +64,24 @@ BUILTIN = {  # type -> its tag, a function from a value to its parts, and the in
 LIBRARY = {  # module.class -> the arguments that make an equal object
     "collections.Counter": lambda v: [dict(v)],
     "collections.ChainMap": lambda v: v.maps,
-    **dict.fromkeys(("collections.UserList", "collections.UserDict", "collections.UserString"), lambda v: [v.data]),
+    **dict.fromkeys(
+        ("collections.UserList", "collections.UserDict", "collections.UserString"),
+        lambda v: [v.data],
+    ),
     "decimal.Decimal": lambda v: [str(v)],
     "fractions.Fraction": lambda v: [v.numerator, v.denominator],
     "datetime.date": lambda v: [v.year, v.month, v.day],
     "datetime.time": lambda v: [v.hour, v.minute, v.second, v.microsecond, v.tzinfo],
-    "datetime.datetime": lambda v: [v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo],
+    "datetime.datetime": lambda v: [
+        v.year,
+        v.month,
+        v.day,
+        v.hour,
+        v.minute,
+        v.second,
+        v.microsecond,
+        v.tzinfo,
+    ],
     "datetime.timedelta": lambda v: [v.days, v.seconds, v.microseconds],
     "datetime.timezone": lambda v: v.__getinitargs__(),
     "zoneinfo.ZoneInfo": lambda v: [v.key],
@@ -113,7 +125,8 @@ class Channel:
     """Frames over two pipes: four bytes of length, then a message, which ``dumps`` and ``loads`` convert."""
 
     def __init__(self, reader, writer, dumps, loads):
-        self.reader, self.writer = open(reader, "rb", closefd=False), open(writer, "wb", closefd=False)  # noqa: SIM115
+        self.reader = open(reader, "rb", closefd=False)  # noqa: SIM115
+        self.writer = open(writer, "wb", closefd=False)  # noqa: SIM115
         self.dumps, self.loads = dumps, loads
 
     def send(self, message):
@@ -189,7 +202,9 @@ class Wire:
             return value
         if depth > MAX_DEPTH:
             raise Unsendable("a value that is nested too deeply")
-        tag, parts = (BUILTIN[kind][0], BUILTIN[kind][1](value)) if kind in BUILTIN else library(value)
+        tag, parts = (
+            (BUILTIN[kind][0], BUILTIN[kind][1](value)) if kind in BUILTIN else library(value)
+        )
         if tag is None:
             return self.opaque(value, depth)
         return [tag, *[self.encode(part, depth + 1) for part in parts]]
@@ -235,7 +250,11 @@ def library(value):
     if name in VIEWS:
         return VIEWS[name], list(value)
     numpy = sys.modules.get("numpy") if name.startswith("numpy.") else None
-    if numpy and (kind is numpy.ndarray or isinstance(value, numpy.generic)) and value.dtype.kind in DTYPES:
+    if (
+        numpy
+        and (kind is numpy.ndarray or isinstance(value, numpy.generic))
+        and value.dtype.kind in DTYPES
+    ):
         return "numpy", [kind is numpy.ndarray, value.dtype.str, value.tobytes(), *value.shape]
     return None, None
 
@@ -265,7 +284,9 @@ def match(pattern, flags, string, start, end, spans):
     expect({type(pattern), type(string)} <= {str, bytes}, "no pattern")
     pattern = re.compile(pattern, flags)
     matches = (search(string, start, end) for search in (pattern.match, pattern.fullmatch))
-    fitting = next((candidate for candidate in matches if candidate and candidate.regs == spans), None)
+    fitting = next(
+        (candidate for candidate in matches if candidate and candidate.regs == spans), None
+    )
     expect(fitting, "no match")
     return fitting
 

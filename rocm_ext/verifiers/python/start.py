@@ -96,7 +96,9 @@ def start(script: str, sandbox: Sandbox, python: str, task: Mapping[str, object]
     """
     modules = [(name, compiled(python)[name]) for name in SCRIPTS[script]]
     argv = [python, "-s", "-S", "-c", BOOT, *map(str, fds), *arguments, USER]
-    return sandbox.start(argv, stdin=marshal.dumps((modules, dict(task)), 4), limits=limits, pass_fds=fds)
+    return sandbox.start(
+        argv, stdin=marshal.dumps((modules, dict(task)), 4), limits=limits, pass_fds=fds
+    )
 
 
 class JudgeEnded(Exception):
@@ -109,11 +111,15 @@ class WarmJudge:
     def __init__(self, sandbox: Sandbox, python: str, path: Sequence[str], memory_mb: int) -> None:
         self.owner = os.getpid()
         self._link, theirs = socket.socketpair()
-        self.fileno = self._link.fileno  # becomes readable when the verdict is over or the judge dies
+        self.fileno = (
+            self._link.fileno
+        )  # becomes readable when the verdict is over or the judge dies
         with theirs:
             limits = Limits(cpu_seconds=0, memory_mb=memory_mb)
             boxed = "boxed" if sandbox.kind == "bubblewrap" else "unboxed"
-            running = start("judge", sandbox, python, {"path": list(path)}, limits, [theirs.fileno()], boxed)
+            running = start(
+                "judge", sandbox, python, {"path": list(path)}, limits, [theirs.fileno()], boxed
+            )
         self.child = running.child
         self.close = weakref.finalize(self, _end, self.owner, self._link, running)
         if not self._heard(PATIENCE):
@@ -123,7 +129,9 @@ class WarmJudge:
 
     def alive(self) -> bool:
         """Whether it can take a task; False in forks of the process that started it."""
-        return self.owner == os.getpid() and self.close.alive and not readable(self._link.fileno(), 0)
+        return (
+            self.owner == os.getpid() and self.close.alive and not readable(self._link.fileno(), 0)
+        )
 
     def give(self, task: JudgeTask, hears: int, asks: int, tells: int) -> None:
         """Start a verdict; arguments as for ``_run.judge``, with the pipe ``tells`` for its reports."""

@@ -19,16 +19,36 @@ from rocm_ext.base.errors import UserError, require_known
 from rocm_ext.base.types import Row
 from rocm_ext.sandbox import BOX, Limits, Sandbox, check_limits, interpreter
 from rocm_ext.sandbox.children import supervise
-from rocm_ext.verifiers.base import Result, Verdict, Verifier, correct, error, field, short, timeout, unparsed, wrong
+from rocm_ext.verifiers.base import (
+    Result,
+    Verdict,
+    Verifier,
+    correct,
+    error,
+    field,
+    short,
+    timeout,
+    unparsed,
+    wrong,
+)
 from rocm_ext.verifiers.cases import OutputRule, calls_of, cases_of, run_cases
 from rocm_ext.verifiers.extract import answer_text, extract_code, fenced_code, parse_python
 from rocm_ext.verifiers.python._source import Broken, Tests, names_in
-from rocm_ext.verifiers.python.start import JudgeEnded, Judges, JudgeTask, ProgramTask, WarmJudge, start
+from rocm_ext.verifiers.python.start import (
+    JudgeEnded,
+    Judges,
+    JudgeTask,
+    ProgramTask,
+    WarmJudge,
+    start,
+)
 
 log = logging.getLogger("rocm_ext")
 JUDGE_MB = 1024  # the tests may need more memory than the code
 REPORTS = 1 << 16  # bytes; more than all reports of a verdict
-READS = re.compile(r"\binput *[(,)]|= *input\b|\bstdin\b|\bopen\(0|\bos\.read\b|\bfileinput\b")  # stdin
+READS = re.compile(
+    r"\binput *[(,)]|= *input\b|\bstdin\b|\bopen\(0|\bos\.read\b|\bfileinput\b"
+)  # stdin
 BODY = re.compile(r"(?:[ \t]*\n)*[ \t]+\S")  # the body of a function without its head
 ENDS = 2.0  # seconds that a sandbox may take to report how its program ended
 
@@ -100,7 +120,11 @@ class PythonTests(Verifier):
         require_known("unjudged", unjudged, ("wrong", "error"))
         self.isolation, self.unjudged = isolation, unjudged
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
-        self.partial_credit, self.kind, self.python = partial_credit, sandbox, python or sys.executable
+        self.partial_credit, self.kind, self.python = (
+            partial_credit,
+            sandbox,
+            python or sys.executable,
+        )
         self.comparison = OutputRule(tolerance, checker, sandbox, self.python)
         self._judges = Judges(JUDGE_MB if isolation == "two_processes" else memory_mb)
 
@@ -111,7 +135,9 @@ class PythonTests(Verifier):
     def check(self) -> None:
         self._sandbox.check()
         path = interpreter(self.python).path
-        outcome = self._sandbox.run([path, "-s", "-S", "-c", "print(6 * 7)"], limits=Limits(seconds=20))
+        outcome = self._sandbox.run(
+            [path, "-s", "-S", "-c", "print(6 * 7)"], limits=Limits(seconds=20)
+        )
         if outcome.stdout.strip() != b"42":
             said = short(outcome.stderr.decode("utf-8", "replace"), 200)
             raise UserError(f"{path} does not run in the sandbox: {said}")
@@ -127,13 +153,19 @@ class PythonTests(Verifier):
                 cases_of(row)
                 return
             if row.get("checker") is not None:
-                raise ValueError("field 'checker' judges what a program prints; these cases are calls")
+                raise ValueError(
+                    "field 'checker' judges what a program prints; these cases are calls"
+                )
         for name in ("entry_point", "test_setup", "code_prefix"):
             if row.get(name) is not None:
                 field(row, name, str)
         entry = row.get("entry_point") or ""
         tests = "" if row.get("cases") is not None else tests_of(row)
-        for name, source in (("tests", tests), ("test_setup", row.get("test_setup") or ""), ("entry_point", entry)):
+        for name, source in (
+            ("tests", tests),
+            ("test_setup", row.get("test_setup") or ""),
+            ("entry_point", entry),
+        ):
             try:
                 parse_python(source)
             except (SyntaxError, ValueError) as error:
@@ -147,10 +179,15 @@ class PythonTests(Verifier):
     def __call__(self, completion: str, row: Row) -> Result:
         prefix, entry = row.get("code_prefix") or "", row.get("entry_point") or ""
         try:
-            tests, calls = (tests_of(row), None) if row.get("cases") is None else ("", calls_of(row))
+            tests, calls = (
+                (tests_of(row), None) if row.get("cases") is None else ("", calls_of(row))
+            )
         except ValueError as problem:
             return error(problem)
-        trusted, lead = trusted_of(row), [re.split(r"\W", entry)[0]] + ["Solution"] * (calls is not None)
+        trusted, lead = (
+            trusted_of(row),
+            [re.split(r"\W", entry)[0]] + ["Solution"] * (calls is not None),
+        )
         is_program = not tests and calls is None  # the cases are input and output
 
         def names() -> Set[str]:
@@ -175,14 +212,20 @@ class PythonTests(Verifier):
         classes = [node for source in trusted for node in parse_python(source).body if isinstance(node, ast.ClassDef)
                    and not any("TestCase" in ast.unparse(base) for base in node.bases)]  # fmt: skip
         forget = f"[globals().pop(name, None) for name in {lead!r}]"  # a definition in the set-up is not the answer
-        program: ProgramTask = {"setup": "\n".join([*trusted, forget]), "code": code, "path": list(packages)}
+        program: ProgramTask = {
+            "setup": "\n".join([*trusted, forget]),
+            "code": code,
+            "path": list(packages),
+        }
         task: JudgeTask = {
             "trusted": trusted,
             "tests": tests,
             "entry_point": entry,
             "functions": [] if entry.isidentifier() else re.findall(r"\w+", entry),
             "shared": [node.name for node in classes],
-            "methods": [n.name for node in classes for n in node.body if isinstance(n, ast.FunctionDef)],
+            "methods": [
+                n.name for node in classes for n in node.body if isinstance(n, ast.FunctionDef)
+            ],
             "cases": calls,
             "tolerance": self.comparison.within(row),
             "all": self.partial_credit,
@@ -207,7 +250,9 @@ class PythonTests(Verifier):
             running = None
             if task["program"] is None:
                 path = interpreter(self.python).path
-                running = start("program", self._sandbox, path, program, self.limits, (asked, answer))
+                running = start(
+                    "program", self._sandbox, path, program, self.limits, (asked, answer)
+                )
                 ours.callback(running.close)
             judge.give(task, heard, ask, report)
             theirs.close()
@@ -217,7 +262,9 @@ class PythonTests(Verifier):
             if running:
                 hung_up = select.poll()
                 hung_up.register(heard, 0)
-                if in_time and hung_up.poll(0):  # the code has ended by itself; wait for the sandbox to report how
+                if in_time and hung_up.poll(
+                    0
+                ):  # the code has ended by itself; wait for the sandbox to report how
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         child.process.wait(ENDS)
                 running.close()
@@ -230,17 +277,24 @@ class PythonTests(Verifier):
             return timeout(f"still running after {self.limits.seconds:g} s")
         if child.killed:
             return wrong(f"the code {child.killed}")
-        result = self._verdict(said, judge.child.killed, status, bytes(child.stderr).decode("utf-8", "replace"))
+        result = self._verdict(
+            said, judge.child.killed, status, bytes(child.stderr).decode("utf-8", "replace")
+        )
         ends = (128 + signal.SIGXCPU, -signal.SIGXCPU, signal.SIGXCPU)
         spent = (child.returncode if running else status) in ends
-        return timeout("used up its CPU time") if spent and result.verdict is Verdict.WRONG else result
+        return (
+            timeout("used up its CPU time") if spent and result.verdict is Verdict.WRONG else result
+        )
 
     def _verdict(self, said: bytes, killed: str, status: int | None, stderr: str) -> Result:
         """The verdict in the judge's reports, which the program cannot write to: "started", then the result."""
         reports: list[Any] = []
         with contextlib.suppress(ValueError):  # in the same process, the code can write anything
             reports.extend(map(json.loads, said.split(b"\n")[:-1]))
-        started, last = "started" in reports, reports[-1] if reports and isinstance(reports[-1], dict) else None
+        started, last = (
+            "started" in reports,
+            reports[-1] if reports and isinstance(reports[-1], dict) else None,
+        )
         if last is None and status is None and not killed:
             return error("the tests' process died")
         if last is None and started:
@@ -250,7 +304,11 @@ class PythonTests(Verifier):
         detail = short(last["detail"])
         if re.search("MemoryError|map segment|allocate memory", detail):
             tests = "MemoryError in the tests" in detail and self.isolation == "two_processes"
-            detail += f" (they have {JUDGE_MB} MB)" if tests else f" (memory_mb is {self.limits.memory_mb})"
+            detail += (
+                f" (they have {JUDGE_MB} MB)"
+                if tests
+                else f" (memory_mb is {self.limits.memory_mb})"
+            )
         if last["kind"] == "unjudged":
             return (wrong if self.unjudged == "wrong" else error)(f"cannot be judged: {detail}")
         if last["kind"] != "done":
@@ -260,7 +318,9 @@ class PythonTests(Verifier):
             return correct(f"passed {total} of {total}")
         if not self.partial_credit:
             return wrong(f"failed: {detail}")
-        return wrong(f"passed {passed} of {total}; failed: {detail}", passed / total if total else 0.0)
+        return wrong(
+            f"passed {passed} of {total}; failed: {detail}", passed / total if total else 0.0
+        )
 
 
 def tests_of(row: Row) -> str:

@@ -54,7 +54,9 @@ class Pool:
 
     def __init__(self, verifier_config: Component, workers: int, timeout: float) -> None:
         if not (workers >= 1 and timeout > 0):
-            raise UserError(f"verification needs workers >= 1 and timeout > 0, found {workers} and {timeout}")
+            raise UserError(
+                f"verification needs workers >= 1 and timeout > 0, found {workers} and {timeout}"
+            )
         try:
             self._verifier_config = json.loads(json.dumps(verifier_config, default=_plain))
         except (TypeError, ValueError) as problem:
@@ -74,7 +76,9 @@ class Pool:
 
     def __enter__(self) -> "Pool":
         try:
-            for worker in self._all:  # in our threads, since a worker ends with the thread that started it
+            for (
+                worker
+            ) in self._all:  # in our threads, since a worker ends with the thread that started it
                 self._threads.submit(worker.start).result()
             deadline = time.monotonic() + START
             for worker in self._all:
@@ -108,7 +112,10 @@ class Pool:
         ``to_worker``: a worker judges the answer even if this process could at once.
         """
         with contextlib.suppress(Exception):  # a worker says what is wrong with the row
-            if not (self.groups or to_worker) and (result := self._at_once(completion, row)) is not None:
+            if (
+                not (self.groups or to_worker)
+                and (result := self._at_once(completion, row)) is not None
+            ):
                 return done(result)
         return self._enqueue(completion, row)
 
@@ -140,7 +147,9 @@ class Pool:
             waiting = self._waiting
             if not waiting:
                 return []
-            count = min(self.batch_size, -(-len(waiting) // len(self._all)))  # leave a share to the other workers
+            count = min(
+                self.batch_size, -(-len(waiting) // len(self._all))
+            )  # leave a share to the other workers
             first = waiting.popleft()
             window = [waiting.popleft() for _ in range(min(len(waiting), 4 * (count - 1)))]
             window.sort(key=lambda request: request.row is not first.row)
@@ -161,7 +170,9 @@ class Pool:
     def _ask(self, worker: "_Worker", requests: "list[_Request]") -> list[Result] | str:
         """The results, or why there are none."""
         try:
-            wire: Any = [{"completion": request.answer, "row": dict(request.row)} for request in requests]
+            wire: Any = [
+                {"completion": request.answer, "row": dict(request.row)} for request in requests
+            ]
             if isinstance(requests[0].answer, list):
                 wire = {"completions": requests[0].answer, "row": dict(requests[0].row)}
             return worker.verify(json.dumps(wire, default=_plain), self._timeout)
@@ -170,7 +181,9 @@ class Pool:
         except UserError as problem:
             return str(problem)
         except Exception as problem:
-            return "verification was ended" if self._closed else f"{type(problem).__name__}: {problem}"
+            return (
+                "verification was ended" if self._closed else f"{type(problem).__name__}: {problem}"
+            )
 
 
 def at_once(verifier_config: Component) -> Callable[..., Result | None]:
@@ -179,7 +192,9 @@ def at_once(verifier_config: Component) -> Callable[..., Result | None]:
     kind = import_component(path) if path.startswith("rocm_ext.verifiers.") else Verifier
     if getattr(kind, "at_once", Verifier.at_once) is Verifier.at_once:
         return Verifier().at_once
-    return kind(**{name: value for name, value in verifier_config.items() if name != COMPONENT}).at_once
+    return kind(
+        **{name: value for name, value in verifier_config.items() if name != COMPONENT}
+    ).at_once
 
 
 @dataclass(frozen=True)
@@ -209,7 +224,9 @@ class _Worker:
         with self._lock:
             if self._closed:
                 raise UserError("verification was ended")
-            self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, start_new_session=True, bufsize=0, env=env)
+            self._process = subprocess.Popen(
+                argv, stdin=pipe, stdout=pipe, start_new_session=True, bufsize=0, env=env
+            )
             self._buffer = b""
         start = {"verifier": self._verifier_config, "parent": os.getpid()}
         with contextlib.suppress(BrokenPipeError):
@@ -221,7 +238,9 @@ class _Worker:
         message = json.loads(line) if line else {}
         if "ready" not in message:
             said = message.get("error") or (
-                f"the worker did not start within {START:g} s" if line is None else f"the worker {self._end()}"
+                f"the worker did not start within {START:g} s"
+                if line is None
+                else f"the worker {self._end()}"
             )
             self.kill()
             raise UserError(f"the verifier cannot be built in a worker: {said}")
@@ -243,7 +262,11 @@ class _Worker:
             if "error" in answer:
                 return answer["error"]
             return [Result(*values) for values in answer["results"]]
-        ended = f"the verifier hung for {timeout:g} s" if line is None else f"the verifier's process {self._end()}"
+        ended = (
+            f"the verifier hung for {timeout:g} s"
+            if line is None
+            else f"the verifier's process {self._end()}"
+        )
         self.kill()
         return "verification was ended" if self._closed else ended
 
@@ -287,7 +310,11 @@ class _Worker:
             code = process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return "closed its pipe"
-        return f"died of signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with {code}"
+        return (
+            f"died of signal {-code} ({signal.Signals(-code).name})"
+            if code < 0
+            else f"exited with {code}"
+        )
 
     def _send(self, text: str, deadline: float) -> bool:
         """Send a line; False if the process has not read it before the deadline."""

@@ -24,7 +24,9 @@ def judged(verifier: Any, requests: Json | list[Json]) -> list[tuple]:
     elif len(requests) == 1:
         results = [checked(verifier, verifier(requests[0]["completion"], requests[0]["row"]))]
     else:
-        judged = verifier.judge_batch([r["completion"] for r in requests], [r["row"] for r in requests])
+        judged = verifier.judge_batch(
+            [r["completion"] for r in requests], [r["row"] for r in requests]
+        )
         results = all_checked(verifier, "judge_batch", judged, len(requests))
     return [result.values() for result in results]
 
@@ -51,9 +53,17 @@ def main() -> None:
     try:
         verifier = build(start["verifier"])
         if type(verifier.batch_size) is not int or verifier.batch_size < 1:
-            raise ValueError(f"batch_size must be a whole number of at least 1, found {verifier.batch_size!r}")
+            raise ValueError(
+                f"batch_size must be a whole number of at least 1, found {verifier.batch_size!r}"
+            )
     except BaseException as problem:
-        say({"error": str(problem) if type(problem).__name__ == "UserError" else helper.blame(problem)})
+        say(
+            {
+                "error": str(problem)
+                if type(problem).__name__ == "UserError"
+                else helper.blame(problem)
+            }
+        )
         return
     say({"ready": verifier.batch_size, "groups": verifier.groups})
     for line in reader:

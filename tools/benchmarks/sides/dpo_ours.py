@@ -40,7 +40,9 @@ def score_rows(start: int, end: int) -> None:
 
 
 if __name__ == "__main__":
-    from tools.benchmarks.sides import dpo_ours  # the module that the config's metric logger comes from
+    from tools.benchmarks.sides import (
+        dpo_ours,
+    )  # the module that the config's metric logger comes from
 
     dpo_rocm.DPO = dpo_ours.Paced  # type: ignore[misc]
     if sys.argv.pop(1) == "whole":

@@ -12,11 +12,15 @@ from rocm_ext.sampling import Completion, Request, Sampling
 from rocm_ext.sampling.local import LocalSession
 from tools.benchmarks.sides.talk import pipe
 
-GIVEN: list[dict[str, list[list[int]]]] = json.loads(Path(sys.argv.pop(1)).read_text())  # by prompt id
+GIVEN: list[dict[str, list[list[int]]]] = json.loads(
+    Path(sys.argv.pop(1)).read_text()
+)  # by prompt id
 _generate = LocalSession.generate
 
 
-def generate(self: LocalSession, requests: Iterable[Request], sampling: Sampling) -> Iterator[Completion]:
+def generate(
+    self: LocalSession, requests: Iterable[Request], sampling: Sampling
+) -> Iterator[Completion]:
     """Yield the given answers of a step; sample those of the later steps."""
     if not GIVEN:
         yield from _generate(self, requests, sampling)

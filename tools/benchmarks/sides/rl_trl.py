@@ -65,7 +65,11 @@ def grpo(work: dict[str, Any], answers: int) -> tuple[type, dict[str, Any], dict
         delta=work["clip_dual"], beta=0.0, scale_rewards={"std": "group", "none": "none"}[work["scale"]],
         mask_truncated_completions=True,
     )  # fmt: skip
-    return given(GRPOTrainer, (None,)), options, {"reward_funcs": as_reward_function(work["verifier"])}
+    return (
+        given(GRPOTrainer, (None,)),
+        options,
+        {"reward_funcs": as_reward_function(work["verifier"])},
+    )
 
 
 def distil(work: dict[str, Any], answers: int) -> tuple[type, dict[str, Any], dict[str, Any]]:

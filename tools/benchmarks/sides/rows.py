@@ -36,7 +36,11 @@ class PackedRows(TokenRows):
     def __init__(self, tokenizer: Any, path: str, rows: int, packs: int, packed: bool) -> None:
         super().__init__(tokenizer, path)
         steps = [self._rows[start : start + rows] for start in range(0, len(self._rows), rows)]
-        length = next(each for each in range(64, 1 << 20, 64) if all(fits(step, each, packs) for step in steps))
+        length = next(
+            each
+            for each in range(64, 1 << 20, 64)
+            if all(fits(step, each, packs) for step in steps)
+        )
         self._rows = []
         for step in steps:
             made = packed_by_torchtune(step, length)
@@ -44,7 +48,9 @@ class PackedRows(TokenRows):
                 parts = [step[start::packs] for start in range(packs)]
                 made = [pack for part in parts for pack in packed_by_torchtune(part, length)]
             if len(made) != packs:
-                raise ValueError(f"a step's rows fill {len(made)} packs of {length} tokens, not {packs}")
+                raise ValueError(
+                    f"a step's rows fill {len(made)} packs of {length} tokens, not {packs}"
+                )
             self._rows += made
 
 
@@ -88,6 +94,11 @@ def wide_tokenizer(**arguments: Any) -> Any:
     from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 
     tokenizer = qwen2_5_tokenizer(**arguments)
-    known, decode = set(tokenizer.decoder) | set(tokenizer.special_tokens.values()), tokenizer.decode
-    tokenizer.decode = lambda tokens, **options: decode([each for each in tokens if each in known], **options)
+    known, decode = (
+        set(tokenizer.decoder) | set(tokenizer.special_tokens.values()),
+        tokenizer.decode,
+    )
+    tokenizer.decode = lambda tokens, **options: decode(
+        [each for each in tokens if each in known], **options
+    )
     return tokenizer

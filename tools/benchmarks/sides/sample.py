@@ -16,7 +16,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def serve(generate: Callable[[list[list[int]], list[int], bool], Answers], extra: Callable[[], dict] = dict) -> None:
+def serve(
+    generate: Callable[[list[list[int]], list[int], bool], Answers],
+    extra: Callable[[], dict] = dict,
+) -> None:
     """Answer orders endlessly; each has ``prompts``, ``trace`` (tokens of each answer) and ``greedy``."""
     while True:
         order = hear()
@@ -32,7 +35,9 @@ def serve(generate: Callable[[list[list[int]], list[int], bool], Answers], extra
 def padded(prompts: list[list[int]]) -> torch.Tensor:
     """Pad prompts on the left: [p, s]."""
     width = max(map(len, prompts))
-    return torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts], device=DEVICE)
+    return torch.tensor(
+        [[PAD] * (width - len(prompt)) + prompt for prompt in prompts], device=DEVICE
+    )
 
 
 def torchtune_decoder(folder: Path, dtype: torch.dtype) -> Any:
@@ -43,7 +48,13 @@ def torchtune_decoder(folder: Path, dtype: torch.dtype) -> Any:
 
     c = json.loads((folder / "config.json").read_text())
     heads, kv_heads, width, tied = (
-        c[key] for key in ("num_attention_heads", "num_key_value_heads", "hidden_size", "tie_word_embeddings")
+        c[key]
+        for key in (
+            "num_attention_heads",
+            "num_key_value_heads",
+            "hidden_size",
+            "tie_word_embeddings",
+        )
     )
     with torch.device("meta"):
         decoder = qwen2(
@@ -51,9 +62,17 @@ def torchtune_decoder(folder: Path, dtype: torch.dtype) -> Any:
             embed_dim=width, intermediate_dim=c["intermediate_size"], max_seq_len=c["max_position_embeddings"],
             norm_eps=c["rms_norm_eps"], rope_base=1e6, tie_word_embeddings=tied,
         )  # fmt: skip
-    weights = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-    weights = qwen2_hf_to_tune(weights, num_heads=heads, num_kv_heads=kv_heads, dim=width, tie_word_embeddings=tied)
-    decoder.load_state_dict({name: value.to(DEVICE, dtype) for name, value in weights.items()}, assign=True)
+    weights = {
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
+    weights = qwen2_hf_to_tune(
+        weights, num_heads=heads, num_kv_heads=kv_heads, dim=width, tie_word_embeddings=tied
+    )
+    decoder.load_state_dict(
+        {name: value.to(DEVICE, dtype) for name, value in weights.items()}, assign=True
+    )
     for module in decoder.modules():
         if hasattr(module, "rope_init"):
             module.rope_init()

@@ -38,13 +38,21 @@ def transformers_decoder(folder: Path, dtype: torch.dtype) -> Any:
         )  # fmt: skip
     adopt(made, {})
     init_adapters(made, 0, DEVICE)
-    state = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    state = {
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
     load_weights(made, Weights(state, "HF"), Ranks(DEVICE))
     return made
 
 
 FOLDER, DTYPE = Path(sys.argv[1]), DTYPES[sys.argv[2]]
-DECODER = transformers_decoder(FOLDER, DTYPE) if TRANSFORMERS else native(torchtune_decoder(FOLDER, DTYPE))
+DECODER = (
+    transformers_decoder(FOLDER, DTYPE)
+    if TRANSFORMERS
+    else native(torchtune_decoder(FOLDER, DTYPE))
+)
 
 
 class NoText:
@@ -90,7 +98,11 @@ def free_memory() -> int:
     """Half of the device's free memory."""
     import psutil
 
-    return (torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available) // 2
+    return (
+        torch.cuda.mem_get_info()[0]
+        if torch.cuda.is_available()
+        else psutil.virtual_memory().available
+    ) // 2
 
 
 if __name__ == "__main__":

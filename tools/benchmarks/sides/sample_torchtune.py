@@ -14,7 +14,15 @@ from torchtune.generation import generate as torchtune_generate
 from torchtune.generation import generate_next_token
 from torchtune.modules.common_utils import local_kv_cache
 
-from tools.benchmarks.sides.sample import DEVICE, DTYPES, PAD, Answers, padded, serve, torchtune_decoder
+from tools.benchmarks.sides.sample import (
+    DEVICE,
+    DTYPES,
+    PAD,
+    Answers,
+    padded,
+    serve,
+    torchtune_decoder,
+)
 
 DTYPE = DTYPES[sys.argv[2]]
 MODEL = torchtune_decoder(Path(sys.argv[1]), DTYPE)
@@ -44,7 +52,9 @@ def batch(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
         drawn, logits = generate_next_token(*args, **kwargs)
         return drawn, logits[:, :0]
 
-    with local_kv_cache(MODEL, batch_size=rows, device=DEVICE, dtype=DTYPE, decoder_max_seq_len=length):
+    with local_kv_cache(
+        MODEL, batch_size=rows, device=DEVICE, dtype=DTYPE, decoder_max_seq_len=length
+    ):
         out, _ = torchtune_generate(
             MODEL, tokens, max_generated_tokens=max(trace), pad_id=PAD, temperature=1.0,
             top_k=1 if greedy else None, custom_generate_next_token=without_logits if LEAN else None,

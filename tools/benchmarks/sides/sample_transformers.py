@@ -24,7 +24,9 @@ from tools.benchmarks.sides.sample import DEVICE, DTYPES, PAD, Answers, padded, 
 from tools.benchmarks.sides.talk import hear, pipe
 
 MODEL = (
-    AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=DTYPES[sys.argv[2]], attn_implementation=sys.argv[5])
+    AutoModelForCausalLM.from_pretrained(
+        sys.argv[1], dtype=DTYPES[sys.argv[2]], attn_implementation=sys.argv[5]
+    )
     .to(DEVICE)
     .eval()
 )
@@ -78,7 +80,9 @@ class Manager:
             **how(greedy),
         )  # fmt: skip
         requests = prompts * samples
-        blocks = None if DEVICE.type == "cuda" else 2 * requests  # on a CPU the default takes 60 % of the memory
+        blocks = (
+            None if DEVICE.type == "cuda" else 2 * requests
+        )  # on a CPU the default takes 60 % of the memory
         options = ContinuousBatchingConfig(num_blocks=blocks)
         self._manager = MODEL.init_continuous_batching(
             generation_config=config, continuous_batching_config=options,
@@ -101,7 +105,9 @@ class Manager:
             children = [f"{name}__child#{k}" for k in range(self._samples - 1)]
             names += [*children, name]
             LIMITS.update(zip(children, trace[i * self._samples :], strict=False))
-            self._manager.add_request(prompt, request_id=name, max_new_tokens=trace[(i + 1) * self._samples - 1])
+            self._manager.add_request(
+                prompt, request_id=name, max_new_tokens=trace[(i + 1) * self._samples - 1]
+            )
         answers: dict[str, list[int]] = {}
         while len(answers) < len(names):
             if result := self._manager.get_result(timeout=1):

@@ -24,7 +24,10 @@ def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answer
                        temperature=0.0 if greedy else 1.0)
         for i, n in enumerate(trace)
     ]  # fmt: skip
-    return [list(done.outputs[0].token_ids) for done in MODEL.generate(requests, settings, use_tqdm=False)]
+    return [
+        list(done.outputs[0].token_ids)
+        for done in MODEL.generate(requests, settings, use_tqdm=False)
+    ]
 
 
 if __name__ == "__main__":

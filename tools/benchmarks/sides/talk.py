@@ -31,7 +31,9 @@ def peak_memory() -> int:
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    lines = Path("/proc/self/status").read_text().splitlines()  # getrusage's peak includes the parent's before exec
+    lines = (
+        Path("/proc/self/status").read_text().splitlines()
+    )  # getrusage's peak includes the parent's before exec
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 

@@ -54,7 +54,9 @@ def main() -> None:
         def _setup_optimizer(self, *args, **kwargs):
             optimizer = super()._setup_optimizer(*args, **kwargs)
             if work == "dpo":
-                optimizer.register_step_pre_hook(lambda *_: self._metric_logger.measure(self.adapter_params.values()))
+                optimizer.register_step_pre_hook(
+                    lambda *_: self._metric_logger.measure(self.adapter_params.values())
+                )
             return optimizer
 
     def train(cfg):

@@ -55,7 +55,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.pad_token = "<|endoftext|>"
     base = AutoModelForCausalLM.from_pretrained(
-        folder / "model", dtype=DTYPES[work["dtype"]], attn_implementation=work["attention"] if GPU else "sdpa"
+        folder / "model",
+        dtype=DTYPES[work["dtype"]],
+        attn_implementation=work["attention"] if GPU else "sdpa",
     )
     settings = {
         "output_dir": str(folder / "trl"), "max_steps": work["steps"], "per_device_train_batch_size": batch,
@@ -72,12 +74,17 @@ def main() -> None:
             **settings, max_grad_norm=1.0, use_liger_kernel=GPU and find_spec("liger_kernel") is not None,
             padding_free=GPU and work["attention"] != "sdpa",
         )  # fmt: skip
-        data = Dataset.from_list([{"input_ids": row["tokens"], "labels": row["labels"]} for row in rows])
+        data = Dataset.from_list(
+            [{"input_ids": row["tokens"], "labels": row["labels"]} for row in rows]
+        )
         model = PeftModel.from_pretrained(base, folder / "peft", is_trainable=True)
         trainer = SFTTrainer(model=model, args=options, train_dataset=data, **shared)
     else:
         options = DPOConfig(
-            **settings, max_grad_norm=1e9, beta=work["beta"], precompute_ref_log_probs=work["precompute"]
+            **settings,
+            max_grad_norm=1e9,
+            beta=work["beta"],
+            precompute_ref_log_probs=work["precompute"],
         )
         lora = LoraConfig.from_pretrained(folder / "peft")
         lora.inference_mode = False
