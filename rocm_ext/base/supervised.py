@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 NOTES = "ROCM_EXT_SUPERVISED"  # environment variable: a file; its time shows that the run lives, its lines are notes
-APART = "ROCM_EXT_EVALUATE_APART"  # environment variable: evaluations run in a separate process
+APART = "ROCM_EXT_EVALUATE_APART"  # environment variable: no process both trains and evaluates
 RETRY = (
     75  # exit code (EX_TEMPFAIL of sysexits.h) of errors after which the same command may succeed
 )
@@ -44,8 +44,8 @@ def beating() -> Iterator[None]:
 
 
 def note(**values: str | int) -> None:
-    """Write a line: ``error`` and ``code`` when a user's error ends the run, ``segment``, see :func:`apart`, or
-    ``complete`` and ``ranks`` when a rank of so many has done all its work.
+    """Write a line: ``error`` and ``code`` when a user's error ends the run, ``segment`` when another process goes
+    on, or ``complete`` and ``ranks`` when a rank of so many has done all its work.
 
     Raises:
         OSError: ``segment`` cannot be written; without it the run would count as broken.
@@ -58,8 +58,3 @@ def note(**values: str | int) -> None:
     except OSError:
         if "segment" in values:
             raise
-
-
-def apart() -> bool:
-    """Whether this process either trains or evaluates, and ends in between to be started again."""
-    return APART in os.environ

@@ -11,7 +11,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
-from rocm_ext.base import supervised
 from rocm_ext.base.log import log
 from rocm_ext.config.checks.training import check_values
 from rocm_ext.data import overview
@@ -272,7 +271,6 @@ class Loop(RLRecipe, ABC):
         self.prompts_of_step = (
             cfg[f"prompts_per_{self.unit}"] or sys.maxsize
         )  # null: all that qualify
-        self._sampled = False  # whether this process has begun a step
 
     # ---- the choices of a preset
 
@@ -410,7 +408,7 @@ class Loop(RLRecipe, ABC):
                 self.sample_ahead()
                 while trainer.step < self.steps:
                     trainer.stopped = self.stop_reason()
-                    if trainer.stopped:
+                    if trainer.stopped is not None:
                         break
                     self.step()
                 self.stop_sampling()
@@ -436,7 +434,6 @@ class Loop(RLRecipe, ABC):
         Raises:
             Interrupted: the user asked to stop; all finished work is saved.
         """
-        self._sampled = True
         began, trainer, number = time.perf_counter(), self.trainer, self.trainer.step + 1
         selected = self.sample(number)
         self.records.finish(number, selected.results)
@@ -553,15 +550,8 @@ class Loop(RLRecipe, ABC):
         due = last or step % self.evaluate_every == 0 or step == self.steps
         if not self.prompts.held_out or not due or self.trainer.evaluated == step:
             return
-        if supervised.apart() and self._sampled:
-            self.interrupt.check(
-                f"before the evaluation at {self.unit} {step}", self.ranks, leave=True
-            )
-        self.evaluate(step)
-        if supervised.apart() and not last and step < self.steps:
-            self.interrupt.check(
-                f"after the evaluation at {self.unit} {step}", self.ranks, leave=True
-            )
+        with self.trainer.evaluating(f"the evaluation at {self.unit} {step}"):
+            self.evaluate(step)
 
     def evaluate(self, step: int) -> None:
         """Evaluate the present adapter, of ``step``, on the held-out prompts."""

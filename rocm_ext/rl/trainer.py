@@ -114,6 +114,11 @@ class PolicyTrainer(Training):
         return self.cfg[f"{self.unit}s"]
 
     @property
+    def goes_on(self) -> bool:
+        """Whether steps follow."""
+        return self.step < self.steps and self.stopped is None
+
+    @property
     def updates_of_step(self) -> int:
         """Updates of a step in the run's schedule, even if few of its groups teach; 0: a step has its own schedule."""
         return updates_of_step(self.cfg)

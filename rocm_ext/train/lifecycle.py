@@ -49,7 +49,7 @@ class Interrupted(Exception):
 
     Args:
         where: position in the run, such as ``at step 7``; it follows the word "stopped" in the log.
-        signum: number of the signal; 0: another process continues, see :func:`rocm_ext.base.supervised.apart`.
+        signum: number of the signal; 0 if another process goes on.
     """
 
     def __init__(self, where: str, signum: int = 0) -> None:
@@ -84,20 +84,19 @@ class Interrupt:
             for signum, handler in self._earlier.items():
                 signal.signal(signum, handler)
 
-    def check(self, where: str, ranks: Ranks, leave: bool = False) -> None:
-        """Leave the run if any rank received a signal, or for another process with ``leave``; all ranks call this.
+    def check(self, where: str, ranks: Ranks) -> None:
+        """Leave the run if any rank received a signal; all ranks call this.
 
         Raises:
             Interrupted: with ``where`` in the run, and the highest signal number.
         """
         signum = max(signum or 0 for signum in ranks.gather(self.signum))
-        if signum or leave:
+        if signum:
             raise Interrupted(where, signum)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        if (
-            signum == self.signum == signal.SIGINT
-        ):  # torchrun sends SIGTERM after a Ctrl-C; that one still waits
+        # torchrun sends SIGTERM after a Ctrl-C; that one still waits
+        if signum == self.signum == signal.SIGINT:
             raise KeyboardInterrupt
         self.signum = signum
         survive_terminal()

@@ -3,9 +3,10 @@
 import contextlib
 import json
 import math
+import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rocm_ext.base import registry
+from rocm_ext.base import registry, supervised
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import append_line, read_lines, replace_folder, replace_text
 from rocm_ext.base.log import Progress, log
@@ -28,7 +29,7 @@ from rocm_ext.model.attention import has_dropout
 from rocm_ext.train import builders
 from rocm_ext.train.checkpoint import Best, State, check_same_run, rng_state, set_rng_state
 from rocm_ext.train.learner import Learner
-from rocm_ext.train.lifecycle import Interrupt, peak_memory
+from rocm_ext.train.lifecycle import Interrupt, Interrupted, peak_memory
 from rocm_ext.train.metrics import describe_lost
 from rocm_ext.train.output_dir import OutputDir
 
@@ -111,6 +112,7 @@ class Training:
         self.cfg, self.folder, self.metric_logger = cfg, folder, metric_logger
         self.interrupt = interrupt or Interrupt()
         self.step, self.total_steps = 0, 0
+        self._began_at = 0  # the step from which this process goes on
         self.best: Best | None = None
         self._updated = False  # whether the run has done an update
 
@@ -251,6 +253,11 @@ class Training:
         """Whether the run ends before its last update."""
         return False
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether updates follow."""
+        return self.updates < self.total_steps and not self.stopped_early
+
     def count_update(self) -> None:
         """Count an update."""
         self.step += 1
@@ -261,6 +268,26 @@ class Training:
 
     def measure(self) -> None:
         """Validate or evaluate after an update, if due."""
+
+    @contextlib.contextmanager
+    def evaluating(self, name: str) -> Iterator[None]:
+        """Context of an evaluation; ``rocm-ext supervise --evaluate-apart`` runs it in a process of its own.
+
+        Args:
+            name: the evaluation, for messages.
+
+        Raises:
+            Interrupted: another process evaluates, or goes on after the evaluation.
+        """
+        apart = supervised.APART in os.environ
+        if apart and self.step > self._began_at:
+            self.save_checkpoint()
+            raise Interrupted(f"before {name}")
+        yield
+        if apart:
+            self.save_checkpoint()
+            if self.goes_on:
+                raise Interrupted(f"after {name}")
 
     def saves(self, epoch_ends: bool) -> bool:
         """Return whether to save after this update."""
@@ -301,6 +328,7 @@ class Training:
         }
         check_same_run(path, state, self.cfg, identity, self.free_keys)
         self.step, self.best = state["step"], state["best"]
+        self._began_at = self.step
         self._updated = self.step > 0
         self.load_extra_state(state)
         same_length = self.check_length(path, state)
@@ -357,7 +385,7 @@ class Training:
         with contextlib.closing(
             Progress(self.total_steps, self.updates, self.ranks.is_main)
         ) as progress:
-            while self.updates < self.total_steps and not self.stopped_early:
+            while self.goes_on:
                 end = (self.updates // per_epoch + 1) * per_epoch
                 began = time.perf_counter()
                 for update in loader.range(self.updates, end):

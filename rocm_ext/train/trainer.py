@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
-from rocm_ext.base import supervised
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.base.files import read_lines
 from rocm_ext.base.log import log
@@ -197,9 +196,7 @@ class Trainer(Training):
         if self.step == self.total_steps:
             log.info("all %d steps are done already; raise epochs to train further", self.step)
         with self.interrupt:
-            self._measure_if_due(
-                trained=False
-            )  # before the first step, or after a process that ended for it
+            self.measure()  # before the first step, or after a process that ended for it
             self.train_epochs(self.loader, self.steps.per_epoch)
         if self.stopped_early:
             without = f"{self.worse} {'evaluations' if self._by_answers else 'validations'}"
@@ -212,30 +209,16 @@ class Trainer(Training):
         self.write_outputs()
 
     def measure(self) -> None:
-        """Validate and evaluate after an update, if due."""
-        self._measure_if_due(trained=True)
-
-    def _measure_if_due(self, trained: bool) -> None:
-        """Validate and evaluate this step if due and not done yet; in another process if it must be apart."""
+        """Validate and evaluate this step, if due and not done yet."""
         if not (self._validation_is_due or self._evaluation_is_due):
             return
-        if supervised.apart() and trained:
-            self.save_checkpoint()
-            self.interrupt.check(
-                f"before the validation of step {self.step}", self.ranks, leave=True
-            )
-        if self._validation_is_due:
-            self.validate()
-            self.validated = self.step
-        if self._evaluation_is_due:  # also after a validation that ends the run
-            self.evaluate()
-            self.evaluated = self.step
-        if supervised.apart():
-            self.save_checkpoint()
-            if self.step < self.total_steps and not self.stopped_early:
-                self.interrupt.check(
-                    f"after the validation of step {self.step}", self.ranks, leave=True
-                )
+        with self.evaluating(f"the validation of step {self.step}"):
+            if self._validation_is_due:
+                self.validate()
+                self.validated = self.step
+            if self._evaluation_is_due:  # also after a validation that ends the run
+                self.evaluate()
+                self.evaluated = self.step
 
     @property
     def _validation_is_due(self) -> bool:
