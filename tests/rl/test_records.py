@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.rl import records
 from rocm_ext.rl.records import Records
 from tests.kit.run_folders import write_jsonl
 
@@ -42,10 +43,30 @@ def test_finished_steps_give_pass_rates_and_the_next_one_goes_on(tmp_path):
     judged = [verdict(1, "a", i, said) for i, said in enumerate(("CORRECT", "WRONG", "ERROR"))]
     judged += [verdict(1, "b", 0, "ERROR"), verdict(2, "c", 0, "CORRECT")]
     write_jsonl(tmp_path / "verdicts.jsonl", judged)
-    records = Records.open(tmp_path, Ranks(torch.device("cpu")), 1, -1)
-    records.finish(1, records.verdicts(1, "sample"))
-    assert records.asked == {"a": [(1, 0.5)], "b": [(1, None)]}
-    assert [records.phase(step, "sample")[1].records.keys() for step in (1, 2)] == [
-        set(),
-        {("c", 0)},
-    ]
+    run = Records.open(tmp_path, Ranks(torch.device("cpu")), 1, -1)
+    run.finish(1, run.verdicts(1, "sample"))
+    assert run.asked == {"a": [(1, 0.5)], "b": [(1, None)]}
+    left = [run.phase(step, "sample")[1].records.keys() for step in (1, 2)]
+    assert left == [set(), {("c", 0)}]
+
+
+def test_removing_old_samples_does_not_read_evaluations_again(tmp_path, monkeypatch):
+    """Its cost does not grow with the number of evaluations, whose samples stay."""
+    read, original = [], records.rewrite_lines
+
+    def rewrite(path: Path, keep) -> None:
+        read.append(path.read_text().count("\n"))
+        original(path, keep)
+
+    monkeypatch.setattr(records, "rewrite_lines", rewrite)
+    run = Records.open(tmp_path, Ranks(torch.device("cpu")), 0, -1)
+    for step in range(1, 101):
+        for phase, count in (("sample", 2), ("eval", 10)):
+            samples, *_ = run.phase(step, phase)
+            for index in range(count):
+                samples.append({"prompt_id": "a", "sample": index})
+        run.keep_samples_from(step)
+    assert sum(read) <= 4 * 100 * 12
+    run.keep_samples_from(101, at_once=True)
+    run.close()
+    assert (tmp_path / "samples.jsonl").read_text().count("\n") == 100 * 10

@@ -18,7 +18,7 @@ from tests.kit.processes import runs
 from tools.benchmarks import dpo, sampling, sft
 from tools.gpu import __main__ as command
 from tools.gpu.here import Skipped, check, speed
-from tools.gpu.parts import PARTS, Part, chosen
+from tools.gpu.parts import PARTS, Part
 from tools.gpu.runner import Runner
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="parts are forks here")
@@ -152,9 +152,6 @@ def test_without_a_gpu_the_command_says_what_it_needs(runner, tmp_path, capsys, 
 
 @pytest.mark.parametrize(("options", "message"), [
     (["--device", "cpu"], "add --tiny"), (["--parts", "sft-7b", "nothing"], "--parts nothing names none of"),
-    (["--minutes", "0"], "--minutes must be above 0"),
-    (["--output", "no/such/folder/gpu.md"], "--output: there is no folder"),
-    (["--folder", "no/such/folder"], "--folder: there is no folder"),
 ])  # fmt: skip
 def test_a_wrong_option_is_told(monkeypatch, capsys, options, message):
     monkeypatch.setattr(sys, "argv", ["gpu", *options])
@@ -164,12 +161,10 @@ def test_a_wrong_option_is_told(monkeypatch, capsys, options, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_stopped_command_ends_its_part_and_removes_its_files(tmp_path, signum, code):
+def test_a_stopped_command_ends_its_part_and_removes_its_files(tmp_path):
     pid = os.fork()
     if not pid:
         try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             options = {
                 "device": "cpu",
                 "tiny": True,
@@ -191,20 +186,10 @@ def test_a_stopped_command_ends_its_part_and_removes_its_files(tmp_path, signum,
         rows = next(tmp_path.glob("*/hangs.rows"), None)
         time.sleep(0.02)
     (row,) = map(json.loads, rows.read_text().splitlines())
-    os.kill(pid, signum)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 143
     assert not runs(row["program"])
     assert not list(tmp_path.glob("torchtune-rocm-gpu-*"))
-
-
-def test_parts_are_chosen_by_names_beginnings_patterns_and_kinds(monkeypatch, capsys):
-    assert [each.name for each in chosen([])] == [each.name for each in PARTS]
-    assert {each.kind for each in chosen(["checks"])} == {"check"}
-    assert [each.name for each in chosen(["*-7b", "numerics"])][:2] == ["numerics", "sft-7b"]
-    monkeypatch.setattr(sys, "argv", ["gpu", "--list", "--parts", "sft-7b"])
-    command.main()
-    named = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert named == ["sft-7b", "sft-7b-torchtune", "sft-7b-trl"]
 
 
 def test_every_part_has_its_function_and_its_peer():
@@ -216,17 +201,6 @@ def test_every_part_has_its_function_and_its_peer():
         trained = {"sft": sft.WORK, "dpo": dpo.WORK}.get(each.arguments.get("work", ""))
         work = trained.peers if trained else peers.get(each.function, {})
         assert each.arguments.get("peer") in {None, *work}, each.name
-
-
-def test_parts_that_others_are_compared_with_run_before_them():
-    """A peer's part reads the result of ours, so the part of ours is earlier."""
-    names = [each.name for each in PARTS]
-    for each in PARTS:
-        if each.arguments.get("peer"):
-            ours = next(
-                name for name in names if each.name.startswith(f"{name}-") and name.count("-") == 1
-            )
-            assert names.index(ours) < names.index(each.name)
 
 
 def test_no_command_outside_starts_a_gpu():

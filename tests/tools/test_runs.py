@@ -9,21 +9,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.kit import sysfs
 from tests.kit.programs import as_forks
 from tools.benchmarks import __main__ as command
-from tools.benchmarks import (
-    beside,
-    cycle,
-    distil,
-    grpo,
-    monitor,
-    protocol,
-    rl,
-    sampling,
-    training,
-    verify,
-)
+from tools.benchmarks import cycle, distil, grpo, protocol, rl, sampling, training, work
 from tools.gpu.parts import chosen
 from tools.gpu.runner import Runner
 
@@ -45,35 +33,25 @@ def base(tmp_path, pocket_dir, monkeypatch):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("work", "peers"), [
-    ("sft", ["torchtune as shipped", "TRL + PEFT"]), ("dpo", ["torchtune", "TRL + PEFT, reference first"]),
-    ("sampling", [sampling.ENGINE, "transformers generate", "transformers continuous batching", "torchtune generate"]),
+@pytest.mark.parametrize(("name", "peers"), [
+    ("sft", ("torchtune as shipped", "TRL + PEFT")), ("dpo", ("torchtune", "TRL + PEFT, reference first")),
+    ("sampling", (sampling.ENGINE, "transformers generate", "transformers continuous batching", "torchtune generate")),
 ])  # fmt: skip
-def test_sides_are_compared(base, monkeypatch, capsys, work, peers):
+def test_sides_are_compared(base, monkeypatch, capsys, name, peers):
     monkeypatch.setattr(training, "GATE", 2)
-    monkeypatch.setattr(sampling, "CPU", sampling.Trace(prompts=2, samples=2, median=8, most=32))
+    monkeypatch.setattr(sampling, "TRACE", sampling.Trace(prompts=2, samples=2, median=8, most=32))
+    task = work.Task(name, "tiny", 512, "fp32", peers)
+    monkeypatch.setattr(command, "SMALL_SET", (task,))
     out = base / "rows.json"
-    options = [
-        "--work",
-        work,
-        "--shape",
-        "tiny",
-        "--vocab",
-        "512",
-        "--rounds",
-        "1",
-        "--installed",
-        "--json",
-        str(out),
-    ]
-    monkeypatch.setattr(sys, "argv", ["benchmarks", *options, "--peers", *peers])
+    options = ["--work", name, "--rounds", "1", "--installed", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *options])
     with pytest.raises(SystemExit) as ended:
         command.main()
     assert ended.value.code == 0, capsys.readouterr().err
     rows = json.loads(out.read_text())["rows"]
     assert {row["peer"].partition(", by ")[0] for row in rows} == set(peers)
     assert all(row["speedup"] > 0 for row in rows)
-    assert all(row["loss_difference"] < 1e-5 for row in rows if work != "sampling")
+    assert all(row["loss_difference"] < 1e-5 for row in rows if name != "sampling")
 
 
 @pytest.mark.wide
@@ -91,7 +69,7 @@ def test_grpo_computes_the_gradients_of_trl(base):
 @pytest.mark.wide
 def test_distillation_computes_the_gradients_of_trl(base, monkeypatch):
     monkeypatch.setattr(distil, "STEPS", [*distil.STEPS, "prompts_per_step=64"])
-    cfg = distil.prepare(base, wide=False)
+    cfg = distil.prepare(base)
     with ExitStack() as stack:
         sides = rl.start(
             stack,
@@ -118,34 +96,6 @@ def test_a_cycle_is_measured(base, monkeypatch):
     )
     (row,) = cycle.measure(base, runs=1, prompts=2)
     assert 0 < row["outside"] < 1
-
-
-def test_our_speed_is_measured_beside_nothing(base):
-    result = beside.measure(base, "sampling", "alone", [1], 1, 0.05)
-    assert all(rate > 0 for rates in result.rates.values() for rate in rates)
-
-
-@pytest.mark.wide
-def test_verdicts_are_measured(tmp_path, monkeypatch):
-    rows = [
-        {"task_id": n, "text": f"Add {n}.", "code": f"def add(x):\n    return x + {n}", "test_setup_code": "",
-         "test_list": [f"assert add(1) == {n + 1}"], "challenge_test_list": []} for n in range(2)
-    ]  # fmt: skip
-    (tmp_path / "mbpp.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(verify, "STARTS", 1)
-    found = verify.measure(tmp_path, str(tmp_path / "mbpp.jsonl"), rounds=1, workers=1)
-    assert [(row["peer"], row["right"], row["rows"]) for row in found] == [
-        (name, 2, 2) for name in verify.PEERS
-    ]
-
-
-@pytest.mark.wide
-def test_the_cost_of_watching_is_measured(tmp_path):
-    root = sysfs.strix_halo(tmp_path / "root")
-    share, lines = monitor.recorder(tmp_path, root, 0.1, 0.5)
-    assert 0 < share < 1
-    assert lines >= 2
-    assert 0 <= monitor.command(root, 1.2) < 20
 
 
 @pytest.mark.nightly

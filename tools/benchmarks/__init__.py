@@ -11,10 +11,4 @@ One run prints one table. The method:
 - Only real tokens count: no padding, and nothing after an answer's end.
 - Beside the ratio the table has the part that skipped work alone explains: arithmetic on padding, logits without a
   label, and rows that wait for the longest answer.
-
-``python -m tools.benchmarks.monitor`` measures the cost of the recorder separately; ``python -m
-tools.benchmarks.startup`` compares the time that a run takes to start; ``python -m tools.benchmarks.overhead`` measures
-what a GRPO step spends beside its work; ``python -m tools.benchmarks.beside`` measures ours beside busy programs;
-``python -m tools.benchmarks.unpacking`` measures what training over a GGUF file's blocks costs; ``python -m
-tools.benchmarks.learning`` compares what methods learn.
 """

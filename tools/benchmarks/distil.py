@@ -1,7 +1,7 @@
 """Distillation: seconds of a step on the pocket model and its teacher.
 
 Both sides learn KL(model || teacher) over the complete vocabulary from one answer to each prompt. The teacher is the
-pocket model, or one of 40 million parameters, with weights changed at random.
+pocket model with weights changed at random.
 """
 
 from pathlib import Path
@@ -23,27 +23,22 @@ STEPS = ["prompts_per_step=256", "updates_per_step=1", "groups_per_update=null",
          "lr_scheduler=null", "verifier=null", "eval_prompts=null"]  # fmt: skip
 
 
-def measure(base: Path, rounds: int, installed: bool = False, wide: bool = False) -> list[dict]:
-    """Gate and time the sides in the empty folder ``base``; return a row of the table.
-
-    Args, Raises: see :func:`tools.benchmarks.rl.measure`; ``wide`` selects the larger teacher.
-    """
-    cfg = prepare(base, wide)
-    columns, *_ = rl.measure(base, "distil", cfg, describe, rounds, installed)
+def measure(base: Path, rounds: int, installed: bool = False) -> list[dict]:
+    """Gate and time the sides in the empty folder ``base``; return a row of the table."""
+    cfg = prepare(base)
+    columns, _ = rl.measure(base, "distil", cfg, describe, rounds, installed)
     return [
         {**columns, "parameters": rl.parameters(base / "teacher"), "answers": cfg.prompts_per_step}
     ]
 
 
-def prepare(base: Path, wide: bool) -> DictConfig:
+def prepare(base: Path) -> DictConfig:
     """Make the model, its teacher and the first adapter; return the sides' common config."""
     pocket(base)
     (base / "teacher").mkdir()
     for file in (base / "pocket").iterdir():
         if file.is_file():
             (base / "teacher" / file.name).write_bytes(file.read_bytes())
-    if wide:
-        rl.widen(base / "teacher")
     weights = load_file(base / "teacher" / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     noisy = {

@@ -14,7 +14,6 @@ activations, which takes time and saves memory. Rank, rate, schedule and pairs a
 from tools.benchmarks.training import OURS, Peer, Work
 from tools.benchmarks.work import write_pair_steps
 
-UNSHARED = "ours without shared prompts"
 BATCH, BETA = 4, 0.1
 WORK = Work(
     name="dpo",
@@ -26,7 +25,6 @@ WORK = Work(
         "TRL + PEFT": Peer("trl", BATCH),
         "TRL + PEFT batch 1": Peer("trl", 1),
         "TRL + PEFT, reference first": Peer("trl", BATCH, reference_first=True),
-        UNSHARED: Peer(OURS, BATCH, reference_first=True),
     },
     write_steps=write_pair_steps,
     warm_up=1,
@@ -44,10 +42,7 @@ WORK = Work(
         "torchtune": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": BETA},
     },
     logger={OURS: "dpo_ours.Logger", "torchtune": "train_torchtune.DPOLogger"},
-    entry=lambda name: [
-        "tools.benchmarks.sides.dpo_ours",
-        "whole" if name == UNSHARED else "shared",
-    ],
+    entry="tools.benchmarks.sides.dpo_ours",
     dataset="TokenPairs",
     tolerances={"fp32": (1e-5, 1e-4), "bf16": (0.05, None)},
     sequences=2,

@@ -114,10 +114,6 @@ class Ratio:
         """Return the table's columns."""
         return {"speedup": self.median, "range": [self.low, self.high]}
 
-    def cell(self, unit: str = "") -> str:
-        """Format the ratio as "median unit (low-high)"."""
-        return f"{self.median:.2f}{unit} ({self.low:.2f}-{self.high:.2f})"
-
 
 @dataclass(frozen=True)
 class Timed:

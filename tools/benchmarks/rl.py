@@ -43,7 +43,7 @@ Describe = Callable[
 
 def measure(
     base: Path, work: str, cfg: DictConfig, describe: Describe, rounds: int, installed: bool
-) -> tuple[dict[str, Any], list[list[float]], dict[str, str]]:
+) -> tuple[dict[str, Any], list[list[float]]]:
     """Gate and time the sides.
 
     Args:
@@ -55,7 +55,7 @@ def measure(
         installed: run the peer with this environment's packages.
 
     Returns:
-        The columns of the table; our steps' seconds, norms and updates; each side's folder of the last adapter.
+        The columns of the table; our steps' seconds, norms and updates.
 
     Raises:
         Failed: the sides compute different gradients, or one ends early.
@@ -74,9 +74,6 @@ def measure(
             until_warm[side.name] = time.perf_counter() - side.began
             sides[side.name] = side
         turns = take_turns(sides, rounds, lambda side: side.ask(steps=TURN))
-        adapters = {
-            name: side.ask(steps=10**9)["adapter"] for name, side in sides.items()
-        }  # they end
     seconds = {
         name: [sum(step[0] for step in answer["steps"]) for answer in each]
         for name, each in turns.items()
@@ -88,7 +85,7 @@ def measure(
         "steps": steps, "rounds": rounds, "step_seconds": [step[OURS], step[PEER]],
         **Timed(seconds, {name: each[-1] for name, each in turns.items()}, warm).describe(OURS, PEER),
     }  # fmt: skip
-    return columns, [step for answer in turns[OURS] for step in answer["steps"]], adapters
+    return columns, [step for answer in turns[OURS] for step in answer["steps"]]
 
 
 def start(

@@ -53,8 +53,7 @@ PEERS = {
     "transformers generate": Peer("sample_transformers", "trl", "generate", "each row"),
     "transformers continuous batching": Peer("sample_transformers", "trl", "continuous", "ours"),
     "vLLM": Peer("sample_vllm", "vllm", "", "ours"),
-    "torchtune generate": Peer("sample_torchtune", "torchtune", "lean", "all logits"),
-    "torchtune generate with logits": Peer("sample_torchtune", "torchtune", "", "all logits"),
+    "torchtune generate": Peer("sample_torchtune", "torchtune", "", "all logits"),
 }
 
 
@@ -85,7 +84,7 @@ class Trace:
         return prompts, answers.clip(2, self.most).tolist()
 
 
-CPU, GPU = Trace(16, 8, 67, 256), Trace(64, 8, 200, 1024)
+TRACE = Trace(16, 8, 67, 256)
 
 
 def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -> list[dict]:
@@ -100,7 +99,7 @@ def compare(base: Path, task: Task, args: argparse.Namespace, gated: set[str]) -
     Raises:
         Failed: a side fails a gate or ends early.
     """
-    work = GPU if args.gpu else CPU
+    work = TRACE
     model = write_random_model(base / "model", task.shape, task.vocab, initializer_range=0.06)
     prompts, trace = work.make(task.vocab)
     if task.dtype != "fp32" and not gated.issuperset(task.peers):
@@ -192,21 +191,14 @@ def start(
     foreign = peer.environment
     python = peers.python(foreign, args.gpu, args.installed) if foreign else Path(sys.executable)
     module = f"tools.benchmarks.sides.{peer.module}"
-    options = ["-m", module, model, dtype, str(work.most), peer.option, args.attention]
+    options = ["-m", module, model, dtype, str(work.most), peer.option]
     return Side(name, python, options, base / f"{name}.log")
 
 
 def judge(base: Path, model: Path, work: Trace, args: argparse.Namespace) -> Side:
     """Start a process that computes the probabilities of answers in fp32."""
-    options = [
-        "-m",
-        "tools.benchmarks.sides.sample_transformers",
-        model,
-        "fp32",
-        str(work.most),
-        "judge",
-        "sdpa",
-    ]
+    module = "tools.benchmarks.sides.sample_transformers"
+    options = ["-m", module, model, "fp32", str(work.most), "judge"]
     return Side("judge", peers.python("trl", args.gpu, args.installed), options, base / "judge.log")
 
 

@@ -76,7 +76,7 @@ class Work:
         config: keys of our config and torchtune's.
         losses: the config's ``loss``, by environment.
         logger: metric logger, by environment.
-        entry: arguments that start ours: a module with its options.
+        entry: module that starts ours.
         dataset: class of :mod:`tools.benchmarks.sides.rows`.
         tolerances: by dtype, the relative differences of :data:`MEASURED` that the gate allows; None: any.
         sequences: sequences of a row: 2 for a pair.
@@ -90,7 +90,7 @@ class Work:
     config: Mapping[str, Any]
     losses: Mapping[str, Mapping[str, Any]]
     logger: Mapping[str, str]
-    entry: Callable[[str], list[str]]
+    entry: str
     dataset: str
     tolerances: Mapping[str, tuple[float | None, ...]]
     sequences: int = 1
@@ -104,16 +104,10 @@ class Work:
         """Return how a side trains."""
         return self.peers.get(name, self.ours)
 
-    def packs(self, name: str, args: argparse.Namespace) -> bool:
-        """Whether a side computes no padding; what fills torchtune's packs does not count. TRL's DPO never packs."""
+    def packs(self, name: str) -> bool:
+        """Whether a side computes no padding; what fills torchtune's packs does not count."""
         peer = self.of(name)
-        trl = (
-            peer.environment == "trl"
-            and self.sequences == 1
-            and args.gpu
-            and args.attention != "sdpa"
-        )
-        return bool(peer.environment == OURS or trl or peer.packs)
+        return peer.environment == OURS or peer.packs > 0
 
     def start(
         self, base: Path, name: str, task: Task, steps: int, args: argparse.Namespace
@@ -218,7 +212,7 @@ def command(
     peer, path = work.of(name), base / f"{name}.yaml"
     if peer.environment == "trl":
         given = {"work": work.name, "dtype": task.dtype, "batch_size": peer.batch, "rows_per_step": work.rows,
-                 "steps": steps, "lr": work.config["optimizer"]["lr"], "attention": args.attention,
+                 "steps": steps, "lr": work.config["optimizer"]["lr"],
                  "beta": work.losses[OURS].get("beta"), "precompute": peer.reference_first}  # fmt: skip
         (base / f"{name}.json").write_text(json.dumps(given))
         return ["-m", f"{SIDES}.train_trl", base / f"{name}.json"]
@@ -226,7 +220,7 @@ def command(
     if peer.environment == OURS:
         cfg |= {"hardware": "auto" if args.gpu else "cpu", "overwrite_output_dir": True, "num_workers": 0,
                 "sequences_per_step": work.rows}  # peers also load rows in their process  # fmt: skip
-        return ["-m", *work.entry(name), "--config", write_yaml(path, cfg), *args.ours]
+        return ["-m", work.entry, "--config", write_yaml(path, cfg), *args.ours]
     for ours in ("hardware", "sequences_per_step"):
         cfg.pop(ours)
     cfg["checkpointer"].pop("adapter_checkpoint")
@@ -234,14 +228,8 @@ def command(
         packed = {"rows": SEQUENCES_PER_STEP, "packs": peer.packs, "packed": True}
         cfg["dataset"] |= {"_component_": f"{SIDES}.rows.PackedRows", **packed}
     cfg |= {**torchtune_keys(args.gpu, peer.packs or work.rows // peer.batch), **peer.changes}
-    return [
-        "-m",
-        f"{SIDES}.train_torchtune",
-        work.name,
-        base / "adapter.pt",
-        "--config",
-        write_yaml(path, cfg),
-    ]
+    module = f"{SIDES}.train_torchtune"
+    return ["-m", module, work.name, base / "adapter.pt", "--config", write_yaml(path, cfg)]
 
 
 def torchtune_keys(gpu: bool, accumulated: int) -> dict[str, Any]:
@@ -341,7 +329,7 @@ def arithmetic(
     """
     peer = work.of(name)
     tokens, trained = (sum(row[i] for rows in timed for row in rows) for i in (0, 1))
-    computed = tokens if work.packs(name, args) else padded(timed, work.sequences * peer.batch)
+    computed = tokens if work.packs(name) else padded(timed, work.sequences * peer.batch)
     if name == OURS and work.sequences == 2:  # computes the prompt of a pair once
         computed -= sum(row[0] - row[1] for rows in timed for row in rows[::2])
     logits = computed if peer.all_logits(args.gpu) else trained

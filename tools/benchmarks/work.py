@@ -1,9 +1,6 @@
 """The sides' work: a model with random weights, rows of token ids, lengths of answers."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rocm_ext.base.process import end_with_parent
+from rocm_ext import pocket as pocket_model
 from tests.kit.families import folder_config, write_family
-from tests.kit.tiny import SHAPE, run_config, write_model, write_tokenizer
-from tools.benchmarks.protocol import ROOT, Failed
+from tests.kit.tiny import run_config, write_model
 
 # Qwen2.5's shapes, and Qwen3's by their names. The small ones have two heads per KV head.
 SHAPES = {
@@ -22,8 +18,6 @@ SHAPES = {
              "num_key_value_heads": 1},
     "small": {"hidden_size": 256, "intermediate_size": 1408, "num_hidden_layers": 2, "num_attention_heads": 4,
               "num_key_value_heads": 2},
-    "medium": {"hidden_size": 256, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 4,
-               "num_key_value_heads": 2},
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
              "num_key_value_heads": 2},
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
@@ -32,19 +26,11 @@ SHAPES = {
                    "num_key_value_heads": 1, "head_dim": 128},
     "qwen3-small": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
                     "num_key_value_heads": 4, "head_dim": 128},
-    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-                   "num_key_value_heads": 8, "head_dim": 128},
 }  # fmt: skip
 # torchtune's config adapts these and the MLP. Its rank 32 at width 896 corresponds to rank 8 at the small width.
 LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "lora_rank": 8, "lora_alpha": 16}
 LORA_OF_FOLDER = {"lora_rank": 8, "lora_alpha": 16}  # on all linear layers of the decoder's layers
 SEQUENCES_PER_STEP = 32
-# cpu_pocket_grpo with small steps and the loss of DAPO's paper, which peers have too
-POCKET_STEPS = [
-    "prompts_per_step=64", "samples_per_prompt=8", "updates_per_step=1", "groups_per_update=2", "loss=dapo",
-    "clip_high=null", "scale=null", "negative_weight=1.0", "optimizer.lr=3e-4", "lr_scheduler=null",
-    "eval_every_n_steps=10",
-]  # fmt: skip
 IGNORE = -100
 
 
@@ -102,73 +88,12 @@ def write_random_model(folder: Path, shape: str, vocab: int, **config) -> Path:
     return write_model(folder, vocab=vocab, **config)
 
 
-def pocket(base: Path, *options: str) -> Path:
+def pocket(base: Path) -> Path:
     """Return the pocket model in ``base``; make it if it is missing."""
     folder = base / "pocket"
     if not folder.exists():
-        run_python("-m", "rocm_ext.cli", "pocket", folder, *options)
+        pocket_model.make(folder)
     return folder
-
-
-def run_python(*arguments: object) -> str:
-    """Run this interpreter with ``arguments``; return its output.
-
-    Raises:
-        Failed: the program ends with an error.
-    """
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, preexec_fn=end_with_parent,
-    )  # fmt: skip
-    if done.returncode:
-        raise Failed(
-            f"{' '.join(map(str, arguments))} ended with {done.returncode}: {done.stderr[-2000:]}"
-        )
-    return done.stdout
-
-
-def write_sized_model(folder: Path, shape: str, vocab: int, dtype: str, device: str) -> None:
-    """Write a Hugging Face folder of Qwen2.5's ``shape`` with random weights that are drawn on ``device``.
-
-    A file holds at most 4 GB, and every id has a token, because a sample may draw any.
-    """
-    import torch
-    from torchtune.training import set_default_dtype
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    folder.mkdir(parents=True)
-    write_tokenizer(folder)
-    sizes = {**SHAPE, "max_position_embeddings": 4096, "tie_word_embeddings": True, **SHAPES[shape]}
-    config = Qwen2Config(vocab_size=vocab, rope_theta=1e6, **{**sizes, "initializer_range": 0.04})
-    torch.manual_seed(0)
-    with (
-        torch.device(device),
-        set_default_dtype(getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[dtype])),
-    ):
-        model = Qwen2ForCausalLM(config)
-    for name, weight in model.named_parameters():
-        if name.endswith("bias"):  # zero from transformers; a side that skips them must differ
-            torch.nn.init.normal_(weight, std=0.04)
-    model.save_pretrained(folder, max_shard_size="4GB")
-    del model, weight
-    torch.cuda.empty_cache()  # the sides are other processes, which need the GPU's memory
-    fill_vocabulary(folder, vocab)
-
-
-def fill_vocabulary(folder: Path, vocab: int) -> None:
-    """Give a tokenizer of :func:`tests.kit.tiny.write_tokenizer` further tokens, so that it has ``vocab``.
-
-    Special tokens keep the last ids, as tokenizers numbers them when it reads the file.
-    """
-    content = json.loads((folder / "tokenizer.json").read_text())
-    special, tokens = content["added_tokens"], content["model"]["vocab"]
-    tokens |= {f"filler{i}": i for i in range(len(tokens), vocab - len(special))}
-    for number, token in enumerate(special):
-        token["id"] = len(tokens) + number
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    (folder / "vocab.json").write_text(json.dumps(tokens))
-    ends = {token["content"]: token["id"] for token in special}
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends["<|im_end|>"]}))
 
 
 def write_foreign_twin(folder: Path, model: Path) -> None:

@@ -5,16 +5,18 @@ earlier part has run. All packages are those of this environment.
 """
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.kit.tiny import SHAPE, write_tokenizer
 from tools.benchmarks import dpo, sampling, sft
 from tools.benchmarks.protocol import Failed, difference
 from tools.benchmarks.training import GATE, OURS, Work
-from tools.benchmarks.work import Task, write_adapter, write_sized_model
+from tools.benchmarks.work import SHAPES, Task, write_adapter
 from tools.gpu.here import GIB, Here, Row, check, speed
 
 VOCAB = {"tiny": 512, "0.5b": 152064, "7b": 152064}
@@ -46,14 +48,56 @@ def model_of(here: Here, size: str) -> Path:
 
 def arguments(here: Here, *ours: str) -> argparse.Namespace:
     """Return what :mod:`tools.benchmarks` takes from its command line."""
-    return argparse.Namespace(
-        gpu=here.gpu, ours=list(ours), attention="sdpa", rounds=rounds(here), installed=True
-    )
+    return argparse.Namespace(gpu=here.gpu, ours=list(ours), rounds=rounds(here), installed=True)
 
 
 def rounds(here: Here) -> int:
     """Return the number of timed steps."""
     return 2 if here.tiny else 8
+
+
+def write_sized_model(folder: Path, shape: str, vocab: int, dtype: str, device: str) -> None:
+    """Write a Hugging Face folder of Qwen2.5's ``shape`` with random weights that are drawn on ``device``.
+
+    A file holds at most 4 GB, and every id has a token, because a sample may draw any.
+    """
+    import torch
+    from torchtune.training import set_default_dtype
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder.mkdir(parents=True)
+    write_tokenizer(folder)
+    sizes = {**SHAPE, "max_position_embeddings": 4096, "tie_word_embeddings": True, **SHAPES[shape]}
+    config = Qwen2Config(vocab_size=vocab, rope_theta=1e6, **{**sizes, "initializer_range": 0.04})
+    torch.manual_seed(0)
+    with (
+        torch.device(device),
+        set_default_dtype(getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[dtype])),
+    ):
+        model = Qwen2ForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):  # zero from transformers; a side that skips them must differ
+            torch.nn.init.normal_(weight, std=0.04)
+    model.save_pretrained(folder, max_shard_size="4GB")
+    del model, weight
+    torch.cuda.empty_cache()  # the sides are other processes, which need the GPU's memory
+    fill_vocabulary(folder, vocab)
+
+
+def fill_vocabulary(folder: Path, vocab: int) -> None:
+    """Give a tokenizer of :func:`tests.kit.tiny.write_tokenizer` further tokens, so that it has ``vocab``.
+
+    Special tokens keep the last ids, as tokenizers numbers them when it reads the file.
+    """
+    content = json.loads((folder / "tokenizer.json").read_text())
+    special, tokens = content["added_tokens"], content["model"]["vocab"]
+    tokens |= {f"filler{i}": i for i in range(len(tokens), vocab - len(special))}
+    for number, token in enumerate(special):
+        token["id"] = len(tokens) + number
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "vocab.json").write_text(json.dumps(tokens))
+    ends = {token["content"]: token["id"] for token in special}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends["<|im_end|>"]}))
 
 
 # ---- SFT and DPO

@@ -181,7 +181,7 @@ def _wider(here: Here, size: str) -> Bench:
 
 def blocks(here: Here) -> Iterator[Row]:
     """Values of all types of GGUF's blocks are those that a CPU unpacks, and what follows from them is the same."""
-    from tools.benchmarks import unpacking  # not every machine has its packages
+    from tools.gpu import unpacking  # not every machine has its packages
 
     rng, wrong, alike = np.random.default_rng(0), [], 0
     for kind in BLOCKS:
@@ -205,7 +205,7 @@ def blocks(here: Here) -> Iterator[Row]:
 
 def gguf(here: Here, size: str) -> Iterator[Row]:
     """Steps over a GGUF file in Q4_K whose blocks stay packed, and whose blocks a CPU unpacks as it reads them."""
-    from tools.benchmarks import unpacking  # as above
+    from tools.gpu import unpacking  # as above
 
     bench, rows = _wider(here, size), 2 if here.tiny else 8
     os.environ["XDG_CACHE_HOME"] = str(here.folder)  # as above

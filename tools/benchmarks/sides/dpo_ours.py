@@ -1,16 +1,11 @@
-"""Run our DPO recipe: ``… dpo_ours whole|shared --config YAML``.
+"""Run our DPO recipe: ``… dpo_ours --config YAML``; between steps it scores rows under the reference on order."""
 
-Between steps it scores rows under the reference on order. ``whole`` computes the prompt for each side of a pair.
-"""
-
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from rocm_ext.recipes import dpo_rocm
 
 from rocm_ext.data.rows import Rows
-from rocm_ext.train.learner import Learner
 from rocm_ext.train.scoring import score
 from tools.benchmarks.sides.talk import StepLogger
 
@@ -45,6 +40,4 @@ if __name__ == "__main__":
     )  # the module that the config's metric logger comes from
 
     dpo_rocm.DPO = dpo_ours.Paced  # type: ignore[misc]
-    if sys.argv.pop(1) == "whole":
-        Learner.shares = False  # type: ignore[assignment, misc]
     dpo_rocm.main()

@@ -10,7 +10,6 @@ from rocm_ext.recipes import distil_rocm, grpo_rocm
 
 from rocm_ext.sampling import Completion, Request, Sampling
 from rocm_ext.sampling.local import LocalSession
-from tools.benchmarks.sides.talk import pipe
 
 GIVEN: list[dict[str, list[list[int]]]] = json.loads(
     Path(sys.argv.pop(1)).read_text()
@@ -34,10 +33,5 @@ def generate(
 
 if __name__ == "__main__":
     LocalSession.generate = generate  # type: ignore[method-assign]
-    try:
-        recipe = yaml.safe_load(Path(sys.argv[-1]).read_text())["recipe"]
-        {"grpo_rocm": grpo_rocm, "distil_rocm": distil_rocm}[recipe].main()
-    except SystemExit as left:
-        if left.code:
-            raise
-    pipe().send({"adapter": str(Path(sys.argv[-1]).parent / "out" / "adapter")})
+    recipe = yaml.safe_load(Path(sys.argv[-1]).read_text())["recipe"]
+    {"grpo_rocm": grpo_rocm, "distil_rocm": distil_rocm}[recipe].main()

@@ -4,7 +4,6 @@ GRPO's verifier judges as a reward function. In the first steps the answers are 
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from tools.benchmarks.sides.talk import Pace, pipe
+from tools.benchmarks.sides.talk import Pace
 
 
 class Paced(TrainerCallback):
@@ -96,7 +95,7 @@ def shared(work: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train, then write the adapter and send its folder."""
+    """Train until the harness ends this process."""
     work, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[1]).parent
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(work["model"])
@@ -111,12 +110,6 @@ def main() -> None:
     )  # fmt: skip
     trainer.given = work["given"]
     trainer.train()
-    adapter = Path(work["out"]) / "adapter"
-    model.save_pretrained(adapter)
-    pipe().send({"adapter": str(adapter)})
-    if "reward_funcs" in more:
-        more["reward_funcs"].close()
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -87,18 +87,3 @@ def packed_by_torchtune(rows: list[dict[str, list[int]]], length: int) -> list[d
 
     packed = PackedDataset(rows, max_seq_len=length)
     return [packed[index] for index in range(len(packed))]
-
-
-def wide_tokenizer(**arguments: Any) -> Any:
-    """Build Qwen2.5's tokenizer for a model with more ids than the tokenizer has; the others decode to nothing."""
-    from torchtune.models.qwen2_5 import qwen2_5_tokenizer
-
-    tokenizer = qwen2_5_tokenizer(**arguments)
-    known, decode = (
-        set(tokenizer.decoder) | set(tokenizer.special_tokens.values()),
-        tokenizer.decode,
-    )
-    tokenizer.decode = lambda tokens, **options: decode(
-        [each for each in tokens if each in known], **options
-    )
-    return tokenizer

@@ -1,8 +1,8 @@
-"""torchtune: ``… sample_torchtune MODEL DTYPE MOST [lean]``: ``generation.generate`` with a local cache, left-padded.
+"""torchtune: ``… sample_torchtune MODEL DTYPE MOST``: ``generation.generate`` with a local cache, left-padded.
 
 torchtune's PPO recipe calls it in the same way. torchtune decodes all rows until the last one has ended. So this side
-asks for that many tokens, which saves the search for stop tokens. torchtune gathers the logits of all steps; ``lean``
-drops them through torchtune's hook. If the logits do not fit into half of the memory, the rows run in several batches.
+asks for that many tokens, which saves the search for stop tokens. torchtune gathers the logits of all steps;
+its hook drops them here. If the logits do not fit into half of the memory, the rows run in several batches.
 """
 
 import os
@@ -26,13 +26,12 @@ from tools.benchmarks.sides.sample import (
 
 DTYPE = DTYPES[sys.argv[2]]
 MODEL = torchtune_decoder(Path(sys.argv[1]), DTYPE)
-LEAN = "lean" in sys.argv[4:]
 
 
 def generate(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
     """Sample in batches whose logits fit into half of the memory."""
     samples, longest = len(trace) // len(prompts), max(map(len, prompts))
-    per_row = 4 * MODEL.tok_embeddings.num_embeddings * (longest + (0 if LEAN else 2 * max(trace)))
+    per_row = 4 * MODEL.tok_embeddings.num_embeddings * longest
     at_once = max(1, min(len(prompts), memory() // 2 // per_row // samples))
     at_once = -(-len(prompts) // -(-len(prompts) // at_once))  # batches of one size
     answers: Answers = []
@@ -57,7 +56,7 @@ def batch(prompts: list[list[int]], trace: list[int], greedy: bool) -> Answers:
     ):
         out, _ = torchtune_generate(
             MODEL, tokens, max_generated_tokens=max(trace), pad_id=PAD, temperature=1.0,
-            top_k=1 if greedy else None, custom_generate_next_token=without_logits if LEAN else None,
+            top_k=1 if greedy else None, custom_generate_next_token=without_logits,
         )  # fmt: skip
     return [row[width : width + n] for row, n in zip(out.tolist(), trace, strict=True)]
 

@@ -1,4 +1,4 @@
-"""transformers: ``… sample_transformers MODEL DTYPE MOST generate|continuous|judge ATTENTION``.
+"""transformers: ``… sample_transformers MODEL DTYPE MOST generate|continuous|judge``.
 
 generate: one left-padded batch with ``num_return_sequences``. A ``StoppingCriteria`` ends rows, like the one for EOS.
 transformers decodes all rows until the last one has ended.
@@ -23,13 +23,10 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from tools.benchmarks.sides.sample import DEVICE, DTYPES, PAD, Answers, padded, serve
 from tools.benchmarks.sides.talk import hear, pipe
 
-MODEL = (
-    AutoModelForCausalLM.from_pretrained(
-        sys.argv[1], dtype=DTYPES[sys.argv[2]], attn_implementation=sys.argv[5]
-    )
-    .to(DEVICE)
-    .eval()
+MODEL = AutoModelForCausalLM.from_pretrained(
+    sys.argv[1], dtype=DTYPES[sys.argv[2]], attn_implementation="sdpa"
 )
+MODEL.to(DEVICE).eval()
 MODEL.generation_config.eos_token_id = None
 MOST = int(sys.argv[3])
 

@@ -57,7 +57,7 @@ def main() -> None:
     base = AutoModelForCausalLM.from_pretrained(
         folder / "model",
         dtype=DTYPES[work["dtype"]],
-        attn_implementation=work["attention"] if GPU else "sdpa",
+        attn_implementation="sdpa",
     )
     settings = {
         "output_dir": str(folder / "trl"), "max_steps": work["steps"], "per_device_train_batch_size": batch,
@@ -71,9 +71,10 @@ def main() -> None:
     shared = {"processing_class": tokenizer, "callbacks": [paced]}
     if work["work"] == "sft":
         options = SFTConfig(
-            **settings, max_grad_norm=1.0, use_liger_kernel=GPU and find_spec("liger_kernel") is not None,
-            padding_free=GPU and work["attention"] != "sdpa",
-        )  # fmt: skip
+            **settings,
+            max_grad_norm=1.0,
+            use_liger_kernel=GPU and find_spec("liger_kernel") is not None,
+        )
         data = Dataset.from_list(
             [{"input_ids": row["tokens"], "labels": row["labels"]} for row in rows]
         )

@@ -1,25 +1,14 @@
-"""A LoRA step over a GGUF file's blocks beside the same weights unpacked: ``python -m tools.benchmarks.unpacking``.
+"""A model of random weights as a GGUF file, and the same weights unpacked: two layers of Qwen3-0.6B."""
 
-Times the forward and backward pass of a micro-batch on two layers of Qwen3-0.6B, with their share of its output layer.
-A cell of the table is the time over blocks, divided by that over weights of the same values in the compute dtype. Both
-sides take turns in one process. First their logits, losses and gradients must agree.
-"""
-
-import argparse
 import json
-import os
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import gguf
 import numpy as np
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
 
-from rocm_ext.bench.probes import random_rows, wait
+from rocm_ext.bench.probes import random_rows
 from rocm_ext.data.batches import MicroBatch, collate
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.losses import CrossEntropy
@@ -32,11 +21,9 @@ from rocm_ext.model.weights.llama_cpp import GgufNames, add_keys, read_layout
 from rocm_ext.model.weights.unpack import BLOCKS
 from rocm_ext.train.learner import CausalLM
 from tests.kit.gguf import random_blocks
-from tools.benchmarks.protocol import Failed, Ratio, take_turns
 
-KINDS, TOKENS = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "MXFP4"), (256, 2048)
 ROW = 256  # tokens at most
-LIMITS = {"bf16": 1e-2, "fp32": 1e-5}  # of differences; a CPU has none, a GPU sums in another order
+LIMITS = {"bf16": 1e-2, "fp32": 1e-5}  # of differences: a GPU sums in another order
 SHAPE = json.loads((published_models()["Qwen/Qwen3-0.6B"] / "config.json").read_text())
 SHAPE |= {"num_hidden_layers": 2, "vocab_size": 10848}
 
@@ -122,81 +109,17 @@ def micro_batch(tokens: int, device: torch.device) -> MicroBatch:
     return collate(rows, range(count), packed=True, pad_id=0, multiple=1).to(device)
 
 
-def step(model: CausalLM, batch: MicroBatch) -> tuple[float, list[Tensor]]:
-    """Return the seconds of a forward and backward pass, and the loss with the adapter's gradients."""
-    adapter = [p for p in model.parameters() if p.requires_grad]
-    began = time.perf_counter()
-    loss = model(batch)
-    gradients = torch.autograd.grad(loss, adapter)
-    wait(loss.device)
-    return time.perf_counter() - began, [loss.detach(), *gradients]
-
-
 def difference(packed: CausalLM, plain: CausalLM, batch: MicroBatch) -> float:
     """Return the largest relative difference of logits, loss or gradients, by norm."""
     results = []
     for model in (packed, plain):
         with torch.no_grad():
             logits = model.decoder(batch.tokens).float()
-        loss, *gradients = step(model, batch)[1]
-        results.append([logits, loss, torch.cat([gradient.flatten() for gradient in gradients])])
+        loss = model(batch)
+        adapter = [p for p in model.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(loss, adapter)
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        results.append([logits, loss.detach(), flat])
     return float(
         torch.stack([(a - b).norm() / b.norm() for a, b in zip(*results, strict=True)]).max()
     )
-
-
-def compare(
-    top: Path, kind: str, dtype: str, tokens: Sequence[int], rounds: int, device: torch.device
-) -> list[Ratio]:
-    """Return a row of the table: the ratios with each number of tokens.
-
-    Raises:
-        Failed: logits, losses or gradients differ.
-    """
-    packed, plain = sides(top, kind, dtype, device)
-    ratios = []
-    for batch in (micro_batch(count, device) for count in tokens):
-        apart = difference(packed, plain, batch)
-        if not apart <= LIMITS[dtype]:
-            raise Failed(
-                f"{kind} in {dtype}: logits, loss or gradients are off by {apart:.1e}; nothing was timed"
-            )
-        times = take_turns(
-            {"plain": plain, "packed": packed},
-            rounds,
-            lambda side, batch=batch: step(side, batch)[0],
-        )
-        ratios.append(Ratio.of(times["packed"], times["plain"]))
-    return ratios
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmarks.unpacking", description=__doc__
-    )
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--kinds", nargs="+", choices=BLOCKS, default=KINDS)
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
-    args = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(
-        f"{device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, {args.rounds} rounds\n"
-    )
-    print(
-        "| type | dtype |",
-        " | ".join(f"{count:,} tokens" for count in args.tokens),
-        "|",
-        flush=True,
-    )
-    with TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = folder  # where a file's config.json and tokenizer go
-        for kind in args.kinds:
-            for dtype in LIMITS:
-                ratios = compare(Path(folder), kind, dtype, args.tokens, args.rounds, device)
-                cells = [ratio.cell(" ×") for ratio in ratios]
-                print("|", " | ".join([kind, dtype, *cells]), "|", flush=True)
-
-
-if __name__ == "__main__":
-    main()
