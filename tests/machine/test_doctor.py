@@ -130,7 +130,6 @@ EVERYWHERE = {
         ("strix_halo", "strix_halo", {"kernel parameters", "firmware", "carve-out", "HSA_ENABLE_SDMA"},
          {"NUMA balancing"}),
         ("mi300x", "mi300x", {"NUMA balancing", "GPU_MAX_HW_QUEUES", "ROCm"}, {"carve-out", "kernel parameters"}),
-        ("mi50", "mi50", {"torch version", "TORCHDYNAMO_DISABLE"}, {"NUMA balancing", "kernel"}),
         ("windows", "strix_halo_windows", {"torch version", "HIP_DISABLE_IPC"}, {"device files", "sandbox"}),
         ("wsl2", "radeon", {"device files", "sandbox", "ROCm"}, {"kernel", "GPU driver", "firmware"}),
         ("nvidia", "cuda", {"GPU driver", "GPU memory", "attention"}, {"device files", "firmware"}),
@@ -145,28 +144,17 @@ def test_sound_machines_pass(capsys, tmp_path, name, profile, has, has_not):
     assert not has_not & set(rows)
 
 
-def test_a_misconfigured_strix_halo(capsys, tmp_path):
-    code, rows = doctor_twice(capsys, "strix_halo_misconfigured", tmp_path)
-    assert code == 2
-    parameters = rows["kernel parameters"]["fix"]
-    wanted = "amd_iommu=off amdgpu.gttsize=131072 ttm.pages_limit=33554432"
-    for quote in "\"'":  # an older value goes, and another module's stays
-        options = f"{quote}quiet ttm.pages_limit=9 amdttm.pages_limit=7{quote}"
-        text = f"GRUB_CMDLINE_LINUX_DEFAULT={options}\nGRUB_TIMEOUT=0\n"
-        done = after(parameters, tmp_path / "grub", text)
-        assert done == text.replace(" ttm.pages_limit=9", "").replace(
-            f"7{quote}", f"7 {wanted}{quote}"
-        )
-    assert {check: (level, rows[check]["fix"]) for check, level in problems(rows).items()} == {
-        "device files": ("error", JOIN),
-        "kernel": ("warning", "sudo do-release-upgrade  # then reboot"),  # 24.10 gets no newer one
-        "kernel parameters": ("warning", parameters),
-        "firmware": ("error", "sudo apt update && sudo apt full-upgrade  # then reboot"),
-        "torch": ("error", f"pip uninstall -y torch && {STRIX_TORCH}"),
-        "PYTORCH_ALLOC_CONF": ("error", "unset PYTORCH_ALLOC_CONF"),
-        "canaries": ("not recorded", ""),
-        "sandbox": ("warning", "sudo apt install bubblewrap"),
-    }
+def test_the_fix_of_kernel_parameters_may_be_carried_out_twice(capsys, tmp_path):
+    """An older value goes, and another module's stays."""
+    tree = Tree("strix_halo", tmp_path)
+    half_the_memory(tree)
+    tree.file("etc/os-release", 'ID=ubuntu\nID_LIKE=debian\nVERSION_ID="26.04"\n')
+    _, rows = doctor(capsys, "--root", tree.root)
+    options = "quiet ttm.pages_limit=9 amdttm.pages_limit=7"
+    text = f'GRUB_CMDLINE_LINUX_DEFAULT="{options}"\nGRUB_TIMEOUT=0\n'
+    done = after(rows["kernel parameters"]["fix"], tmp_path / "grub", text)
+    wanted = "quiet amdttm.pages_limit=7 ttm.pages_limit=33554432"
+    assert done == text.replace(options, wanted)
 
 
 def with_host_memory(tree: Tree, total: int, available: int) -> None:
@@ -180,24 +168,6 @@ def half_the_memory(tree: Tree) -> None:
     tree.file("sys/module/ttm/parameters/pages_limit", "16378048\n")
     tree.file("sys/class/drm/card1/device/mem_info_gtt_total", "67084484608\n")
     change_gpu(tree, total_memory=67084484608)
-
-
-def carved_out(tree: Tree) -> None:
-    """Carve out 96 of 128 GiB without kernel options; GTT gets half of the rest."""
-    half_the_memory(tree)
-    tree.file("sys/class/drm/card1/device/mem_info_vram_total", f"{96 * GIB}\n")
-    tree.file("sys/class/drm/card1/device/mem_info_gtt_total", f"{4037017 * 4096}\n")
-    tree.file("sys/module/ttm/parameters/pages_limit", "4037017\n")
-    with_host_memory(tree, 32296136, 30000000)
-    change_gpu(tree, total_memory=96 * GIB)
-
-
-def little_memory(tree: Tree) -> None:
-    half_the_memory(tree)
-    tree.file("proc/sys/kernel/osrelease", "6.14.11-300.fc42.x86_64\n")
-    tree.file("sys/class/drm/card1/device/mem_info_gtt_total", f"{31 * GIB // 2}\n")
-    with_host_memory(tree, 64886512, 61203988)
-    change_gpu(tree, total_memory=31 * GIB // 2)
 
 
 def change_gpu(tree: Tree, **values: object) -> None:
@@ -224,12 +194,6 @@ def hide_gpu(tree: Tree) -> None:
     tree.say(torch={"gpus": tree.said()["torch"]["gpus"][1:]})
 
 
-def lose_gpu(tree: Tree) -> None:
-    """Let KFD and torch see seven of eight GPUs."""
-    hide_gpu(tree)
-    tree.remove("sys/class/kfd/kfd/topology/nodes/9")
-
-
 def give_one(tree: Tree) -> None:
     said = tree.said()
     kept = {
@@ -243,16 +207,6 @@ def give_one(tree: Tree) -> None:
         "torch": {**said["torch"], "gpus": said["torch"]["gpus"][:1]},
     }
     tree.file("rocm-ext.json", json.dumps(said))
-
-
-def without_driver(tree: Tree) -> None:
-    """Put eight accelerators on the bus, one of them without a driver."""
-    lose_gpu(tree)
-    tree.remove("sys/class/drm/card8")
-    for i in range(8):
-        tree.file(f"sys/bus/pci/devices/{i}/class", "0x120000\n").file(
-            f"sys/bus/pci/devices/{i}/vendor", "0x1002\n"
-        )
 
 
 def without_kfd_and_driver(tree: Tree) -> None:
@@ -309,14 +263,12 @@ def on_the_bus(place: int, vendor: str):
 PARAMETER = grubby("--args='ttm.pages_limit=33554432'")
 WITHOUT_GTTSIZE = grubby("--remove-args='amdgpu.gttsize' --args='ttm.pages_limit=33554432'")
 OLD_KERNEL = grubby("--args='amd_iommu=off amdgpu.gttsize=131072 ttm.pages_limit=33554432'")
-SMALL_PARAMETERS = grubby("--args='amd_iommu=off amdgpu.gttsize=65536 ttm.pages_limit=16777216'")
 NO_TORCH = dict.fromkeys(
     ("torch", "GPU memory", "memory budget", "canaries", "BLAS"), "not recorded"
 )
 UPGRADE = "sudo dnf upgrade --refresh  # then reboot"
 APT = "sudo apt update && sudo apt full-upgrade  # then reboot"
 AGAIN = f"pip uninstall -y torch && {STRIX_TORCH}"
-MI50_TORCH = 'pip install "torch<2.10" --index-url https://download.pytorch.org/whl/rocm6.3'
 SAVE_AGAIN = ("warning", "rocm-ext doctor --save DIR")
 MISSING_GPU = {"GPU count": ("warning", "sudo dmesg | grep -i amdgpu")}
 CPU_BUILD = {"version": "2.13.0+cpu", "hip": None, "gpus": [], "kernels": []}
@@ -330,16 +282,10 @@ BREAKS = {
     ("mi300x", "NUMA balancing"): (lambda t: t.file("proc/sys/kernel/numa_balancing", "1\n"),
         {"NUMA balancing": "warning"}),
     ("mi300x", "a GPU is missing"): (hide_gpu, MISSING_GPU),
-    ("mi300x", "a GPU that KFD does not list"): (lose_gpu, MISSING_GPU),
-    ("mi300x", "a GPU without a driver"): (without_driver, MISSING_GPU),
     ("mi300x", "one that is not chosen"): (
         lambda t: (hide_gpu(t), t.say(environment={"ROCR_VISIBLE_DEVICES": "0,1,2,3,4,5,6"})), {}),
     ("mi300x", "a container that is given one"): (give_one, {}),
-    ("mi300x", "MI300A"): (
-        lambda t: change_gpu(t, integrated=True, name="AMD Instinct MI300A", total_memory=128 * GIB), {}),
     ("mi300x", "no C compiler for Triton"): (says(commands=["bwrap"]), {"C compiler": "warning"}),
-    ("mi300x", "TunableOp"): (sets(PYTORCH_TUNABLEOP_ENABLED="1"), {}),
-    ("mi300x", "a kernel that stalls on mapped files"): (kernel("7.0.0-28-generic"), {"kernel": ("warning", APT)}),
     ("strix_halo", "Ubuntu with its first kernel"): (
         lambda t: (t.file("etc/os-release", 'ID=ubuntu\nID_LIKE=debian\nVERSION_ID="24.04"\n'),
                    t.file("proc/sys/kernel/osrelease", "6.8.0-31-generic\n"),
@@ -347,86 +293,47 @@ BREAKS = {
         {"kernel": ("warning", "sudo apt update && sudo apt install linux-generic-hwe-24.04  # then reboot")}),
     ("windows", "a build whose attention breaks what follows"): (says(torch={"version": "2.12.0+rocm7.14.1"}),
         {"torch build": "warning"}),
-    ("windows", "a nightly after that build"): (says(torch={"version": "2.12.0+rocm10.0.0a20260915"}), {}),
-    ("mi50", "TunableOp"): (sets(PYTORCH_TUNABLEOP_ENABLED="1"), {"PYTORCH_TUNABLEOP_ENABLED": "warning"}),
-    ("mi50", "Dynamo"): (sets(TORCHDYNAMO_DISABLE="0"), {"TORCHDYNAMO_DISABLE": "warning"}),
-    ("mi50", "a newer torch"): (
-        says(torch={"version": "2.11.0+rocm7.2", "kernels": ["gfx90a", "gfx942", "gfx1100"]}, canaries=[]),
-        dict.fromkeys(("torch version", "torch kernels"), ("warning", f"pip uninstall -y torch && {MI50_TORCH}"))
-        | {"torch kernels": ("error", f"pip uninstall -y torch && {MI50_TORCH}")}),
     ("nvidia", "a CPU torch"): (
         says(torch={"version": "2.13.0+cpu", "cuda": None, "gpus": []}, canaries=[], hip_memory=None),
         {"torch": ("warning", "pip uninstall -y torch && pip install torch")}),
-    ("nvidia", "an integrated GPU of AMD's"): (lambda t: t.file("sys/class/drm/card5/device/vendor", "0x1002\n"), {}),
-    ("cpu", "nomodeset with a Radeon"): (
-        lambda t: on_the_bus(3, "0x1002")(t).file("proc/cmdline", "nomodeset\n").say(torch=A_ROCM_BUILD),
-        {"GPU driver": ("warning", "/etc/default/grub && sudo update-grub  # then reboot"),
-         "torch": ("warning", "see the row GPU driver")}),
-    ("nvidia", "segments with a split size"): (
-        sets(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:256,expandable_segments:True"), {}),
     ("wsl2", "no /dev/dxg"): (renames("/dev/dxg", "/dev/other"), {"device files": ("error", "wsl --update")}),
     ("wsl2", "WSL1"): (kernel("4.4.0-26100-Microsoft"), {"platform": "error"}),
-    ("wsl2", "no driver"): (says(torch={"gpus": []}, canaries=[], hip_memory=None),
-        {"torch": ("error", "in WSL2 also ROCm for WSL (rocm.docs.amd.com)")}),
     ("windows", "pip's torch"): (
         says(torch=CPU_BUILD, canaries=[]), {"torch": ("error", f"pip uninstall -y torch; {STRIX_TORCH}")}),
     ("windows", "an older torch"): (says(torch={"version": "2.9.1+rocm7.1"}),
         {"torch version": ("warning", f"pip uninstall -y torch; {STRIX_TORCH}")}),
-    ("windows", "both visible variables"): (sets(ROCR_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="0"),
-        {"ROCR_VISIBLE_DEVICES": "warning"}),
     ("cpu", "a ROCm torch"): (says(torch=A_ROCM_BUILD),
         {"torch": ("warning", "pip install torch --index-url https://download.pytorch.org/whl/cpu")}),
-    ("cpu", "an integrated GPU nobody trains on"): (
-        lambda t: t.file(f"{NODE}/properties", "simd_count 4\ngfx_target_version 100306\n"), {}),
     ("cpu", "an NVIDIA GPU without a driver"): (on_the_bus(1, "0x10de"),
         {"GPU driver": ("warning", "install NVIDIA's driver; nvidia-smi then lists the GPU"),
          "torch": ("warning", "pip uninstall -y torch && pip install torch")}),
-    ("windows", "a full disk"): (says(disk_free={"Hugging Face cache": GIB}),
-        {"disk: Hugging Face cache": "warning"}),
-    ("mi300x", "one GPU of eight computes wrong"): (
-        canary("copy, GPU 5", "error", "7 of 9 words changed", "try HSA_ENABLE_SDMA=0"),
-        {"canary: copy, GPU 5": "error"}),
     ("cpu", "an AMD GPU without a driver"): (
         on_the_bus(3, "0x1002"), {"GPU driver": ("warning", "sudo modprobe amdgpu")}),
 } | {("strix_halo", what): broken for what, broken in {
     "an old kernel": (kernel("6.14.11-300.fc42.x86_64"),
         {"kernel": ("warning", UPGRADE), "kernel parameters": ("warning", OLD_KERNEL)}),
     "a kernel that stalls on mapped files": (kernel("7.0.12-201.fc44.x86_64"), {"kernel": ("warning", UPGRADE)}),
-    "Ubuntu's kernel with the fix": (kernel("7.0.0-30-generic"), {}),
     "copies from mapped files that stall": (says(copies={"mapped": 8.1}), {"copies to the GPU": "warning"}),
-    "copies in a recording of an older version": (says(copies=None), {"copies to the GPU": "not recorded"}),
     "no ttm.pages_limit": (half_the_memory, {"kernel parameters": ("warning", PARAMETER)}),
-    "ttm.pages_limit by modprobe.d": (lambda t: t.swap("proc/cmdline", " ttm.pages_limit=33554432", ""), {}),
-    "a smaller but deliberate limit": (lambda t: t.file("sys/module/ttm/parameters/pages_limit", "25165824\n"), {}),
     "amdgpu.gttsize on a new kernel": (lambda t: t.swap("proc/cmdline", "quiet", "quiet amdgpu.gttsize=131072"),
         {"kernel parameters": ("warning", WITHOUT_GTTSIZE)}),
-    "amdgpu.gttsize and no ttm in the copy": (
-        lambda t: t.swap("proc/cmdline", "ttm.pages_limit=33554432", "amdgpu.gttsize=131072").remove("sys/module"),
-        {"kernel parameters": ("warning", WITHOUT_GTTSIZE)}),
-    "no ttm in the copy": (lambda t: t.remove("sys/module"), {}),
-    "64 GiB of memory": (lambda t: with_host_memory(t, 64886512, 61203988), {}),
     "bad firmware": (lambda t: t.file(f"{FW}/mes_fw_version", "0x00000083\n"), {"firmware": "error"}),
     "firmware that the kernel does not tell": (lambda t: t.remove(FW), {"firmware": "not recorded"}),
     "a large carve-out": (
         lambda t: (t.file(f"{CARD}/mem_info_vram_total", f"{64 * GIB}\n"), with_host_memory(t, 64886512, 61203988)),
         {"carve-out": "warning"}),
-    "a carve-out larger than what the host can give": (carved_out, {"carve-out": "warning"}),
     "a torch that sees less than it may": (
         lambda t: change_gpu(t, total_memory=67084484608), {"GPU memory": ("warning", PARAMETER)}),
     "half the memory, with AMD's own driver": (
         lambda t: (half_the_memory(t), t.file("sys/module/amdttm/parameters/pages_limit", "16378048\n")),
         {"kernel parameters": ("warning", grubby("--args='amdttm.pages_limit=33554432'"))}),
-    "half of 64 GiB on an old kernel": (
-        little_memory, {"kernel": ("warning", UPGRADE), "kernel parameters": ("warning", SMALL_PARAMETERS)}),
     "no groups": (
         lambda t: t.say(user={"groups": []}).swap("etc/group", "105:user", "105:").swap("etc/group", "39:user", "39:"),
         {"device files": ("error", JOIN)}),
     "groups that need a new login": (says(user={"groups": []}), {"device files": ("error", "log out and in again")}),
-    "device files for everybody": (says(user={"groups": []}, **nodes(mode="0666")), {}),
     "device files for root alone": (
         says(**nodes(mode="0600", group="root")), {"device files": ("error", "sudo udevadm trigger")}),
     "groups that nobody wrote down": (says(user=None), {"device files": "not recorded"}),
-    "root": (says(user={"name": "root", "groups": [], "root": True}), {}),
     "no /dev/kfd": (lambda t: t.say(**nodes()).swap("rocm-ext.json", "/dev/kfd", "/dev/other"),
         {"device files": ("error", "sudo modprobe amdgpu")}),
     "no KFD": (lambda t: t.remove("sys/class/kfd").say(**UNSAID, cpu="AMD RYZEN AI MAX+ 395"),
@@ -442,17 +349,12 @@ BREAKS = {
     "torch without the GPU's kernels that computes": (says(torch=OTHER_KERNELS), {"torch kernels": ("warning", AGAIN)}),
     "ROCm before gfx1151's registers were right": (
         says(torch={"version": "2.10.0+rocm7.1"}), {"ROCm": ("warning", AGAIN)}),
-    "Gorgon Halo, whose GPU may have another PCI number": (
-        lambda t: t.file(f"{CARD}/device", "0x1600\n").file(f"{FW}/mes_fw_version", "0x00000083\n"),
-        {"firmware": "error"}),
     "a torch that does not import": (
         says(**UNSAID, torch_error="ImportError: libamdhip64.so.7: cannot open shared object file"),
         NO_TORCH | {"torch": ("error", AGAIN)}),
     "torchao 0.19": (says(packages={"torchao": "0.19.0"}), {"torchtune, torchao": "error"}),
-    "one of two packages": (renames('"torchao"', '"torchvision"'), {"torchtune, torchao": "not recorded"}),
     "segments with a split size": (sets(PYTORCH_HIP_ALLOC_CONF="max_split_size_mb:256,expandable_segments:True"),
         {"PYTORCH_HIP_ALLOC_CONF": "error"}),
-    "segments alone": (sets(PYTORCH_HIP_ALLOC_CONF="expandable_segments:True"), {}),
     "allocator variables that differ": (
         sets(PYTORCH_HIP_ALLOC_CONF="max_split_size_mb:1", PYTORCH_ALLOC_CONF="max_split_size_mb:2"),
         {"PYTORCH_ALLOC_CONF": "error"}),
@@ -461,23 +363,17 @@ BREAKS = {
     "both visible variables": (sets(ROCR_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="0"),
         {"HIP_VISIBLE_DEVICES": "warning"}),
     "a variable against the profile": (sets(ROCBLAS_USE_HIPBLASLT="0"), {"ROCBLAS_USE_HIPBLASLT": "warning"}),
-    "a variable as in the profile": (sets(ROCBLAS_USE_HIPBLASLT="1"), {}),
     "hipBLASLt off in rocBLAS alone": (says(blas="hipBLASLt", environment={"ROCBLAS_USE_HIPBLASLT": "0"}),
         {"ROCBLAS_USE_HIPBLASLT": "warning",
          "BLAS": "warning"}),
     "a torch that ignores the switch": (says(blas="hipBLASLt", environment={"TORCH_BLAS_PREFER_HIPBLASLT": "0"}),
         {"BLAS": "warning"}),
-    "hipBLASLt off": (sets(TORCH_BLAS_PREFER_HIPBLASLT="0"), {}),
-    "hipBLASLt as torch chooses": (says(blas="hipBLASLt"), {}),
     "debugging": (sets(HIP_LAUNCH_BLOCKING="1", AMD_SERIALIZE_KERNEL="0"), {"HIP_LAUNCH_BLOCKING": "warning"}),
     "hidden GPUs": (says(torch={"gpus": []}, canaries=None, environment={"HIP_VISIBLE_DEVICES": ""}),
         {"hardware profile": ("warning", "unset HIP_VISIBLE_DEVICES"), "canaries": "not recorded"}),
     "a GPU chosen that is not here": (says(torch={"gpus": []}, canaries=None, environment={"HIP_VISIBLE_DEVICES": "1"}),
         {"torch": ("error", "unset HIP_VISIBLE_DEVICES"), "canaries": "not recorded"}),
     "a damaged kernel version": (kernel("\0\1" * 900), {"kernel": "not recorded", "system files": SAVE_AGAIN}),
-    "quoted parameters": (lambda t: t.file("proc/cmdline", '"ttm.pages_limit=33554432" quiet\n').remove("sys/module")
-        .remove(f"{CARD}/mem_info_gtt_total"), {}),
-    "an unknown kernel": (lambda t: t.remove("proc/sys/kernel/osrelease"), {"kernel": "not recorded"}),
     "attention on the math path": (
         canary("fused attention", "warning", "slow math path", "torch 2.12"), {"attention": "warning"}),
     "wrong results": (canary("bf16 matmul", "error", "relative error 9.9e-01", "try another"),
@@ -489,7 +385,6 @@ BREAKS = {
     "a sandbox that does not work": (
         says(sandbox={"works": False, "found": "no permission; user namespaces are off: `sudo sysctl x`"}),
         {"sandbox": "warning"}),
-    "no compiler, and none needed": (says(commands=["bwrap"]), {}),
     "a full disk": (says(disk_free={"current folder": 2**29, "Hugging Face cache": 15 * GIB}),
         {"disk: current folder": "error",
          "disk: Hugging Face cache": "warning"}),
@@ -510,7 +405,7 @@ BREAKS = {
 }.items()}  # fmt: skip
 
 
-@pytest.mark.wide(always=56)
+@pytest.mark.wide(always=30)
 @pytest.mark.parametrize(("name", "what"), BREAKS)
 def test_one_thing_that_breaks_shows_in_its_row_and_nowhere_else(capsys, tmp_path, name, what):
     tree = Tree(name, tmp_path)
@@ -580,7 +475,7 @@ def test_files_alone_tell_of_an_nvidia_gpu_and_facts_win_over_files(capsys, tmp_
     _, rows = doctor(capsys, "--root", Tree("nvidia", tmp_path).remove("rocm-ext.json").root)
     assert rows["hardware profile"]["found"] == "cuda: an NVIDIA GPU"
     windows = (TREES / "windows/rocm-ext.json").read_text()
-    tree = Tree("strix_halo_misconfigured", tmp_path).file("rocm-ext.json", windows)
+    tree = Tree("strix_halo", tmp_path).file("rocm-ext.json", windows)
     assert doctor(capsys, "--root", tree.root) == doctor(capsys, "--root", TREES / "windows")
 
 
@@ -631,16 +526,11 @@ def test_folders_that_are_no_machine(capsys, tmp_path):
     ("text", "message"),
     [
         ('{"system": "Lin', "is not JSON"),
-        ("", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("[]", r"rocm-ext.json is \[\], expected an object"),
         ('{"sistem": "Linux"}', "unknown key 'sistem'; known: system"),
-        ('{"torch": {"hip": null}}', "rocm-ext.json.torch lacks 'version'"),
         ('{"torch": {"version": "2", "gpus": [{"name": "x", "total_memory": ""}]}}', r"gpus\[0\].total_memory is ''"),
         ('{"canaries": [{"check": "x", "level": "fine", "found": ""}]}', "level is 'fine', expected one of ok, warn"),
-        ('{"memory_limit": -1}', "memory_limit is -1, expected int"),
         ('{"disk_free": {"current folder": 1e999}}', "current folder is inf, expected int"),
-        (b"\xff\xfe{", "cannot be read"),
     ],
 )  # fmt: skip
 def test_a_recording_that_is_torn_or_wrong_is_one_line(capsys, tmp_path, text, message):
@@ -671,8 +561,7 @@ def whole(root: Path) -> None:
     shutil.rmtree(root.parent / "saved", ignore_errors=True)
 
 
-@pytest.mark.wide
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_random_damage_to_files_is_never_a_traceback(tmp_path_factory, data):
     root = Tree(data.draw(st.sampled_from(NAMES)), tmp_path_factory.mktemp("damage")).root
@@ -680,60 +569,20 @@ def test_random_damage_to_files_is_never_a_traceback(tmp_path_factory, data):
     whole(root)
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=20),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
-    ),
-    max_leaves=5,
-)
-
-
-def places(value, path=()):
-    yield path
-    for key, item in (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    ):
-        yield from places(item, (*path, key))
-
-
-@settings(max_examples=8, deadline=None)
-@given(st.data())
-def test_random_changes_to_the_recording_are_never_a_traceback(tmp_path_factory, data):
-    name = data.draw(st.sampled_from(NAMES))
-    said = json.loads((TREES / name / "rocm-ext.json").read_text())
-    *way, last = data.draw(st.sampled_from([place for place in places(said) if place]))
-    holder = said
-    for key in way:
-        holder = holder[key]
-    same_kind = {str: st.text(max_size=30), int: st.integers(0, 2**63)}.get(
-        type(holder[last]), JSON
-    )
-    holder[last] = data.draw(same_kind | JSON)
-    root = Tree(name, tmp_path_factory.mktemp("said")).root
-    (root / "rocm-ext.json").write_text(json.dumps(said))
-    whole(root)
-
-
 # ----------------------------------------------------------------------------------------------------- output
 def test_output_for_people(capsys, tmp_path, monkeypatch):
-    tree = Tree("strix_halo_misconfigured", tmp_path)
-    tree.swap("etc/os-release", "Ubuntu 24.10", "Ubuntu \x1b[31m24.10 [bold]x[/bold]")
+    tree = Tree("strix_halo", tmp_path)
+    tree.say(commands=["gcc"], sandbox=None, packages={"torchao": "0.19.0"})
+    tree.swap("etc/os-release", "Fedora", "Fedora \x1b[31m [bold]x[/bold]")
     monkeypatch.setattr("rocm_ext.cli._common._PIPE_WIDTH", 80)
     assert main(["doctor", "--root", str(tree.root)]) == 2
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert lines[-1] == "this machine will not train: 4 errors, 3 warnings, 1 not recorded"
-    assert f"  fix: pip uninstall -y torch && {STRIX_TORCH}" in lines, "whole, to be copied"
+    assert lines[-1] == "this machine will not train: 1 error, 1 warning"
+    assert "  fix: sudo dnf install bubblewrap" in lines, "whole, to be copied"
     assert all(len(line) <= 80 for line in lines if not line.startswith("  fix: "))
+    bad = [line.split()[0] for line in lines if line.startswith(("warning ", "error "))]
+    assert bad[-1] == "error", "worst last"
     assert not any("\x1b" in line for line in lines)
-    assert "[bold]x[/bold]" in "".join(line.strip() for line in lines)
-    assert [line.split()[0] for line in lines if line.startswith(("warning ", "error "))][
-        -1
-    ] == "error", "worst last"
 
 
 # ------------------------------------------------------------------------------------------------ this machine
