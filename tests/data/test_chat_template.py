@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import datasets
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
@@ -41,7 +41,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.data import preference_dataset, prompt_dataset, row_cache, sft_dataset, training_rows
-from rocm_ext.data.encoder import TextEncoder
 from rocm_ext.data.messages import to_turns
 from rocm_ext.data.render import (
     IGNORE,
@@ -542,59 +541,6 @@ def test_rows_read_together_are_what_they_are_alone(model_folder, rows, name, sy
         assert sum(isinstance(item, str) for item in alone) >= 2
 
 
-def test_a_batch_of_rows_is_encoded_at_once_with_both_sides_of_its_pairs(
-    model_folder, rows, monkeypatch
-):
-    encode_all, sizes = TextEncoder.encode_all, []
-
-    def counted(self, texts):
-        sizes.append(len(texts))
-        return encode_all(self, texts)
-
-    tokenizer = open_tokenizer(config_for(model_folder("qwen2_5")))
-    source = rows(*({"prompt": f"{i}?", "chosen": "a", "rejected": "b"} for i in range(130)))
-    monkeypatch.setattr(TextEncoder, "encode_all", counted)
-    assert len(list(preference_dataset(tokenizer, source=source).items(range(130)))) == 130
-    assert sizes == [256, 4]
-
-
-ADDED = [AddedToken(text, normalized=False) for text in ("<a>", "<a>b", "x<a>yz", "<a><a>")]
-ADDED += [
-    AddedToken("<l>", lstrip=True),
-    AddedToken("<r>", rstrip=True),
-    AddedToken("aw", single_word=True),
-]
-PIECES = st.lists(st.sampled_from([*map(str, ADDED), *"ab xyz<\n", "\u0301"]), max_size=6).map(
-    "".join
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(shared=PIECES, texts=st.lists(PIECES, min_size=1, max_size=4))
-@example(shared="x<a>y", texts=["z", "b"])
-@example(shared="b<a>", texts=["b", "<a>", "a"])
-@pytest.mark.parametrize("first", ["byte level", "metaspace"])
-def test_texts_encoded_together_are_what_they_are_alone(
-    model_folder, encoders, first, shared, texts
-):
-    texts = [shared + text for text in texts]
-    assert encoders[first].encode_all(texts) == [encoders[first].encode(text) for text in texts]
-
-
-@pytest.fixture(scope="module")
-def encoders(model_folder, tmp_path_factory):
-    """Encoders with awkward added tokens, one of which marks the beginning of a text."""
-    made = {}
-    for name in ("byte level", "metaspace"):
-        tokenizer = Tokenizer.from_file(str(model_folder("qwen2_5") / "tokenizer.json"))
-        if name == "metaspace":
-            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("b", prepend_scheme="first")
-        tokenizer.add_tokens(ADDED)
-        tokenizer.save(str(path := tmp_path_factory.mktemp("encoder") / "tokenizer.json"))
-        made[name] = TextEncoder(path)
-    return made
-
-
 REASONING_OF = {  # what a template reads -> the template
     name: "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m." + name + " %}<think>{{ m." + name + " }}</think>"
     "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -749,12 +695,9 @@ def test_torchtune_renders_without_a_template_or_where_asked_and_says_so(tmp_pat
     ("changes", "pieces"),
     [
         ({"chat_template": "missing.jinja"}, ["'missing.jinja'", "no file", "torchtune"]),
-        ({"chat_template": None}, ["None", "expected auto"]), ({"chat_template": "{% for %}"}, ["not valid Jinja"]),
+        ({"chat_template": "{% for %}"}, ["not valid Jinja"]),
         ({"chat_template": "{{ raise_exception('no ' + 'luck') }}"}, ["refuses the conversation", "no luck"]),
-        ({"chat_template": "{{ messages[9].content + 1 }}"}, ["refuses the conversation"]),
         ({"chat_template": "{{ ''.__class__.__mro__ }}"}, ["refuses the conversation", "unsafe"]),
-        ({"chat_template": "{{ messages.append(1) }}"}, ["refuses the conversation"]),
-        ({"chat_template_args": "thinking"}, ["chat_template_args is 'thinking'", "enable_thinking"]),
         ({"chat_template_date": "today"}, ["chat_template_date is 'today'", "2024-07-26"]),
     ],
 )  # fmt: skip
@@ -769,8 +712,7 @@ def test_bad_settings(model_folder, changes, pieces):
     ("file", "content", "message"),
     [
         ("tokenizer.json", None, "tokenizer.json, which does not exist.*chat_template: torchtune"),
-        ("tokenizer.json", "{}", "cannot read.*tokenizer.json"), ("tokenizer_config.json", "[]", "not a JSON object"),
-        ("tokenizer_config.json", '{"chat_template": 3}', "must be text, or a list"),
+        ("tokenizer.json", "{}", "cannot read.*tokenizer.json"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "rag", "template": ""}]}', "rag.*set chat_template"),
     ],
 )  # fmt: skip
@@ -815,10 +757,7 @@ def _schema(**properties):
         "type": "object", "properties": properties, "required": list(properties)}}}]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["json", "parquet"])
-def test_nulls_of_other_rows_are_not_trained_and_those_that_were_meant_are(
-    model_folder, tmp_path, form
-):
+def test_nulls_of_other_rows_are_not_trained(model_folder, tmp_path):
     """Arrow gives each object the keys of all, with nulls, and to_json writes them."""
     folder = model_folder("qwen2_5")
     maybe = {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}
@@ -833,20 +772,13 @@ def test_nulls_of_other_rows_are_not_trained_and_those_that_were_meant_are(
             "name": "f", "arguments": arguments}}])], "tools": tools}
         for tools, arguments in of_rows
     ]  # fmt: skip
-    getattr(datasets.Dataset.from_list(rows), f"to_{form}")(
-        source := str(tmp_path / f"rows.{form}")
-    )
-    if form == "json":
-        assert '"city":null' in Path(source).read_text()
+    datasets.Dataset.from_list(rows).to_json(source := str(tmp_path / "rows.json"))
+    assert '"city":null' in Path(source).read_text()
     tokenizer = open_tokenizer(config_for(folder))
     expected = [theirs(folder, [{**m, "content": m["content"] or ""} for m in row["messages"]], tools=row["tools"])
                 for row in rows]  # fmt: skip
     dataset = sft_dataset(tokenizer, source=source)
     assert [dataset[i]["tokens"] for i in range(len(rows))] == expected
-    pairs = preference_dataset(
-        tokenizer, source=source, column_map={"chosen": "messages", "rejected": "messages"}
-    )
-    assert [pairs[i]["chosen_input_ids"] for i in range(len(rows))] == expected
 
 
 def test_calls_and_tools_of_other_trainers(model_folder, rows):
@@ -872,7 +804,6 @@ def test_calls_and_tools_of_other_trainers(model_folder, rows):
     source = rows(
         {"conversations": chat(calling("function_call", calls[0])), "tools": bare},
         {"messages": old, "tools": bare},
-        {"conversations": chat(calling("function_call", calls)), "tools": bare},
         {
             "conversations": chat(
                 *(calling("tool_call", c) for c in calls), result="tool_response"
@@ -883,9 +814,9 @@ def test_calls_and_tools_of_other_trainers(model_folder, rows):
     dataset = sft_dataset(open_tokenizer(config_for(folder)), source=source)
     expected = [
         theirs(folder, [user("Weather?"), assistant("", tool_calls=called), {"role": "tool", "content": "7"},
-                        assistant("Cold.")], tools=TOOLS) for called in (one, one, two, two)
+                        assistant("Cold.")], tools=TOOLS) for called in (one, one, two)
     ]  # fmt: skip
-    assert [dataset[i]["tokens"] for i in range(4)] == expected
+    assert [dataset[i]["tokens"] for i in range(3)] == expected
     assert labelled(folder, dataset[0]["labels"])[0].startswith("<tool_call>")
 
 
@@ -918,24 +849,14 @@ def test_a_prompt_may_have_tools_and_end_with_their_answer(model_folder, rows):
     [
         ({"messages": [BRIEF, *CHATS["one turn"]], "system": "Other."}, "column system differs"),
         ({"messages": CHATS["one turn"], "tools": "["}, "tools are not valid JSON"),
-        ({"messages": CHATS["one turn"], "tools": ["weather"]}, "tools must be a list of objects"),
-        (
-            {"messages": [user("a"), assistant("", tool_calls=[{}])]},
-            r"tool_calls\[0\] needs a function with a name",
-        ),
         (
             {"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": "{"}])]},
             "not valid JSON",
         ),
         (
-            {"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": [1]}])]},
-            "must be an object",
-        ),
-        (
             {"messages": [{**user("a"), "tool_calls": [CALL]}, assistant("b")]},
             "only the assistant calls tools",
         ),
-        ({"messages": [assistant("hello")]}, "the only one begins the conversation"),
         ({"messages": [user("a\ud800"), assistant("b")]}, "not valid Unicode"),
     ],
 )
@@ -954,7 +875,7 @@ def read(tokenizer, max_seq_len=None, **node):
 @pytest.mark.parametrize(
     ("name", "template", "columns", "unread"),
     [
-        ("qwen2_5", "auto", "difficulty, id", "mood, reasoning_content"), ("qwen3", "auto", "difficulty, id", "mood"),
+        ("qwen2_5", "auto", "difficulty, id", "mood, reasoning_content"),
         ("qwen2_5", PLAIN, "difficulty, id, tools", "mood, reasoning_content, tool_calls"),
     ],
 )  # fmt: skip
@@ -1124,20 +1045,14 @@ def test_rows_of_the_second_start_are_those_of_the_first(kept, rows, messages, k
     "change",
     [
         lambda kept, node: Path(node["source"]).write_text('{"messages": []}\n'),
-        lambda kept, node: os.utime(node["source"], ns=(1, 1)),
         lambda kept, node: node.update(system_prompt="s"),
-        lambda kept, node: node.update(split="train[:1]"),
         lambda kept, node: (kept.folder / "generation_config.json").write_text(
             '{"eos_token_id": 1}'
         ),
-        lambda kept, node: os.utime(kept.folder / "tokenizer.json", ns=(1, 1)),
         lambda kept, node: (kept.folder / "chat_template.jinja").write_text(PLAIN),
-        lambda kept, node: replace_by_another(Path(node["source"])),
         lambda kept, node: (Path.home() / "t.jinja").write_text(PLAIN),
         *({"chat_template": text} for text in ("none", PLAIN)),
         {"chat_template_args": {"enable_thinking": False}},
-        {"chat_template_date": "2025-01-01"},
-        {"tokenizer.max_seq_len": 7},
     ],
 )
 def test_whatever_changes_rows_makes_others(kept, rows, change, monkeypatch):
@@ -1151,14 +1066,6 @@ def test_whatever_changes_rows_makes_others(kept, rows, change, monkeypatch):
     assert kept.made(node, own) == before != kept.made(node, own, too_long="drop")
     own |= change if isinstance(change, dict) else (change(kept, node) and {}) or {}
     assert kept.made(node, own) != before
-
-
-def replace_by_another(file: Path) -> None:
-    """Replace a file by one of equal size and time."""
-    found = file.stat()
-    text = file.read_text()
-    file.write_text(text.replace("e", "a"))
-    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 def test_rows_of_code_that_is_not_ours_are_not_kept(kept, rows, tmp_path):
@@ -1211,20 +1118,6 @@ def test_rows_that_are_damaged_of_another_user_or_do_not_fit_are_read_anew(
     file.unlink()
     assert contents(kept.read(node)) == first
     kept.read(node, fresh=False)
-
-
-def test_a_text_that_the_tokenizer_cannot_encode_is_one_bad_row(kept, rows, monkeypatch):
-    encode = TextEncoder._encode
-
-    def fails(self, texts):  # as a vocabulary of words without one for unknown words
-        if any("unknown" in text for text in texts):
-            raise Exception("WordLevel error: Missing [UNK] token from the vocabulary")
-        return encode(self, texts)
-
-    monkeypatch.setattr(TextEncoder, "_encode", fails)
-    lines = [{"messages": [user(text), assistant("b")]} for text in ("a", "unknown", "a")]
-    found = kept.read({**SFT, "source": rows(*lines)})
-    assert (len(found), found.counts["bad_rows"]) == (2, 1)
 
 
 def test_a_recipe_may_bring_a_tokenizer_of_its_own(rows, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from functools import partial
 import datasets
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torchtune.datasets import PackedDataset
@@ -152,33 +152,6 @@ TURN = st.builds(
 TURN |= SPOKEN.map(assistant)
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(chat=st.lists(TURN, max_size=6), answer=SPOKEN)
-def test_a_row_starts_with_its_generation_prompt(tokenizer, chat, answer):
-    chat = [*chat, assistant(answer)]
-    tokens, labels = render_conversation(tokenizer, chat)
-    assert len(tokens) == len(labels)
-    spans = []
-    for turn, message in enumerate(chat):
-        if message["role"] == "assistant":
-            prompt = render_prompt(tokenizer, chat[:turn])
-            assert tokens[: len(prompt)] == prompt
-            assert labels[len(prompt)] == tokens[len(prompt)]
-            assert labels[len(prompt) - 1] == IGNORE
-            spans.append(len(prompt))
-    # Each turn is exactly one run of labels, and it starts behind its prompt.
-    starts = [
-        i
-        for i, label in enumerate(labels)
-        if label != IGNORE and (i == 0 or labels[i - 1] == IGNORE)
-    ]
-    assert starts == spans
-    stop = [i for i, label in enumerate(labels) if label != IGNORE][-1]
-    assert tokens[stop] in tokenizer.stop_tokens
-
-
 # ---- schemas
 QA = [user("q"), assistant("a")]
 SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
@@ -191,13 +164,10 @@ ROWS = {
 DIALECTS = {
     "developer": ({"messages": [{"role": "developer", "content": "s"}, *QA]}, [SYSTEM, *QA]),
     "history": ({**ALPACA, "history": [["b", "c"]], "system": "s"}, [SYSTEM, user("b"), assistant("c"), *QA]),
-    "history as text": ({**ALPACA, "history": '[["b", "c"]]'}, [user("b"), assistant("c"), *QA]),
-    "no history": ({**ALPACA, "history": []}, QA),
     "input": ({**ALPACA, "input": "1 2"}, [user("q\n\n1 2"), assistant("a")]),
     "text": ({"conversations": json.dumps(SHAREGPT), "system": "s"}, [SYSTEM, *QA]),
     "parts": ({"messages": [user([{"type": "text", "text": "q"}, {"type": "text", "text": "?"}]), QA[1]]},
               [user("q?"), QA[1]]),
-    "messages and text": ({"prompt": [user("q")], "completion": "a"}, QA),
     "messages twice": ({"prompt": [user("q")], "completion": [assistant("a")]}, QA),
 }  # fmt: skip
 
@@ -242,30 +212,23 @@ def test_arguments_of_the_dataset(qwen, rows):
 
 
 BAD_MESSAGES = [
-    ([user("q")], "no assistant turn to train on"), ([], "no assistant turn"), ("[{", "a text that is not valid JSON"),
-    ([user("q"), assistant("a", weight=0)], "no assistant turn"), (["q"], "message 0.*must be an object.*str"),
+    ([user("q")], "no assistant turn to train on"), ("[{", "a text that is not valid JSON"),
+    (["q"], "message 0.*must be an object.*str"),
     ([{"role": "bot", "content": "q"}], f"message 0: unknown role 'bot'.*{', '.join(ROLES)}"),
-    ([{"content": "q"}], "unknown role None"), ([user("q"), assistant(" \n")], "message 1.*empty"),
-    ([user("q"), assistant(None)], "message 1.*content must be a string.*NoneType"),
+    ([user("q"), assistant(" \n")], "message 1.*empty"),
     ([user([{"type": "image_url"}]), assistant("a")], "'image_url'.*no images"),
-    ([user(["q"]), assistant("a")], "type 'str'"), ([user([{"type": "text"}])], "text must be a string"),
     ([user("q"), assistant("a", weight=0.5)], "weight must be 0 or 1.*0.5"),
-    ([user("q"), assistant("a", loss_mask=[0, 1])], r"loss_mask must be 0 or 1.*\[0, 1\]"),
     ([user("q"), assistant("a", train=True, weight=0)], "message 1: weight and train contradict"),
     ([user("q") | {"train": True}, assistant("a")], "message 0: train is True.*the assistant's"),
     ([user("q"), assistant("a", train_detail=[])], "message 1: train_detail.*not supported"),
     ([user("q"), {"role": "function_call", "content": "f()"}], "message 1: the call is not valid"),
-    (None, "messages is null"),
 ]  # fmt: skip
 BAD_ROWS = [({"messages": messages}, says) for messages, says in BAD_MESSAGES] + [
     ({"prompt": "q", "completion": 7}, "completion must be a string.*int"), ({"text": ""}, "text is empty"),
-    ({"instruction": "q", "input": 1, "output": "a"}, "input must be a string"),
     ({"prompt": "q", "completion": "\ud800"}, "UnicodeEncodeError.*surrogates"),
     ({"question": "q"}, r"\['question'\] do not fit any schema; use column_map.*prompt \+ completion"),
-    ({**PAIR, "completion": None}, "completion is null"), ({**PAIR, "label": False}, "label is False.*dpo_rocm"),
-    ({**ALPACA, "kto_tag": "true"}, "kto_tag is true.*KTO"),
+    ({**PAIR, "label": False}, "label is False.*dpo_rocm"),
     ({"conversations": [*SHAREGPT, SHAREGPT[0]], "chosen": "a", "rejected": "b"}, r"a pair \(chosen, rejected\)"),
-    ({**PAIR, "label": "down"}, "label is down.*UnpairedPreference"), ({**ALPACA, "thumbs": "up"}, "thumbs is up.*KTO"),
     ({**ALPACA, "text": "x"}, "alpaca and text.*set schema"),
     ({**ALPACA, "history": [["q"]]}, r"history must be a list of pairs.*\[\['q'\]\]"),
 ]  # fmt: skip
@@ -311,11 +274,8 @@ def test_bad_rows_are_named(qwen, rows, row, says):
     ("arguments", "says"),
     [
         ({"schema": "mesages"}, r"'mesages'.*did you mean messages.*sharegpt \(conversations\)"),
-        ({"schema": "alpaca"}, r"rows.jsonl:1: .*\['messages'\] fit schema messages, not alpaca"),
-        ({"column_map": {"promt": "messages"}}, "'promt'.*did you mean prompt"),
         ({"column_map": {"prompt": "question"}}, r"\['question'\].*\['messages'\]"),
         ({"split": "test"}, "test.*the splits are train"), ({"split": "train[5:]"}, r"has no rows.*train\[5:\]"),
-        ({"name": "main"}, "is a file.*name"),
     ],
 )  # fmt: skip
 def test_bad_arguments(qwen, rows, arguments, says):
@@ -394,9 +354,8 @@ def test_forms_of_files(qwen, tmp_path, hf_cache, name, text, where):
     [
         ("a.jsonl", '{"text": "a"}\n{"a": \n', "a.jsonl:2: malformed JSON.*Expecting value"),
         ("a.jsonl", '{"text": "a"}\n[1]\n', "a.jsonl:2.*must be a JSON object.*list"),
-        ("a.json", "[1]", "a.json row 0.*must be a JSON object.*int"),
-        ("a.jsonl", "[" * 200_000, "a.jsonl:1: malformed JSON"), ("a.jsonl", "", "has no rows"),
-        ("a.json", "[]", "has no rows"), ("a.txt", "x", 'expected .jsonl, .*JSON lines, {"text"'),
+        ("a.jsonl", "", "has no rows"),
+        ("a.txt", "x", 'expected .jsonl, .*JSON lines, {"text"'),
         ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl: cannot read it as UTF-8"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-9], "a.jsonl.gz: cannot read it"),
         ("a.parquet", "not parquet", "a.parquet: cannot load split 'train'"),
@@ -559,10 +518,9 @@ def test_counts_add_up(sizes, limit, policy):
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        (ValueError("no\nluck"), "no luck"), (KeyError("output"), "KeyError: 'output'"),
-        ({"tokens": [1]}, "needs tokens and labels"), ({"tokens": [1, None], "labels": [1, 2]}, "TypeError"),
+        (ValueError("no\nluck"), "no luck"),
+        ({"tokens": [1]}, "needs tokens and labels"),
         ({"tokens": [1, 2], "labels": [1]}, "one length"), ({**item(3), "encoder_input": {}}, "images.*text models"),
-        ({**item(3), "seq_lens": [2]}, "seq_lens add up to 2.*3 tokens"),
     ],
 )  # fmt: skip
 def test_bad_items_are_named_once(bad, says):
@@ -622,9 +580,9 @@ def test_open_one_and_several(qwen, rows):
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        ((1, 0), "dataset.1.weight is 0; expected a number above 0"), ((-1, 1), "dataset.0.weight is -1"),
-        (("2", 1), "dataset.0.weight is '2'"), ((True, 1), "dataset.0.weight is True"),
-        ((1, float("nan")), "weight is nan"), ((1, None), "1 of 2 entries of dataset have a weight"),
+        ((1, 0), "dataset.1.weight is 0; expected a number above 0"),
+        ((True, 1), "dataset.0.weight is True"),
+        ((1, None), "1 of 2 entries of dataset have a weight"),
         ((1, 1e-6), r"dataset b.jsonl: its weight is too small for an epoch of 4 rows"),
         ((1, 1), r"dataset b.jsonl: no row of it is left"),
     ],
@@ -669,7 +627,6 @@ def test_rows_of_stock_datasets_are_cut_and_counted_by_us(tmp_path, rows, hf_cac
     ("cfg", "says"),
     [
         (node(sauce="x"), "rocm_ext.data.sft_dataset.*TypeError.*sauce"), (OmegaConf.create([]), "needs a _component_"),
-        (OmegaConf.create({"source": "x"}), "needs a _component_"),
         (OmegaConf.create({"_component_": "rocm_ext.data.sft"}), "rocm_ext.data.sft.*cannot be imported"),
         (node(source="nowhere.jsonl"), "nowhere.jsonl: no such file"),
     ],

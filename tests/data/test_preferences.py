@@ -94,17 +94,11 @@ def gpt(text):
 GOOD, BAD, HUMAN = PAIR["chosen"], PAIR["rejected"], {"from": "human", "value": "6*7?"}
 FORMS = {
     "texts": PAIR,
-    "prompt as messages": {**PAIR, "prompt": [user("6*7?")]},
-    "answers as messages": {"prompt": "6*7?", "chosen": [assistant(GOOD)], "rejected": [assistant(BAD)]},
     "conversations": {"chosen": said(GOOD), "rejected": said(BAD)},
-    "conversations beside their prompt (UltraFeedback)": {
-        "prompt": "6*7?", "prompt_id": "7", "score_chosen": 8.0, "chosen": said(GOOD), "rejected": said(BAD),
-    },
     "sharegpt": {"chosen": [HUMAN, gpt(GOOD)], "rejected": [HUMAN, gpt(BAD)]},
     "alpaca (LLaMA-Factory)": {"instruction": "6*7?", "input": "", "history": [], "chosen": GOOD, "rejected": BAD},
     "sharegpt (LLaMA-Factory)": {"conversations": [HUMAN], "chosen": gpt(GOOD), "rejected": gpt(BAD)},
     "messages and an answer (ms-swift)": {"messages": said(GOOD), "rejected_response": BAD},
-    "messages and messages (ms-swift)": {"messages": said(GOOD), "rejected_messages": said(BAD)},
     "OpenAI": {
         "input": {"messages": [user("6*7?")], "tools": []},
         "preferred_output": [assistant(GOOD)], "non_preferred_output": [assistant(BAD)],
@@ -166,7 +160,6 @@ BEFORE = [user("a"), assistant("one"), user("6*7?")]
 SINGLE = {
     "texts (TRL)": {"prompt": "6*7?", "completion": GOOD, "label": True},
     "messages (TRL)": {"prompt": [user("6*7?")], "completion": [assistant(GOOD)], "label": True},
-    "messages (ms-swift)": {"messages": said(GOOD), "label": True},
     "sharegpt (LLaMA-Factory)": {"conversations": [HUMAN, gpt(GOOD)], "kto_tag": True},
     "alpaca (LLaMA-Factory)": {
         "instruction": "6*7?",
@@ -328,11 +321,8 @@ def test_torchtunes_components_get_the_models_template(open_one, tmp_path, compo
     ("row", "reason"),
     [
         ({**PAIR, "rejected": GOOD}, "dropped_equal"),
-        ({"chosen": said(GOOD), "rejected": said(GOOD)}, "dropped_equal"),
-        ({**PAIR, "rejected": ""}, "dropped_empty"), ({**PAIR, "chosen": []}, "dropped_empty"),
-        ({"messages": said(GOOD), "rejected_response": None}, "dropped_empty"),
-        ({**PAIR, "chosen": None}, "dropped_empty"), ({"chosen": said(GOOD), "rejected": None}, "dropped_empty"),
-        ({"chosen": said(GOOD), "rejected": said(" ")}, "dropped_empty"),
+        ({**PAIR, "rejected": ""}, "dropped_empty"),
+        ({**PAIR, "chosen": None}, "dropped_empty"),
         ({"chosen": said(GOOD), "rejected": [user("6*7?")]}, "dropped_empty"),
         ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant:"}, "dropped_empty"),
     ],
@@ -393,19 +383,14 @@ def test_what_torchtunes_tokenizer_cuts_is_counted(open_one, tmp_path):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"prompt": "a", "chosen": "b"}, "lack rejected; use column_map"), ({**PAIR, "chosen": 7}, "a text or a list"),
+        ({"prompt": "a", "chosen": "b"}, "lack rejected; use column_map"),
         ({"prompt": "a", "completion": "b"}, "lack chosen and rejected, or label.*lora_finetune_rocm"),
-        ({**PAIR, "prompt": 7}, "found 7"),
         ({"prompt": "a", "completion": "b", "label": "soso"}, "label is 'soso'; expected true, the answer is good"),
-        ({"prompt": "a", "completion": "b", "label": None}, "label is None; expected true"),
         ({"prompt": "a", "label": True}, "have a label, but lack completion, messages or output"),
-        ({"messages": 7, "rejected_response": "b"}, "messages must be a list of messages, found int"),
         ({"chosen": "b", "rejected": "c"}, "chosen: it is a text, so the row needs a prompt"),
-        ({**PAIR, "rejected": [{"role": "robot", "content": "x"}]}, "unknown role 'robot'"),
         ({"chosen": said("b"), "rejected": [user("A"), assistant("c")]},
          "the prompts of chosen and rejected differ: message 0 is of the user"),
         ({"prompt": "a", "chosen": said("b"), "rejected": said("c")}, "does not contain the row's prompt"),
-        ({**PAIR, "system": 7}, "system must be a string"),
     ],
 )  # fmt: skip
 def test_malformed_rows_name_their_line(read, row, says):
@@ -426,11 +411,6 @@ def test_foreign_pairs_are_checked():
             "Foreign row 1: the prompts of the chosen and the rejected",
         ),
         ([good, {**good, "rejected_labels": [4]}], r"Foreign row 1: rejected_input_ids \(3,\)"),
-        (
-            [{k: v for k, v in good.items() if "rejected" not in k}],
-            "needs rejected_input_ids and rejected_labels",
-        ),
-        ([good, single], "pairs and single answers in one dataset"),
         ([single, good], "pairs and single answers in one dataset"),
         ([single, {**single, "side": 1}], "answers with a label and single answers in one dataset"),
     ]:
@@ -502,14 +482,6 @@ def test_pairs_of_one_prompt_stay_on_one_side(read, fraction, expected):
         match=r"validation_fraction 0\.\d+: all 8 pairs have one prompt, .* set dataset_val",
     ):
         alike.split(fraction, 0)
-
-
-def test_pairs_of_different_prompts_split_as_rows_of_sft_do(read):
-    rows = read(
-        *({"prompt": f"{i}+1?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(20))
-    )
-    drawn = sorted(np.random.default_rng(3).permutation(20)[:5].tolist())
-    assert rows.split(0.25, 3)[1].fingerprint() == rows.part(drawn).fingerprint()
 
 
 def test_equal_rows_stay_on_one_side():

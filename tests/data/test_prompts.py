@@ -176,24 +176,18 @@ def test_the_real_gsm8k_and_mbpp():
 
 # ---- errors
 BAD_ROWS = [
-    ({"prompt": None, "a": 1}, "the columns .* have neither prompt nor messages"), ({"prompt": " \n"}, "is empty"),
-    ({"prompt": 3}, "prompt must be text, found int"), ({"prompt": [user("a")]}, "a conversation goes in messages"),
+    ({"prompt": None, "a": 1}, "the columns .* have neither prompt nor messages"),
+    ({"prompt": [user("a")]}, "a conversation goes in messages"),
     ({"prompt": "a \ud800 b"}, "not valid Unicode"), ({"prompt": "a", "messages": [user("b")]}, "set column_map"),
     ({"messages": [user("a"), assistant("b")]}, "must end with a user's turn, found the assistant's"),
-    ({"messages": []}, "messages is empty"), ({"messages": "a"}, "a conversation must be a list"),
-    ({"messages": [{"role": "robot", "content": "a"}]}, "message 0: unknown role 'robot'"),
+    ({"messages": []}, "messages is empty"),
     ({"messages": [user("a"), {"role": "system", "content": "b"}, user("c")]}, "a system message must be the first"),
-    ({"prompt": "a", "id": [1]}, r"id is \[1\]; expected text or a"), ({"prompt": "a", "id": ""}, "id is ''"),
-    ({"prompt": "a", "task_id": True}, "task_id is True"),
+    ({"prompt": "a", "id": [1]}, r"id is \[1\]; expected text or a"),
 ]  # fmt: skip
 OF_FORMATS = [
-    ("gsm8k", {"prompt": "a", "answer": "1"}, "format gsm8k needs question; the columns are"),
     ("gsm8k", {"question": "a", "answer": "1"}, "answer has no ####"),
     ("mbpp", {"prompt": "a", "tests": "b"}, "format mbpp needs entry_point"),
-    ("mbpp", {"text": "a", "test_list": "b"}, "test_list must be a list of text"),
     ("mbpp", {"text": "a", "test_list": [1]}, r"test_list\[0\] must be a string"),
-    ("mbpp", {"text": "a", "test_list": []}, "test_list is empty"),
-    ("humaneval", {"prompt": "a", "test": "b"}, "format humaneval needs entry_point"),
 ]
 
 
@@ -211,9 +205,7 @@ def test_malformed_rows(rows, format, row, says):
     [
         ({"format": "gms8k"}, "format 'gms8k' is unknown; did you mean gsm8k"),
         ({"column_map": {"prompt": "q"}}, r"column_map names \['q'\], but the columns of"),
-        ({"column_map": ["prompt"]}, r"column_map is \['prompt'\]; expected our column -> yours"),
-        ({"limit": 0}, "limit is 0; expected a whole number"), ({"bad_rows": "keep"}, "expected error or drop"),
-        ({"system_prompt": None}, "system_prompt is None; expected a string"),
+        ({"bad_rows": "keep"}, "expected error or drop"),
     ],
 )  # fmt: skip
 def test_bad_arguments(rows, arguments, says):

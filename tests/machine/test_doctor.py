@@ -267,7 +267,6 @@ NO_TORCH = dict.fromkeys(
     ("torch", "GPU memory", "memory budget", "canaries", "BLAS"), "not recorded"
 )
 UPGRADE = "sudo dnf upgrade --refresh  # then reboot"
-APT = "sudo apt update && sudo apt full-upgrade  # then reboot"
 AGAIN = f"pip uninstall -y torch && {STRIX_TORCH}"
 SAVE_AGAIN = ("warning", "rocm-ext doctor --save DIR")
 MISSING_GPU = {"GPU count": ("warning", "sudo dmesg | grep -i amdgpu")}

@@ -5,9 +5,6 @@ import json
 import os
 import re
 import select
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,11 +22,10 @@ from rocm_ext.recipes import lora_finetune_rocm
 from rocm_ext import cli
 from rocm_ext.machine import counters
 from rocm_ext.machine.counters import Counters, HardwareLog, recording
-from rocm_ext.machine.sysfs import cards
 from rocm_ext.train import lifecycle
 from tests.kit import sysfs
 from tests.kit.damage import spoil_some
-from tests.kit.forks import forked, succeed
+from tests.kit.forks import succeed
 from tests.kit.lines import one_line_has
 from tests.kit.sysfs import GIB
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
@@ -103,18 +99,6 @@ def test_the_hottest_spot_is_the_temperature(tmp_path):
     assert not {"gtt_used", "gtt_total"} & set(gpu)
     (hwmon(tmp_path) / "temp2_input").unlink()
     assert gpus(tmp_path)[0]["temperature"] == 71, "the edge"
-
-
-def test_what_a_card_does_not_tell(tmp_path, capsys):
-    root = sysfs.strix_halo(tmp_path / "root")
-    (hwmon(root) / "temp1_label").unlink()
-    assert gpus(root)[0]["temperature"] == 89
-    shutil.rmtree(hwmon(root).parent)
-    (gpu,) = gpus(root)
-    assert gpu["busy"] == 97
-    assert not {"power", "temperature", "clock"} & set(gpu)
-    (reading,) = monitor(capsys, "--count", 1, "--root", tmp_path)
-    assert reading["gpus"] == []
 
 
 def test_a_sleeping_gpu_is_left_asleep(tmp_path, monkeypatch):
@@ -286,12 +270,6 @@ def test_where_nvidia_s_driver_fails_is_missing_or_of_another_machine(
     assert Counters().notes == []
 
 
-def test_amd_beside_nvidia(nvidia, tmp_path, monkeypatch):
-    nvidia(fake_nvml())
-    monkeypatch.setattr(counters, "cards", lambda root: cards(sysfs.strix_halo(tmp_path)))
-    assert [gpu["id"] for gpu in gpus(Path("/"))] == ["0000:c3:00.0", "0000:f0:00.0"]
-
-
 # ---------------------------------------------------------------------------------------------- the command
 def test_lines_where_there_is_no_terminal(tmp_path, capsys):
     root, log = sysfs.strix_halo(tmp_path / "root"), tmp_path / "log.jsonl"
@@ -311,10 +289,8 @@ def test_lines_where_there_is_no_terminal(tmp_path, capsys):
 
 @pytest.mark.parametrize(("arguments", "message", "code"), [
     (["--log", "{}/none/log.jsonl"], "cannot write .*log.jsonl: No such file or directory", 1),
-    (["--log", "/dev/full"], "cannot write /dev/full", 1), (["--root", "{}/none"], "--root .*none is not a folder", 2),
+    (["--root", "{}/none"], "--root .*none is not a folder", 2),
     (["--interval", "0"], "--interval: '0' is not a number from 0.1 to 86,400", 2),
-    (["--interval", "soon"], "--interval: 'soon' is not a number from 0.1", 2),
-    (["--count", "0"], "--count: '0' is not a whole number from 1 to", 2),
 ])  # fmt: skip
 def test_bad_arguments(tmp_path, capsys, arguments, message, code):
     argv = ["monitor", "--count", "1", *(text.format(tmp_path) for text in arguments)]
@@ -328,26 +304,15 @@ def test_bad_arguments(tmp_path, capsys, arguments, message, code):
     assert "Traceback" not in err
 
 
-def test_head(tmp_path):
-    """A closed pipe ends the command silently."""
-    with subprocess.Popen(
-        [*COMMAND, "--interval", "0.1", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert json.loads(process.stdout.readline())["gpus"] is not None
-        process.stdout.close()
-        assert process.wait(20) == 0
-        assert process.stderr.read() == b""
-
-
 class Terminal:
     """``rocm-ext monitor`` in a pseudo-terminal of 90 columns."""
 
-    def __init__(self, *arguments: object, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *arguments: object) -> None:
         pty, fcntl, termios = (pytest.importorskip(name) for name in ("pty", "fcntl", "termios"))
         self.shown = b""
         self.pid, self._master = pty.fork()
         if self.pid == 0:
-            whole = {**os.environ, "TERM": "xterm", "COLUMNS": "", **(env or {})}
+            whole = {**os.environ, "TERM": "xterm", "COLUMNS": ""}
             os.execve(sys.executable, [*COMMAND, *map(str, arguments)], whole)
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, b"\x28\0\x5a\0\0\0\0\0")
 
@@ -379,10 +344,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)]
-)
-def test_live_until_it_is_stopped(tmp_path, signum, code):
+def test_live_until_it_is_stopped(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 7, "epoch": 1, "loss": 0.5, "tokens_per_second": 1234}\n'
     )
@@ -390,25 +352,13 @@ def test_live_until_it_is_stopped(tmp_path, signum, code):
     terminal = Terminal("--root", root, "--interval", 0.1, "--run", tmp_path)
     terminal.wait_for("GPU 0: Radeon 8060S Graphics", "97 %", "61.0 of 120", "120", "2876")
     terminal.wait_for("run: step 7, epoch 1, loss 0.5000, 1,234 tok/s, ")
-    if signum == signal.SIGINT:
-        terminal.press_ctrl_c()
-    else:
-        os.kill(terminal.pid, signum)
-    assert terminal.end() == code
+    terminal.press_ctrl_c()
+    assert terminal.end() == 0
     shown = terminal.shown.decode()
     assert "\x1b[?25l" in shown
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is back"
     assert "Traceback" not in shown
     assert "interrupted" not in shown
-
-
-def test_live_on_an_old_terminal(tmp_path):
-    """The terminal can show neither blocks nor degree signs."""
-    env = {"PYTHONIOENCODING": "ascii", "TERM": "dumb", "LC_ALL": "C"}
-    terminal = Terminal("--root", sysfs.mi300x(tmp_path), "--interval", 0.1, "--count", 3, env=env)
-    assert terminal.end() == 0
-    assert b"GPU 7" in terminal.shown
-    assert b"Traceback" not in terminal.shown
 
 
 # -------------------------------------------------------------------------------------------- how far a run is
@@ -438,24 +388,6 @@ def test_progress_of_sft(tmp_path, capsys):
     assert run_of(capsys, tmp_path)["finished"] is True
 
 
-def test_progress_of_sft_with_evaluations(tmp_path, capsys):
-    (tmp_path / "config.yaml").write_text("dataset: {source: rows.jsonl}")
-    (tmp_path / "samples.jsonl").touch()
-    (tmp_path / "metrics.jsonl").touch()
-    os.utime(tmp_path / "metrics.jsonl", (1e9, 1e9))
-    assert run_of(capsys, tmp_path)["phase"] == "evaluating"
-    lines = [
-        {"step": 0, "epoch": 0, "eval": {"prompts": 4, "correct": 3}},
-        {"step": 1, "epoch": 1, "loss": 2.5},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    os.utime(tmp_path / "samples.jsonl", (1e9, 1e9))
-    run = run_of(capsys, tmp_path)
-    assert {key: run[key] for key in run if key != "seconds_ago"} == {
-        "step": 1, "epoch": 1, "loss": 2.5, "held_out": 0.75, "finished": False,
-    }  # fmt: skip
-
-
 def test_progress_of_raft(tmp_path, capsys):
     now = time.time()
 
@@ -466,39 +398,24 @@ def test_progress_of_raft(tmp_path, capsys):
         os.utime(path, (now - age, now - age))
 
     touch("config.yaml", 950, "cycles: 11\nprompts: x\n")
-    touch("verdicts.jsonl", 600, '{"step": 0, "phase": "eval"}\n')
     touch("samples.jsonl", 600, '{"step": 0, "phase": "eval"}\n')
+    touch("verdicts.jsonl", 600, '{"step": 0, "phase": "eval"}\n')
     assert run_of(capsys, tmp_path)["phase"] == "evaluating"
     (tmp_path / "cycle_9").mkdir()
     touch("verdicts.jsonl", 300, '{"step": 10, "phase": "sample"}\n')
-    assert (run_of(capsys, tmp_path)["cycle"], run_of(capsys, tmp_path)["phase"]) == (
-        10,
-        "sampling",
-    )
+    assert run_of(capsys, tmp_path)["phase"] == "sampling"
     touch("cycle_10/kept.jsonl", 200)
-    assert (run_of(capsys, tmp_path)["cycle"], run_of(capsys, tmp_path)["phase"]) == (
-        10,
-        "training",
-    )
+    assert run_of(capsys, tmp_path)["phase"] == "training"
     touch("cycle_10/metrics.jsonl", 100, '{"step": 3, "epoch": 1, "loss": 0.25}\n')
     run = run_of(capsys, tmp_path)
     assert (run["cycle"], run["phase"], run["step"], run["loss"]) == (10, "training", 3, 0.25)
     assert 99 < run["seconds_ago"] < 200
     touch("verdicts.jsonl", 50, '{"step": 10, "phase": "eval"}\n')
     assert run_of(capsys, tmp_path)["phase"] == "evaluating"
-    assert cli.main(["monitor", "--count", "1", "--run", str(tmp_path)]) == 0
-    assert (
-        "run: cycle 10 of 11, evaluating, step 3, epoch 1, loss 0.2500, 5"
-        in capsys.readouterr().out
-    )
     touch("metrics.jsonl", 40, '{"step": 10, "reward": 0.5, "updates": 3, "seconds": 60}\n')
     run = run_of(capsys, tmp_path)
-    assert (run["cycle"], run["seconds_left"], run["finished"], "phase" in run) == (
-        10,
-        60.0,
-        False,
-        False,
-    )
+    assert (run["cycle"], run["seconds_left"], run["finished"]) == (10, 60.0, False)
+    assert "phase" not in run
     touch("summary.json", 30, '{"steps": 10, "stopped": null}')
     assert run_of(capsys, tmp_path)["finished"] is False
     touch("config.yaml", 900, "cycles: 10\n")
@@ -547,9 +464,7 @@ def test_recording_nothing_and_a_run_that_ends(tmp_path):
     assert no_thread()
 
 
-@pytest.mark.parametrize(
-    "content", [b"\xff\0" * 1_500_000, b"", b"\n", b"no newline", b"{}\n" * 600_000]
-)
+@pytest.mark.parametrize("content", [b"\xff\0" * 1_500_000, b"{}\n" * 600_000])
 def test_what_is_torn_goes(tmp_path, content):
     path = tmp_path / "hardware.jsonl"
     path.write_bytes(content)
@@ -639,11 +554,3 @@ def test_a_run_writes_its_hardware_and_computes_the_same(make, tmp_path):
     sft(path, "overwrite_output_dir=True", "hardware_log_seconds=null")
     assert not (out / "hardware.jsonl").exists(), "the file of another run would mislead"
     assert (out / "adapter/adapter_model.safetensors").read_bytes() == adapter
-
-
-@pytest.mark.parametrize("value", ["0.05", "soon"])
-def test_bad_values(make, tmp_path, value):
-    code, messages = forked(lora_finetune_rocm.main, make(), f"hardware_log_seconds={value}")
-    assert (code, messages.count("\n")) == (1, 1)
-    assert one_line_has(messages, "error: hardware_log_seconds is ", "from 0.1 to 86400")
-    assert not (tmp_path / "out").exists()

@@ -18,8 +18,7 @@ HOST = torch.device("cpu")
 @pytest.mark.parametrize(("requested", "machine", "dtype", "reason"), [
     ("auto", STRIX, torch.bfloat16, "gfx1151 computes bf16 natively"),
     ("auto", MI50, torch.float32, "gfx906 has no native bf16"), ("auto", CPU, torch.float32, "this CPU"),
-    ("bf16", CPU, torch.bfloat16, "emulates"), ("fp16", MI50, torch.float16, "loss scaling"),
-    ("fp32", STRIX, torch.float32, "as configured"),
+    ("fp16", MI50, torch.float16, "loss scaling"),
 ])  # fmt: skip
 def test_pick_dtype(requested, machine, dtype, reason):
     found, why = pick_dtype(requested, machine)
@@ -35,11 +34,10 @@ def test_pick_dtype_refuses():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_canaries_pass_on_a_sound_device_and_leave_the_random_state_alone(dtype, head_dim):
+def test_canaries_pass_on_a_sound_device(dtype):
     before = torch.get_rng_state()
     checks = canaries(
-        CPU, HOST, dtype, head_dim=head_dim, convolution=True, compiled=True
+        CPU, HOST, dtype, head_dim=80, convolution=True, compiled=True
     )  # compiled: on GPUs
     assert len(checks) == 7
     assert require(checks) == []

@@ -43,15 +43,12 @@ def test_data_sheets_are_whole():
 @pytest.mark.parametrize(
     ("name", "profile", "chip"),
     [
-        ("MI355X", "mi300x", "MI355X"), ("AMD Instinct MI325X", "mi300x", "MI325X"), ("gfx950", "mi300x", "MI355X"),
+        ("MI355X", "mi300x", "MI355X"), ("gfx950", "mi300x", "MI355X"),
         ("Radeon 8065S", "strix_halo", "Gorgon Halo 192 GB"), ("gfx1151", "strix_halo", "Strix Halo 128 GB"),
-        ("Ryzen AI Max+ PRO 495", "strix_halo", "Gorgon Halo 192 GB"), ("AMD Radeon PRO W7900", "radeon", "PRO W7900"),
-        ("Radeon 8040S", "strix_halo", "Radeon 8040S 64 GB"), ("9070 GRE", "radeon", "RX 9070 GRE"),
-        ("r9700", "radeon", "AI PRO R9700"), ("7900 XTX", "radeon", "RX 7900 XTX"),
-        ("rx-7900-xt", "radeon", "RX 7900 XT"), ("MI50", "mi50", "MI50 32 GB"), ("MI50 16GB", "mi50", "MI50 16 GB"),
-        ("strix_halo_windows", "strix_halo_windows", "Strix Halo on Windows, 128 GB"),
-        ("Ryzen AI Max+ 395", "strix_halo", "Strix Halo 128 GB"), ("rtx4090", "cuda", "RTX 4090"),
-        ("sm_80", "cuda", "A100 80 GB"),
+        ("9070 GRE", "radeon", "RX 9070 GRE"),
+        ("7900 XTX", "radeon", "RX 7900 XTX"),
+        ("MI50 16GB", "mi50", "MI50 16 GB"),
+        ("rtx4090", "cuda", "RTX 4090"),
     ],
 )  # fmt: skip
 def test_a_chip_has_many_spellings(name, profile, chip):
@@ -82,12 +79,7 @@ def test_a_plan_for_a_chip_by_name(capsys):
     ("arguments", "found"),
     [
         (["--machine", "MI335X"], "--machine MI335X is unknown; did you mean MI355X"),
-        (["--machine", "toaster"], "known names are"),
         (["--machine", "7900"], "did you mean RX 7900 XTX, RX 7900 XT, RX 7900 GRE, PRO W7900?"),
-        (
-            ["--machine", "Ryzen AI MAX+ 395 w/ Radeon 8060S"],
-            "did you mean Strix Halo 128 GB, Strix Halo 96 GB, ",
-        ),
         (
             ["--machine", "MI355X", "hardware=radeon"],
             "is hardware=mi300x, which contradicts hardware=radeon",
@@ -135,13 +127,7 @@ def test_measured_speeds_with_the_memory_of_the_chip(bench, capsys):
     ("machine", "profile", "chip"),
     [
         (MI300X, "mi300x", "MI300X"),
-        (replace(MI300X, name="AMD Instinct MI325X"), "mi300x", "MI325X"),
         (replace(MI300X, name="AMD Radeon Graphics", total_memory=256 * GIB), "mi300x", "MI325X"),
-        (
-            replace(RADEON, name="AMD Radeon RX 7900 XT", total_memory=20 * GIB),
-            "radeon",
-            "RX 7900 XT",
-        ),
         (replace(RADEON, name="AMD Radeon Graphics", total_memory=48 * GIB), "radeon", "PRO W7900"),
         (replace(MI50, name="AMD Instinct MI50/MI60", total_memory=16 * GIB), "mi50", "MI50 16 GB"),
         (
@@ -149,9 +135,6 @@ def test_measured_speeds_with_the_memory_of_the_chip(bench, capsys):
             "strix_halo",
             "Strix Halo 128 GB",
         ),  # GTT is half of the memory
-        (replace(STRIX, name="AMD Radeon 8050S Graphics"), "strix_halo", "Radeon 8050S 128 GB"),
-        (replace(RADEON, name="AMD Radeon PRO W7800 48GB"), "radeon", "PRO W7800 48 GB"),
-        (replace(H200, name="NVIDIA H200"), "cuda", "H200"),
         (replace(H200, arch="sm_80", name="NVIDIA A100-SXM4-40GB"), "cuda", "A100 40 GB"),
     ],
 )

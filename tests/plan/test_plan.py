@@ -72,14 +72,9 @@ def write_config(root, name: str, out, lora: dict | None = None, **changes):
     [
         ("qwen", {}),
         also("qwen", {"enable_activation_checkpointing": True}),
-        also("qwen", {"dtype": "bf16"}),
         also("qwen", {"attention": "eager"}),
-        also("qwen", {"attention": "math"}),
-        also("qwen", {"optimizer": {"_component_": "torch.optim.SGD", "lr": 1e-3}}),
         ("qwen", {"lora": {"lora_rank": 64, "lora_alpha": 64, "lora_dropout": 0.1}}),
         also("qwen", {"lora": {"use_dora": True}}),
-        also("tied", {}),
-        also("wide", {}),
         ("wide", {"enable_activation_checkpointing": True, "dtype": "bf16"}),
         also("llama", {"enable_activation_checkpointing": 3}),
     ],
@@ -93,45 +88,6 @@ def test_planned_peak_is_the_measured_one(name, changes, folders, tmp_path, caps
     planned = plan(capsys, "--config", path)["configured"]["memory"]["peak"]
     assert planned == recipe.learner.planned_peak
     assert planned == pytest.approx(peak, rel=0.1)
-
-
-@pytest.mark.wide
-@as_configured
-def test_4_bit_weights_take_a_quarter(folders, tmp_path, capsys):
-    path = write_config(folders, "qwen", tmp_path / "run", dtype="bf16")
-    wide = ("model.embed_dim=256", "model.intermediate_dim=512")
-    whole = plan(capsys, "--config", path, *wide)["configured"]["memory"]["weights"]
-    small = plan(capsys, "--config", path, *wide, "model.quantize_base=True")["configured"][
-        "memory"
-    ]["weights"]
-    linear = 3 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)  # weights of adapted layers
-    assert whole - small == pytest.approx(linear * (2 - 0.516), rel=0.01)
-
-
-@pytest.mark.wide
-@as_configured
-def test_4_bits_where_16_do_not_fit(capsys):
-    def halo(name: str, size: str) -> tuple[int, str]:
-        code = main(
-            [
-                "plan",
-                "--config",
-                name,
-                "--machine",
-                f"Strix Halo {size}",
-                "model.quantize_base=True",
-            ]
-        )
-        return code, capsys.readouterr().err
-
-    assert (
-        halo("strix_halo_qwen3b", "32 GB")[1].count(
-            "wants False: owners' QLoRA (bitsandbytes' NF4) took"
-        )
-        == 1
-    )
-    assert "wants False" in halo("strix_halo_qwen3_14b", "64 GB")[1], "28 of 50 GiB"
-    assert halo("strix_halo_qwen3_14b", "32 GB") == (0, ""), "28 of 25 GiB"
 
 
 def test_scores_count_where_there_is_no_fused_attention(folders, tmp_path):
@@ -228,7 +184,6 @@ def test_ranks_share_weights_and_gather_layers(capsys):
     [
         (2048, 32, 200, torch.float32),
         also(30_000, 64, 60, torch.float32),
-        also(30_000, 32, 60, torch.bfloat16),
     ],
 )
 def test_planned_peak_of_sampling_is_the_measured_one(vocabulary, slots, prompt, dtype):
@@ -250,7 +205,7 @@ def test_planned_peak_of_sampling_is_the_measured_one(vocabulary, slots, prompt,
 # ----------------------------------------------------------------------------------------------------- work
 @pytest.mark.wide(always=1)
 @as_configured
-@pytest.mark.parametrize("name", ["wide", also("tied"), "llama"])
+@pytest.mark.parametrize("name", ["wide", "llama"])
 def test_work_is_what_a_real_step_does(name, folders, tmp_path, capsys):
     path = write_config(folders, name, tmp_path / "run", batch_size=64, startup_checks=False)
     recipe = LoRAFinetune(config.load("lora_finetune_rocm", str(path)))
@@ -274,22 +229,6 @@ def test_work_of_a_7b(capsys):
     embeddings = 152064 * 3584
     parameters = found["parameters"] - found["trainable_parameters"] - embeddings
     assert 1.0 < found["configured"]["step"]["flops"] / (4 * parameters * 65_536) < 1.1
-
-
-@pytest.mark.wide
-@as_configured
-def test_checkpointing_costs_a_forward_pass(folders, tmp_path, capsys):
-    path = write_config(folders, "qwen", tmp_path / "run")
-    changes = [f"enable_activation_checkpointing={value}" for value in (False, 2, True)]
-    free, half, full = (plan(capsys, "--config", path, change)["configured"] for change in changes)
-    assert (
-        free["step"]["flops"]
-        < half["step"]["flops"]
-        < full["step"]["flops"]
-        < 1.5 * free["step"]["flops"]
-    )
-    assert free["memory"]["peak"] > half["memory"]["peak"] > full["memory"]["peak"]
-    assert free["step"]["tokens_per_second"] > full["step"]["tokens_per_second"]
 
 
 def test_time_is_bound_by_compute_or_memory():
@@ -466,16 +405,6 @@ def test_configs_of_torchtune(name, capsys):
 
 @pytest.mark.wide
 @as_configured
-def test_no_micro_batch_has_more_rows_than_a_step(capsys):
-    few = [
-        plan(capsys, "--config", "strix_halo_qwen0_5b", "sequences_per_step=2", f"batch_size={n}")
-        for n in (2, 16)
-    ]
-    assert few[0]["configured"]["memory"] == few[1]["configured"]["memory"]
-
-
-@pytest.mark.wide
-@as_configured
 def test_a_cycle_of_raft(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = plan(capsys, "--config", "strix_halo_qwen7b_raft")
@@ -593,14 +522,10 @@ def test_a_config_fits_its_machine(name, capsys):
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
-        (["--config", "strix_halo_qwen7"], "did you mean strix_halo_qwen7b"),
         (["--config", "cpu_pocket", "--bench", "{tmp}/torn.json"], "cannot read"),
         (["--config", "cpu_pocket", "--bench", "{tmp}/other.json"], "was measured on"),
-        (["--config", "cpu_pocket", "model.lora_ran=8"], "did you mean lora_rank"),
         (["--config", "cpu_pocket", "tokens_per_micro_batch=3"], "the longest row has 256 tokens"),
-        (["--config", "cpu_pocket", "tokens_per_micro_batch=best"], "auto or null"),
         (["--config", "cpu_pocket", "checkpointer.model_type=PHI3_MINI"], "PHI3_MINI"),
-        (["--config", "cpu_pocket", "device=cuda"], "device"),
         (["--config", "cpu_pocket_raft", "max_new_tokens=100000"], "the model takes"),
         (["--config", "cpu_pocket_raft", "hardware=strix_halo_windows"], "does not run on Windows"),
     ],

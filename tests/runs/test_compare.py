@@ -88,11 +88,9 @@ def changed(**changes):
     ("b", "arguments", "code", "says"),
     [
         ({"losses": WORSE, "speed": 1500}, (), 1, "its loss is 3.1 % higher|do not take it"),
-        ({"losses": WORSE, "speed": 1500}, ("--tolerance", "5"), 0, ""),  # for a user who accepts that
         # if a mere speed setting lowers the loss by as much, the run trains on something else
         ({"losses": SAME * EQUAL / 1.031, "speed": 1500}, (), 3, ""),
         ({"losses": SAME, "speed": 800}, (), 1, "saves no memory"),
-        ({"losses": SAME, "speed": 800, "memory": 10 << 30}, (), 1, "unless for its 0.25x of A's memory"),
         ({"losses": SAME, "speed": 880}, (), 3, "repeat the runs"),  # as those of equal runs do
         # values that A lacks are not compared
         ({"losses": [*curve(400)[:STEPS], *[9.0] * 50], "finished": False}, (), 0, "last 100 of 200 common steps"),
@@ -100,14 +98,8 @@ def changed(**changes):
          "from step 1 on the runs see different rows (different data_seed)"),
         ({"losses": SAME, "dataset": MOVED}, (), 0, ""),
         ({"losses": SAME, "dataset": ON_INPUT}, (), 3, "different dataset.train_on_input"),
-        ({"losses": SAME, "chat_template_args": {"enable_thinking": False}}, (), 3, "different chat_template_args"),
         ({"losses": SAME, "loss": {"_component_": "mine.Squared"}}, (), 3, "different losses (loss._component_)"),
-        ({"losses": SAME, "loss": {"_component_": "rocm_ext.losses.CrossEntropy", "normalize": "sequences"}}, (), 3,
-         "loss.normalize"),
-        ({"losses": SAME, "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss",
-                                   "num_output_chunks": 4}}, (), 0, ""),
         ({"losses": SAME * EQUAL, "seed": 1}, (), 0, "the seeds differ"),
-        ({"losses": WORSE, "seed": 1}, (), 3, ""),
         # steps that fp16 skips are no harm
         ({"losses": [], "lines": changed(grad_norm=lambda line: np.inf if line["step"] < 7 else 1.0), "dtype": "fp16"},
          (), 0, ""),
@@ -216,7 +208,7 @@ def test_rates_of_false_alarm_and_detection(tmp_path):
 
 @pytest.mark.parametrize(
     ("phi", "steps", "least"),
-    [(0.0, 50, 0.93), (0.5, 50, 0.935), (0.9, 500, 0.92), (0.9, 50, 0.79)],
+    [(0.0, 50, 0.93), (0.9, 500, 0.92), (0.9, 50, 0.79)],
 )
 def test_intervals_cover_the_truth(phi, steps, least):
     """relative_difference's docstring gives these numbers; a plain standard error covers 40 % at correlation 0.9."""
@@ -249,9 +241,7 @@ def flip(right: list[bool], worse: int, better: int) -> list[bool]:
     ("worse", "better", "code", "says"),
     [
         (5, 6, 0, "take it"),
-        (60, 10, 1, "worse, -12.5"),
         (40, 30, 3, "prompts are needed"),
-        (0, 60, 0, "+15.0 points"),
     ],
 )
 def test_raft_by_held_out_scores(tmp_path, capsys, worse, better, code, says):
@@ -293,7 +283,6 @@ FIRST, LAST = passing(0.3, 1), passing(0.5, 2)
 
 @pytest.mark.parametrize(("kind", "says"), [
     ("prompts", "cannot be compared: they are of different prompts"),
-    ("verifiers", "they were asked or judged differently (different verifier._component_)"),
     ("verdicts", "cannot be compared: verdicts.jsonl lacks verdicts"),
     ("first cycle", "no trained cycle of both runs has held-out scores yet"),
 ])  # fmt: skip
@@ -345,9 +334,7 @@ def test_score_statistics():
 # ---- what users give it
 
 
-@pytest.mark.parametrize(
-    "kind", ["missing", "empty", "file", "other recipe", "other model", "itself"]
-)
+@pytest.mark.parametrize("kind", ["missing", "empty", "other recipe", "itself"])
 def test_nothing_to_compare(base, tmp_path, capsys, kind):
     other = tmp_path / "other"
     if kind == "empty":
