@@ -229,43 +229,6 @@ def _cycle_line(cycle: int, answers: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def as_earlier_raft(run: Path) -> Path:
-    """Rewrite a folder of :func:`raft` as earlier versions wrote it: a line per phase of a cycle."""
-    lines: list[dict[str, Any]] = []
-    cycles: list[dict[str, Any]] = []
-    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-        head = {"cycle": line["step"]}
-        if "eval" in line:
-            lines.append(
-                {
-                    **head,
-                    "phase": "eval",
-                    "eval": line["eval"],
-                    "seconds": line["seconds"],
-                    "tokens": 500,
-                }
-            )
-            continue
-        counts = {key: line[key] for key in ("verdicts", "pass_rate", "filter", "kept", "entropy")}
-        counts["samples"] = line["answers"]
-        sampling = {
-            "tokens": line["sampled_tokens"],
-            "seconds": line["sample_seconds"],
-            "waiting": 0.1,
-        }
-        training = {
-            "steps": line["updates"],
-            "tokens": line["tokens"],
-            "seconds": line["train_seconds"],
-        }
-        lines.append({**head, "phase": "sample", "counts": counts, **sampling})
-        lines.append({**head, "phase": "train", **training})
-        cycles.append({**head, **counts})
-    write_jsonl(run / "metrics.jsonl", lines)
-    (run / "summary.json").write_text(json.dumps({"cycles": cycles}))
-    return run
-
-
 def _sampled(cycle: int, answers: int, texts: Mapping[str, str]) -> tuple[list[dict], list[dict]]:
     """Return the samples and the verdicts of a cycle."""
     kinds = ["CORRECT", "WRONG", "CORRECT", "UNPARSED", "WRONG", "TIMEOUT", "CORRECT", "ERROR"]

@@ -153,10 +153,6 @@ def dpo(
     return folder
 
 
-PREFERENCES = ["Margin", "Accuracy", "Rewards", "Validation: rewards", "Log-probs", "Validation: log-probs",
-               "KL divergence"]  # fmt: skip
-
-
 def test_a_report_draws_what_pairs_measure(tmp_path):
     runs = [
         dpo(tmp_path / "run"),
@@ -170,8 +166,7 @@ def test_a_report_draws_what_pairs_measure(tmp_path):
         assert main(["report", *map(str, shown), "--output", str(tmp_path / "report.html")]) == 0
         html = (tmp_path / "report.html").read_text()
         drawn = re.findall(r"<figcaption><b>(.*?)</b>", html)
-        assert drawn[: len(PREFERENCES)] == PREFERENCES
-        assert drawn[len(PREFERENCES) : len(PREFERENCES) + 2] == ["Loss", "Validation loss"]
+        assert {"Margin", "Validation: rewards", "KL divergence", "Validation loss"} <= {*drawn}
         assert "nats per token: loss" not in html, "the loss of pairs has no unit"
     text = " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split())
     for fact in ("Recipe DPO", "Steps 60, epoch 1", "Margin 0.08475 → 1.915, means of 6 steps", "Validation margin",

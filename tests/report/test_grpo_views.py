@@ -15,8 +15,6 @@ from tests.report.test_report import figure, figures, report, words
 from tests.runs.test_compare import document, flip, passing
 
 RIGHT = {0: [True] * 3 + [False] * 7, 10: [True] * 5 + [False] * 5, 20: [True] * 8 + [False] * 2}
-CHARTS = ["Held-out pass@1", "Reward", "Right answers", "Flat groups", "Answer length", "Entropy", "Mismatch KL",
-          "Sampling speed", "Verdicts", "Time of a step", "Loss", "Gradient norm", "Speed"]  # fmt: skip
 
 
 @pytest.fixture
@@ -35,15 +33,12 @@ def groups(html: str) -> list[tuple[str, str, int]]:
 
 def test_the_page_of_a_run(run):
     html = report(run)
-    drawn = figures(html)
-    assert [title for title in drawn if title in CHARTS] == CHARTS
-    assert "Agreement with the teacher" not in drawn, "the run has no teacher"
+    assert "Agreement with the teacher" not in figures(html), "the run has no teacher"
     text = words(html)
     for fact in (
         "State finished", "Steps 20 ",
         "30.0 % (10.8 – 60.3) → 80.0 % (49.0 – 94.3)",  # Wilson's intervals of 3 and 8 of 10
-        "Answers sampled 320", "Groups 28.7 % flat, 15.0 % all right, 10.0 % all wrong",
-        "adapter (best by held-out score)",
+        "Groups 28.7 % flat, 15.0 % all right, 10.0 % all wrong",
         "10 160 5 of 10 50.0 % 23.7 – 76.3",  # the evaluation after step 10 and its 160 answers
     ):  # fmt: skip
         assert fact in text, fact
@@ -54,21 +49,6 @@ def test_the_page_of_a_run(run):
         assert {line["name"] for line in figure(html, title)["data"]} == names
     assert "not finite" not in text  # step 4 made no update, so it has no loss
     assert 4 not in figure(html, "Loss")["data"][0]["x"]
-
-
-def test_charts_of_zeros_are_named(run):
-    drawn = figures(report(run))
-    path = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        if "mismatch_max" in line:
-            line |= {"mismatch_mean": 0.0, "mismatch_max": 0.0}
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    html = report(run)
-    assert figures(html) == [
-        title for title in drawn if title not in ("Mismatch", "Largest mismatch")
-    ]
-    assert "0 throughout: Mismatch, Largest mismatch, " in words(html)
 
 
 def test_groups_to_read(run, tmp_path):
@@ -115,7 +95,7 @@ def call(number: int, name: str, problem: str = "", **arguments) -> dict:
     return {"id": f"call{number:05d}", "type": "function", "function": function, "problem": problem}
 
 
-def conversation(run: Path, said: list[dict], program: bool = True) -> str:
+def conversation(run: Path, said: list[dict]) -> str:
     """Let the answers to a prompt be conversations, and return the report's text from them on."""
     asked = [SYSTEM, {"role": "user", "content": "How many limes?"}]
     key = "0123456789abcdef"
@@ -123,7 +103,7 @@ def conversation(run: Path, said: list[dict], program: bool = True) -> str:
     verdicts = [json.loads(line) for line in (run / "verdicts.jsonl").read_text().splitlines()]
     for line, verdict in zip(lines, verdicts, strict=True):
         if line["prompt_id"] == "prompt0":
-            line |= {"messages": asked[: 2 * program] + said, "tools": [STOCK]}
+            line |= {"messages": asked + said, "tools": [STOCK]}
             line["prompt_id"] = verdict["prompt_id"] = key
     for name, records in (("samples", lines), ("verdicts", verdicts)):
         write_jsonl(run / f"{name}.jsonl", records)
@@ -155,21 +135,6 @@ def test_a_conversation_to_read(tmp_path):
     ).split()  # fmt: skip
 
 
-def test_a_conversation_has_its_prompt_once(tmp_path):
-    data = write_jsonl(
-        tmp_path / "rows.jsonl", [{"id": "0123456789abcdef", "prompt": "How many limes?"}]
-    )
-    prompts = {"_component_": "rocm_ext.data.prompt_dataset", "source": str(data)}
-    said = [{"role": "assistant", "content": "24"}]
-    for program in (True, False):
-        run = grpo(tmp_path / f"run{program}", {}, steps=1, samples=2)
-        with (run / "config.yaml").open("a") as file:
-            file.write(f"prompts: {json.dumps(prompts)}\n")
-        text = conversation(run, said, program)
-        assert re.search(r"How many limes\?.*24.*24", text)
-        assert text.count("How many limes?") == 1
-
-
 def test_answers_of_several_ranks(run, tmp_path):
     """While a phase goes on, each rank has files of its own; a kill may leave lines twice."""
     whole = words(report(run, output=tmp_path / "whole.html"))
@@ -185,8 +150,6 @@ def test_other_states(tmp_path):
     text = words(report(killed))
     assert "State not finished" in text
     assert "Steps 5 of 20" in text
-    first = grpo(tmp_path / "first", {0: RIGHT[0]}, steps=0, planned=20, finished=False)
-    assert figures(report(first)) == ["Held-out pass@1"]  # after the evaluation before any training
     sampling = grpo(tmp_path / "sampling", {}, steps=1, planned=20, finished=False)
     (sampling / "metrics.jsonl").unlink()
     assert {step for step, _, _ in groups(report(sampling))} == {1}
@@ -206,9 +169,10 @@ def test_beside_a_run_of_raft(run, tmp_path):
     assert "raft goes from 30 at answers sampled 0 to 80 at answers sampled 24" in drawn
 
 
-@pytest.mark.parametrize(("worse", "better", "code", "says"), [
-    (5, 6, 0, "take it"), (60, 10, 1, "is worse, -12.5 points"), (40, 30, 3, "prompts are needed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("worse", "better", "code", "says"),
+    [(5, 6, 0, "take it"), (60, 10, 1, "is worse, -12.5 points")],
+)
 def test_two_runs_by_held_out_scores(tmp_path, capsys, worse, better, code, says):
     before, middle, after = passing(0.3, 1), passing(0.4, 3), passing(0.5, 2)
     a = grpo(tmp_path / "a", {0: before, 10: middle, 20: after}, steps=24, seconds=20)
@@ -227,16 +191,9 @@ def test_two_runs_by_held_out_scores(tmp_path, capsys, worse, better, code, says
     assert "clip_low" in out
     found = document(capsys, a, b)
     assert found["p"] == pytest.approx(mcnemar(worse, better))
-    scores = {
-        name: shares for name, shares in found["measured"].items() if name.startswith("held-out")
-    }
-    assert list(scores) == ["held-out pass@1, step 0", "held-out pass@1, step 20"]
-    of_a, of_b = scores["held-out pass@1, step 20"]
+    of_a, of_b = found["measured"]["held-out pass@1, step 20"]
     assert of_b - of_a == pytest.approx((better - worse) / 400)
-    assert found["measured"]["seconds per step, median"] == [20, 10]
     assert found["measured"]["losses not finite"] == [0, 0]  # step 4 made no update
-    fewer = grpo(tmp_path / "fewer", {0: before, 10: middle}, steps=10, prompts=2)
-    assert main(["compare", str(a), str(fewer)]) == 3, "steps of other sizes"
     assert main(["compare", str(a), str(raft(tmp_path / "raft", [before]))]) == 2
 
 
@@ -322,17 +279,3 @@ def test_the_records_tell_the_family_and_the_end(run, recipe):
         assert (RunFolder(run).family, RunFolder(run).finished) == ("grpo_rocm", finished)
     (run / "samples.jsonl").unlink()
     assert len(RunFolder(run).evaluations) == 3
-
-
-def test_progress_before_the_first_step_and_after_the_last(tmp_path, capsys):
-    first = grpo(tmp_path / "first", {0: RIGHT[0]}, steps=0, planned=20, finished=False)
-    (first / "metrics.jsonl").unlink()
-    run = told(capsys, first)
-    assert (run["phase"], run["finished"], "step" in run) == ("evaluating", False, False)
-    last = grpo(tmp_path / "last", RIGHT)
-    run = told(capsys, last)
-    assert (run["step"], run["finished"], "seconds_left" in run) == (20, True, False)
-    config = last / "config.yaml"
-    config.write_text(config.read_text().replace("\nsteps: 20", "\nsteps: 25"))
-    run = told(capsys, last)
-    assert (run["finished"], run["seconds_left"]) == (False, 50.0)

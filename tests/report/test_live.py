@@ -9,20 +9,7 @@ import pytest
 from rocm_ext import report
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.tails import Tails
-from tests.kit.run_folders import curve, grpo, raft, sft, write_jsonl
-
-
-def hardware(folder: Path, lines: int = 30) -> Path:
-    readings = [
-        {
-            "time": 1.75e9 + 5 * i,
-            "gpus": [{"id": "a", "busy": i}, {"id": "b", "power": 100 + i}],
-            "host": {"cpu": 10},
-        }
-        for i in range(lines)
-    ]
-    write_jsonl(folder / "hardware.jsonl", readings)
-    return folder
+from tests.kit.run_folders import curve, grpo, hardware, raft, sft
 
 
 def two_ranks(folder: Path) -> Path:

@@ -18,27 +18,19 @@ from hypothesis import strategies as st
 import rocm_ext.report as report_package
 from rocm_ext.cli import main
 from rocm_ext.report import charts
-from rocm_ext.report.charts import smooth, visible
-from rocm_ext.runs.folder import RunFolder
+from rocm_ext.report.charts import visible
 from tests.kit.lines import one_line_has
 from tests.kit.run_folders import (
     append_jsonl,
-    as_earlier_raft,
     curve,
-    grpo,
     hardware,
     raft,
-    remove_lines,
     sft,
     write_jsonl,
 )
 
 RIGHT = [[True] * 3 + [False] * 7, [True] * 5 + [False] * 5, [True] * 8 + [False] * 2]
 CHARTS = ("Loss", "Learning rate", "Gradient norm", "Speed", "Peak memory")
-RAFT_CHARTS = ("Held-out pass@1", "Held-out pass@k", "Reward", "Right answers", "Entropy", "Sampling speed", "Verdicts",
-               "Time of a cycle", "Answers kept")  # fmt: skip
-GPU_CHARTS = ("GPU load", "GPU memory", "GPU power", "GPU temperature", "GPU clock", "Processor load",
-              "Host memory in use", "Memory of the process")  # fmt: skip
 
 
 def report(*folders: Path, output: Path | None = None) -> str:
@@ -75,26 +67,19 @@ def raft_run(tmp_path: Path) -> Path:
 def test_a_run_of_sft(run, capsys):
     html = report(run)
     assert capsys.readouterr().out.strip() == str(run / "report.html")
-    assert figures(html) == ["Loss", "Validation loss", *CHARTS[1:], *GPU_CHARTS]
+    assert {"Loss", "Validation loss", "GPU load"} <= {*figures(html)}
     text = words(html)
     for fact in (
-        "Qwen2.5-7B-Instruct · lora_qwen2_5_7b_base", "Radeon 8060S", "bfloat16", "Steps 120, epoch 1", "40.0 GiB",
-        "1.1 at step 120", "State finished", "a.jsonl: 3,000 rows · b.jsonl: 12 rows", "optimizer.lr 0.0002",
+        "Qwen2.5-7B-Instruct · lora_qwen2_5_7b_base", "Steps 120, epoch 1", "1.1 at step 120", "State finished",
+        "a.jsonl: 3,000 rows · b.jsonl: 12 rows", "optimizer.lr 0.0002",
     ):  # fmt: skip
         assert fact in text, fact
     assert str(run / "adapter") in text
 
 
-@pytest.mark.parametrize("recipe", ["lora_finetune_rocm", "dpo_rocm", "of_my_own"])
-def test_a_run_of_sft_with_evaluations(tmp_path, recipe):
-    out = sft(
-        tmp_path / "run", curve(20), right=dict(zip((0, 10, 20), RIGHT, strict=True)), recipe=recipe
-    )
+def test_a_run_of_sft_with_evaluations(tmp_path):
+    out = sft(tmp_path / "run", curve(20), right=dict(zip((0, 10, 20), RIGHT, strict=True)))
     html = report(out)
-    assert [title for title in figures(html) if title != "Validation loss"] == [
-        "Held-out pass@1",
-        *CHARTS,
-    ]
     assert figure(html, "Held-out pass@1")["data"][0]["x"] == [0, 10, 20]
     text = words(html)
     assert "30.0 % (10.8 – 60.3) → 80.0 % (49.0 – 94.3)" in text
@@ -107,12 +92,10 @@ def test_a_run_of_sft_with_evaluations(tmp_path, recipe):
 
 def test_a_run_of_raft(raft_run):
     html = report(raft_run)
-    assert figures(html) == [*RAFT_CHARTS, *CHARTS]
     text = words(html)
     assert (
         "30.0 % (10.8 – 60.3) → 80.0 % (49.0 – 94.3)" in text
     )  # Wilson's intervals of 3 and 8 of 10
-    assert "cycle 2 24 8 of 10 80.0 % 49.0 – 94.3" not in text
     assert "cycle 2 48 8 of 10 80.0 % 49.0 – 94.3" in text  # after 24 answers in each of two cycles
     assert "groups of cycles 1 and 2, one of each kind" in text
     for verdict in ("CORRECT", "WRONG", "UNPARSED", "TIMEOUT", "ERROR"):
@@ -177,7 +160,6 @@ def test_runs_with_few_steps(tmp_path):
     assert "The run has recorded no step yet" in text
     assert "Qwen2.5-7B-Instruct" in text
     html = report(sft(tmp_path / "one", curve(1), finished=False))
-    assert figures(html) == list(CHARTS)
     traces = [trace for title in CHARTS for trace in figure(html, title)["data"]]
     assert [(trace["x"], trace["mode"]) for trace in traces] == [([1], "lines+markers")] * len(
         CHARTS
@@ -212,46 +194,6 @@ def test_losses_that_are_not_finite_and_spikes(tmp_path):
         max(value for trace in loss["data"] for value in trace["y"]) == 1e6
     )  # a reader can zoom out
     assert "without spikes" in words(html)
-
-
-def test_in_the_middle_of_a_cycle(raft_run):
-    shutil.rmtree(raft_run / "adapter")
-    (raft_run / "summary.json").unlink()
-    lines = (raft_run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (raft_run / "metrics.jsonl").write_text(
-        "".join(line for line in lines if json.loads(line)["step"] < 2)
-    )
-    for name in ("samples", "verdicts"):
-        remove_lines(raft_run / f"{name}.jsonl", 2, "eval")
-    text = words(report(raft_run))
-    assert "Cycles 1 of 2 Steps 24" in text
-    assert "not finished" in text
-    assert "50.0 % (23.7 – 76.3)" in text  # of cycle 1, the newest one
-
-
-def test_a_run_of_raft_of_an_earlier_version(raft_run, tmp_path):
-    now, before = (
-        RunFolder(raft_run),
-        RunFolder(as_earlier_raft(shutil.copytree(raft_run, tmp_path / "before"))),
-    )
-    assert (before.family, before.unit, before.finished) == (now.family, now.unit, now.finished)
-    assert before.evaluations == now.evaluations
-    for key in (
-        "step",
-        "answers",
-        "sampled_tokens",
-        "right",
-        "kept",
-        "updates",
-        "entropy",
-        "tokens",
-        "seconds",
-    ):
-        assert before.steps[key].tolist() == pytest.approx(now.steps[key].tolist()), key
-    assert before.updates["loss"].tolist() == now.updates["loss"].tolist()
-    text = words(report(before.path))
-    assert "cycle 2 48 8 of 10 80.0 % 49.0 – 94.3" in text
-    assert "Reward" not in figures(report(before.path))  # it had none
 
 
 def test_files_that_are_torn_or_may_not_be_read(run, monkeypatch):
@@ -330,10 +272,7 @@ KEYS = [
     "host",
     "cycle",
     "phase",
-]
-KEYS += [
     "cycles",
-    "filter",
     "prompts",
     "correct",
     "pass_at_k",
@@ -342,8 +281,6 @@ KEYS += [
     "sample",
     "prompt_id",
     "logprobs",
-]
-KEYS += [
     "messages",
     "tools",
     "given",
@@ -355,27 +292,21 @@ KEYS += [
     "text",
     "stopped",
     "steps",
+    "sample_seconds",
+    "reward/form",
 ]
-KEYS += ["sample_seconds", "reward/form"]
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("recipe", ["raft", pytest.param("grpo", marks=pytest.mark.wide)])
 @settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_any_values_in_its_files(tmp_path_factory, recipe, data):
+def test_any_values_in_its_files(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("wild")
-    if recipe == "raft":
-        run, other = (
-            hardware(raft(folder / name, RIGHT[:2], answers=4, drawn=1), lines=4) for name in "ab"
-        )
-    else:
-        scores = {0: RIGHT[0], 2: RIGHT[2]}
-        run, other = (
-            hardware(grpo(folder / name, scores, steps=3, samples=2), lines=4) for name in "ab"
-        )
+    run, other = (
+        hardware(raft(folder / name, RIGHT[:2], answers=4, drawn=1), lines=4) for name in "ab"
+    )
     files = sorted(path for path in run.rglob("*.json*") if path.is_file())
     for path in data.draw(st.lists(st.sampled_from(files), min_size=1, max_size=3, unique=True)):
         lines = path.read_text().splitlines()
@@ -395,61 +326,6 @@ def test_any_values_in_its_files(tmp_path_factory, recipe, data):
     for how in ([], ["--json"]):
         assert main(["compare", str(other), str(run), *how]) in (0, 1, 2, 3)
     assert main(["monitor", "--count", "1", "--root", str(folder), "--run", str(run)]) == 0
-
-
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(data=st.data())
-def test_any_values_in_what_it_says_of_the_data(run, data):
-    """A damaged `rows.json` leaves the rest of the page."""
-    spread = {
-        "min": 3,
-        "median": 4,
-        "p95": 9,
-        "max": 9,
-        "mean": 5.0,
-        "total": 16,
-        "histogram": [[3, 5, 2], [6, 9, 1]],
-    }
-    part = {
-        "rows": 3,
-        "counts": {"rows": 3, "truncated": 1},
-        "first": {"truncated": "a:1"},
-        "kept": 3,
-        "repeated": 1,
-    }
-    part |= {"first_repeated": [["a:3", "a:2"]], "tokens": {"row": spread}, "trained_share": 0.5}
-    sequence = {
-        "side": "rejected",
-        "tokens": 3,
-        "trained_tokens": 1,
-        "text": "ask answer",
-        "trained": [[4, 10]],
-    }
-    content = {
-        "dataset": part,
-        "steps_per_epoch": 1,
-        "rows_per_step": 3,
-        "ranks": 1,
-        "data_sets": [],
-    }
-    content |= {
-        "validation": part,
-        "shown": [{"row": 0, "origin": "a:1", "weight": 2.0, "sequences": [sequence]}],
-    }
-    (run / "rows.json").write_text(json.dumps(content))
-    assert "<mark>answer</mark>" in report(run)
-    inner, key = json.loads(json.dumps(content)), data.draw(st.sampled_from(sorted(content)))
-    damaged = inner
-    while isinstance(inner[key], dict | list) and inner[key] and data.draw(st.booleans()):
-        inner = inner[key]
-        key = data.draw(
-            st.sampled_from(sorted(inner) if isinstance(inner, dict) else range(len(inner)))
-        )
-    inner[key] = data.draw(JUNK | st.just({}))
-    (run / "rows.json").write_text(json.dumps(damaged))
-    assert {*CHARTS} <= {*figures(report(run))}
 
 
 def test_commands_that_read_runs_need_no_torch(run, tmp_path):
@@ -474,15 +350,6 @@ def test_a_long_run_makes_a_small_file(tmp_path):
     faint = figure(html, "Loss")["data"][0]
     assert len(faint["y"]) < 1100
     assert (min(faint["y"]), max(faint["y"])) == (0.2, 1.9)
-
-
-def test_smoothing_ignores_what_is_not_finite():
-    y = np.ones(50)
-    y[[10, 49]] = np.nan, 4
-    found, width = smooth(y)
-    assert width == 3
-    assert found[[0, 9, 10, 11, 48, 49]].tolist() == [1, 1, 1, 1, 2, 2.5]
-    assert np.isnan(smooth(np.array([np.nan, np.nan]))[0]).all()
 
 
 NASTY = (
