@@ -2,7 +2,6 @@
 
 import errno
 import json
-import shutil
 from pathlib import Path
 
 import huggingface_hub
@@ -11,7 +10,7 @@ from omegaconf import OmegaConf
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 
 import rocm_ext.model.download
-from rocm_ext import cli, config
+from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.hub import how_to_download, hub_name, in_cache, is_hub_name
 from rocm_ext.model.adapters.peft_files import base_model_name
@@ -98,20 +97,6 @@ def test_what_is_needed_is_downloaded_once(served, model, tmp_path):
     assert served == []
 
 
-@pytest.mark.usefixtures("cpu_of_known_speed")
-def test_a_plan_downloads_nothing(served, tmp_path, capsys):
-    path = run_yaml(tmp_path, NAME)
-    assert cli.main(["plan", "--config", str(path)]) == 1
-    assert f"hf download {NAME} config.json" in capsys.readouterr().err
-    assert served == []
-    huggingface_hub.hf_hub_download(NAME, "config.json")
-    assert cli.main(["plan", "--json", "--config", str(path)]) == 0
-    assert set(served) == {"config.json"}
-    assert not list(in_cache(NAME).glob("*.safetensors"))
-    assert download(NAME) == in_cache(NAME)  # what a plan has left there is completed
-    assert (in_cache(NAME) / "model.safetensors").is_file()
-
-
 def test_weights_come_last(served, tmp_path):
     """A mistake that needs no weights ends the run before they are downloaded; what came is used later."""
     huggingface_hub.hf_hub_download(
@@ -162,18 +147,6 @@ def test_offline(served, monkeypatch):
     download(NAME)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert download(NAME) == in_cache(NAME)
-
-
-def test_weights_in_bin_files_and_a_server_that_is_gone(model, tmp_path, monkeypatch):
-    old = shutil.copytree(model, tmp_path / "old", ignore=shutil.ignore_patterns("*.safetensors"))
-    (old / "pytorch_model.bin").write_bytes(b"weights")
-    with hub(monkeypatch, tmp_path / "cache", {NAME: old}):
-        assert (download(NAME) / "pytorch_model.bin").read_bytes() == b"weights"
-    with hub(monkeypatch, tmp_path / "empty", {NAME: model}):
-        pass
-    with pytest.raises(UserError, match=f"cannot download {NAME}: ") as caught:
-        download(NAME)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_full_disk(tmp_path, monkeypatch):

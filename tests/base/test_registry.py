@@ -2,7 +2,6 @@
 
 import builtins
 import importlib.metadata
-import logging
 import os
 import subprocess
 import sys
@@ -328,16 +327,3 @@ def test_torchtune_imports_what_torchao_has_moved(tmp_path, version, added, how)
         )
     else:
         assert said[1] == "called"
-
-
-@pytest.mark.parametrize(("name", "message", "shown"), [
-    ("torchao", "Failed to load a.so: Could not load this library", False),
-    ("torchao", "torchao needs a newer torch", True),
-    ("torch.utils._pytree", "<enum 'KernelPreference'> is an Enum subclass", False),
-    ("torch.distributed.run", "\n*****\nSetting OMP_NUM_THREADS environment variable", False),
-    ("torch.distributed.run", "\n*****\nthe ranks do not agree", True),
-])  # fmt: skip
-def test_warnings_that_concern_nobody_are_left_out(tune_here, tmp_path, name, message, shown):
-    tune_here("cp", "cpu_pocket", tmp_path / "run.yaml")
-    record = logging.LogRecord(name, logging.WARNING, __file__, 1, message, (), None)
-    assert bool(logging.getLogger(name).filter(record)) == shown

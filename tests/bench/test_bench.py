@@ -87,17 +87,6 @@ def test_nothing_is_measured_that_does_not_fit(monkeypatch):
     assert all("budget" in row["detail"] for row in rows)
 
 
-def test_what_blocks_cost_is_measured_in_whole_blocks(monkeypatch):
-    def measured() -> dict:
-        return probes.measure(Bench(job()), Item("unpacking", {"kind": "Q4_K", "rows": 3}))
-
-    found = measured()["result"]
-    assert (found["shape"], found["unit"]) == ([3, 256, SHAPE["intermediate_dim"]], "x")
-    assert 0 < found["low"] <= found["value"] <= found["high"]
-    monkeypatch.setitem(sys.modules, "transformers.integrations.gguf", None)
-    assert (measured()["status"], "transformers" in measured()["detail"]) == ("skipped", True)
-
-
 @pytest.fixture
 def train(monkeypatch):
     """Measure a training step of one row, with settings of the probe and overrides of the config."""
@@ -510,31 +499,3 @@ def test_bad_input_is_one_line(arguments, found, monkeypatch, capsys, tmp_path):
     captured = capsys.readouterr()
     assert found in captured.err
     assert "Traceback" not in captured.err
-
-
-@pytest.fixture
-def copies_alone(monkeypatch) -> list[Item]:
-    """Answer measurements of copies with a figure; the list gets what was to be measured."""
-    asked: list[Item] = []
-
-    def run(job, following, timeout, tell, environ):
-        asked.extend(following([]))
-        rows = [row(item.probe, 1000, **item.values) for item in asked]
-        for each in rows:
-            tell(each)
-        return rows
-
-    monkeypatch.setattr(runner, "run", run)
-    return asked
-
-
-def test_a_bench_without_figures_replaces_no_file(tmp_path, copies_alone, monkeypatch, capsys):
-    path = tmp_path / "bench.json"
-    path.write_text("precious")
-    assert main(["bench", "--quick", "--only", "bandwidth", "--output", str(path), "--force"]) == 0
-    assert f"{path} was not written: it needs gemm and bandwidth" in capsys.readouterr().err
-    monkeypatch.setenv("ROCM_EXT_BENCH", str(path))
-    assert main(["bench", "--quick", "--only", "bandwidth", "epochs=1"]) == 0
-    assert "To keep these: --output FILE" in capsys.readouterr().err
-    assert {item.probe for item in copies_alone} == {"bandwidth"}
-    assert path.read_text() == "precious"

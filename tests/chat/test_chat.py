@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rocm_ext import cli, config
-from rocm_ext.chat import Reasoning, TextStream, open_chat
+from rocm_ext.chat import Reasoning, TextStream
 from rocm_ext.chat.stream import Writer
 from rocm_ext.data.encoder import HFTokenizer, to_text
 from rocm_ext.pocket import load_tokenizer
@@ -218,45 +218,6 @@ def test_a_model_calls_tools(tmp_path, monkeypatch, capfd):
         assert says in err.splitlines()[-1]
 
 
-def test_long_results_and_many_calls(tmp_path, monkeypatch, capfd):
-    """A result is cut to the room that is left, calls end, and no control character reaches the terminal."""
-    look = 'def look(n: int) -> str:\n    """Look."""\n    return "\\033[2J" + "0 1 " * n\n'
-    call = '<tool_call>{"name": "look", "arguments": {"n": %d}}</tool_call>'
-    model, asked = with_tools(
-        monkeypatch,
-        tmp_path,
-        look,
-        lambda number: call % (4000 if number == 1 else 1),
-        max_position_embeddings=2048,
-    )
-    arguments = [model, "--tool", "my_tools.look", "--max-new-tokens", "8", "-p", "Look."]
-    _, err, code = chat(monkeypatch, capfd, *arguments)
-    assert code == 0, err
-    assert "the middle is left out" in asked[1]
-    assert "\033[2J" in asked[1]
-    assert "\033" not in err
-    assert max(map(len, err.splitlines())) < 600
-    assert len(asked) == 9
-    assert err.count("[look(") == 8
-    assert "[no further calls: 8 a question]" in err
-
-
-def test_a_seed_repeats_the_answers(pocket_dir, monkeypatch, capfd):
-    arguments, asked = (
-        [pocket_dir, "--temperature", "1", "--max-new-tokens", "16"],
-        [QUESTIONS[0]] * 2,
-    )
-    found = [
-        chat(monkeypatch, capfd, *arguments, "--seed", seed, lines=asked)[0]
-        for seed in ("5", "5", "6")
-    ]
-    assert found[0] == found[1] != found[2]
-    cfg = config.load("raft_rocm", "cpu_pocket_raft", [f"pocket={pocket_dir}"])
-    trained_with = cfg.seed
-    with open_chat(cfg, max_new_tokens=8) as opened:
-        assert opened.seed != trained_with, "without a seed, answers are others each time"
-
-
 def test_ctrl_c_stops_the_answer_and_not_the_program(pocket_dir, monkeypatch, capfd):
     write, seen = Writer.write, []
 
@@ -294,13 +255,10 @@ def test_old_turns_are_left_out_once_the_context_is_full(pocket_dir, tmp_path, m
 
 CANNOT = {  # case -> arguments, fragment of the error
     "config": (["cpu_pocket"], "the model's folder demo/pocket does not exist; first run rocm-ext pocket"),
-    "elsewhere": (["HERE"], "start this command in the folder where the model is"),
     "adapter": (["ADAPTER"], "name its model, too: MODEL --adapter ADAPTER"),
     "no adapter": (["MODEL", "-p", "1+1?", "--base"], "name a run's folder, or --adapter"),
     "file": (["MODEL", "-p", "1+1?", "--adapter", "ADAPTER/adapter_model.safetensors"], "is a file; name its folder"),
-    "empty": (["HERE"], "holds neither a model (config.json) nor a run (config.yaml)"),
-    "missing": (["cpu_poket"], "there is no such folder"), "unfinished": (["HERE"], "has no adapter yet"),
-    "question": (["MODEL", "-p", " "], "the question is empty"),
+    "unfinished": (["HERE"], "has no adapter yet"),
     "seed": (["MODEL", "-p", "1+1?", "seed=3"], "--seed N repeats the same answers"),
 }  # fmt: skip
 
@@ -328,28 +286,16 @@ def test_what_cannot_be_opened_says_why(case, adapter, pocket_dir, tmp_path, mon
     assert code
 
 
-def test_a_machine_that_is_not_here_is_one_line(pocket_dir, monkeypatch, capfd):
-    monkeypatch.setattr(
-        os, "environ", os.environ.copy()
-    )  # the profile's variables end with the test
-    assert cli.main(["chat", str(pocket_dir), "-p", "1+1?", "hardware=mi300x"]) == 1
-    err = capfd.readouterr().err
-    assert "hardware=mi300x is for AMD Instinct" in err
-    assert "Traceback" not in err
-
-
 @pytest.mark.parametrize(("changes", "named"), [
     ({"model": {"_component_": "os.system", "command": "touch MARK"}}, "os.system"),
-    ({"model": {"_component_": "torchtune.utils.os.system", "command": "touch MARK"}}, "torchtune.utils.os.system"),
     ({"model": {"_component_": "rocm_ext.config.launch.subprocess.run", "args": ["touch", "MARK"]}}, "subprocess.run"),
     ({"model": {"_component_": "${seed}", "command": "touch MARK"}, "seed": "os.system"}, "${seed}"),
     ({"model": {"_component_": "rocm_ext.model.from_checkpoint", "trust_remote_code": True}}, "trust_remote_code"),
     ({"checkpointer": {"_component_": "torchtune.training.checkpointing._utils.safe_torch_load"}}, "safe_torch_load"),
     ({"tokenizer": {"_component_": "torchtune.models.qwen2.qwen2_tokenizer", "prompt_template": "evil.Mark"}},
      "prompt_template"),
-    ({"tokenizer": {"_component_": "rocm_ext.data.HFTokenizer", "path": "${oc.env:HOME}"}}, "tokenizer.path"),
-    ({"optimizer": {"_component_": "evil.Mark"}}, "evil.Mark"), ({"hardware": "evil.yaml"}, "hardware is 'evil.yaml'"),
-    ({"recipe": "evil.py"}, "recipe is 'evil.py'"), ({"recipe": "evil"}, "recipe is 'evil'"),
+    ({"hardware": "evil.yaml"}, "hardware is 'evil.yaml'"),
+    ({"recipe": "evil.py"}, "recipe is 'evil.py'"),
 ])  # fmt: skip
 def test_a_downloaded_run_runs_no_code(changes, named, adapter, tmp_path, monkeypatch, capfd):
     """Not in the folder that the user talks from, either, which may be the run's."""
@@ -449,19 +395,3 @@ def test_reasoning_is_split_off_wherever_pieces_end(parts, data):
         end = text.find("</think>")
         reasoning = text if end < 0 else text[: end + len("</think>")]
         assert joined(found, True) == reasoning * (prompt == "<think>\n")
-
-
-def test_a_pipe_gets_no_reasoning_and_a_terminal_no_control_characters(monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    pipe, terminal = io.StringIO(), io.StringIO()
-    terminal.isatty = lambda: True  # type: ignore[method-assign]
-    for out in (pipe, terminal):
-        writer = Writer(out)
-        for text, hidden in [("<think>hm", True), ("</think>", True), ("\n\nYes\033[2J", False)]:
-            writer.write(text, hidden)
-        writer.end()
-    assert pipe.getvalue() == "Yes\033[2J\n"
-    assert (
-        terminal.getvalue()
-        == "\033[2m<think>hm</think>\033[0m\n\nYes\N{REPLACEMENT CHARACTER}[2J\n"
-    )

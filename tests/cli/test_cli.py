@@ -90,24 +90,11 @@ sys.exit("torch" in sys.modules)"""
             "--ranks: 'two' is not a whole number from 1 to ",
         ),
         (
-            ["plan", "--ranks", "0", "--config", "x"],
-            "--ranks: '0' is not a whole number from 1 to ",
-        ),
-        (
-            ["chat", "x", "--seed", "1" * 23],
-            f"--seed: '{'1' * 23}' is not a whole number from 0 to 4,294,967,295",
-        ),
-        (
             ["chat", "x", "--temperature", "nan"],
             "--temperature: 'nan' is not a number from 0 to 100",
         ),
-        (
-            ["eval", "--config", "x", "--show", "-1"],
-            "--show: '-1' is not a whole number from 0 to ",
-        ),
         (["eval", "--nonsense", "--config", "x"], "unrecognized arguments: --nonsense"),
         (["compare", "a", "b", "--tolerance", "nan"], "--tolerance: "),
-        (["compare", "a", "b", "--tolerance", "100"], "--tolerance: "),
     ],
 )
 def test_wrong_arguments_end_with_2_and_say_what_was_expected(arguments, said, capsys):

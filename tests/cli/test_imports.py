@@ -129,7 +129,7 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.nightly
-def test_each_module_of_torchtune_can_be_the_first_while_packages_wait():
+def test_each_module_of_torchtune_can_be_the_first():
     top = Path(importlib.util.find_spec("torchtune").origin).parent
     files = [file.relative_to(top.parent).with_suffix("") for file in sorted(top.rglob("*.py"))]
     names = [".".join(file.parts).removesuffix(".__init__") for file in files]

@@ -48,7 +48,7 @@ def begin(monkeypatch):
     gc.enable()
 
 
-def test_a_recipe_by_name_goes_on_as_its_script_with_the_profile_s_variables(begin):
+def test_a_recipe_by_name_gets_the_profiles_variables(begin):
     command = begin(CPU, "lora_finetune_rocm", "--config", "cpu_pocket", "epochs=1")
     script = str(registry.find("lora_finetune_rocm").file)
     assert command == [
@@ -109,12 +109,6 @@ def test_a_launcher_sets_what_its_ranks_inherit_and_goes_on(begin, options, seve
             {},
             "needs --node_rank.* 0 on .* 1 on the other$",
         ),
-        (
-            ["--nnodes", "3", "--rdzv-endpoint=a:1"],
-            {},
-            "needs --node_rank.* 0 on .* 1 to 2 on the others$",
-        ),
-        (["--nnodes", "2"], {"PET_RDZV_ENDPOINT": "a:1"}, "needs --node_rank"),
         (["--nnodes", "2"], {"PET_RDZV_ENDPOINT": "a:1", "PET_NODE_RANK": "1"}, None),
         (["--nnodes", "2", "--rdzv_endpoint", "a:1", "--rdzv_backend", "c10d"], {}, None),
         (["--nnodes", "1:2"], {}, None),
@@ -136,39 +130,7 @@ def test_a_launcher_does_not_keep_the_gpu_that_it_looked_at(begin):
     assert begin(MI300X, *arguments, initialized=True) is None, "once"
 
 
-@pytest.mark.parametrize("arguments", [
-    ["lora_finetune_rocm"], ["lora_finetune_rocm", "--config", "no_such_config"],
-    ["lora_finetune_rocm", *POCKET, "hardware=no_such"], ["lora_finetune_rocm", *POCKET, "--strange"],
-    ["lora_finetune_single_device", *POCKET],
-])  # fmt: skip
-def test_what_the_recipe_will_refuse_is_left_to_it(begin, arguments):
-    assert begin(CPU, *arguments) is None
-    assert registry.DECIDED not in os.environ
-
-
-def test_variables_of_the_user_s_stay_and_a_run_gets_what_it_still_lacks(begin, monkeypatch):
-    monkeypatch.setenv(registry.DECIDED, "OMP_NUM_THREADS")  # by another program of ours above
-    assert begin(CPU, "lora_finetune_rocm", *POCKET)
-    assert os.environ["GOMP_SPINCOUNT"] == "20000"
-    assert {"OMP_NUM_THREADS", "GOMP_SPINCOUNT"} <= set(os.environ[registry.DECIDED].split(","))
-    monkeypatch.delenv(registry.DECIDED)
-    for name in load_profile("cpu").environment:
-        monkeypatch.setenv(name, "7")
-    assert begin(CPU, "lora_finetune_rocm", *POCKET) is None
-    assert os.environ["GOMP_SPINCOUNT"] == "7"
-
-
-@pytest.mark.parametrize("tune", [True, False])
-def test_contradicting_variables_are_left_to_the_recipe_to_report(begin, monkeypatch, tune):
-    monkeypatch.setenv("PYTORCH_HIP_ALLOC_CONF", "max_split_size_mb:64")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128")
-    assert begin(STRIX, "raft_rocm", "--config", "strix_halo_qwen7b_raft", tune=tune) is None
-    script = str(registry.find("raft_rocm").file)
-    monkeypatch.setattr(sys, "argv", [script, "--config", "strix_halo_qwen7b_raft"])
-    startup.begin(tune=False)  # does not raise
-
-
-def test_a_recipe_whose_file_is_far_from_its_config_gets_its_hardware(begin, tmp_path, monkeypatch):
+def test_a_recipe_far_from_its_config_gets_its_hardware(begin, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "configs").mkdir()
@@ -186,8 +148,7 @@ def test_a_recipe_whose_file_is_far_from_its_config_gets_its_hardware(begin, tmp
 @pytest.mark.parametrize(("options", "argv", "is_tune"), [
     (["/bin/tune"], ["/bin/tune", "run"], True),
     (["-W", "ignore", "-m", "torchtune._cli.tune"], ["-m", "run", "x"], True),
-    (["-mtorchtune._cli.tune"], ["-m"], True), (["-m", "check"], ["-m", "tune"], False),
-    (["check.py"], ["check.py", "tune", "--lr", "3"], False),
+    (["-m", "check"], ["-m", "tune"], False),
 ])  # fmt: skip
 def test_what_counts_as_tune(monkeypatch, options, argv, is_tune):
     monkeypatch.setattr(sys, "orig_argv", ["python", *options, *argv[1:]])

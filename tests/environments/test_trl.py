@@ -59,7 +59,7 @@ def test_an_environment_with_a_reward_of_its_own():
         assert (end.verdict, end.reward) == (Verdict.WRONG, 0.0)
 
 
-def test_a_conversation_that_ends_while_a_message_is_sent_answers(monkeypatch):
+def test_a_conversation_that_ends_while_a_message_is_sent(monkeypatch):
     ended, future, end = threading.Event(), processes.Future, processes._Talk.end
 
     def ends(*arguments):

@@ -1,21 +1,16 @@
 """GGUF files with blocks of every kind, for small models with random weights."""
 
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-import torch
 
 from rocm_ext.export import open_source
 from rocm_ext.export.gguf_model import write_model
-from rocm_ext.model import from_checkpoint
-from rocm_ext.model.weights.llama_cpp import GgufNames, add_keys, read_layout
 from rocm_ext.model.weights.unpack import BLOCKS
-from tests.kit.tiny import write_tokenizer
 
 # where a block's scales are, in fp16, and the second one's times the first for a mean of 0
 _SCALES = {"Q2_K": (80, 82, 1.5), "Q3_K": (108,), "Q4_K": (0, 2, 7.5), "Q5_K": (0, 2, 15.5), "Q6_K": (208,),
@@ -125,40 +120,3 @@ def write_gguf(
         writer.write_tensors_to_file()
         writer.close()
     return names[0]
-
-
-def write_header(config: Path, target: Path, kind_of: Callable[[str], str]) -> Path:
-    """Write a GGUF file of a published model's shape, whose weights are a hole in it; tokenizer files lie beside.
-
-    Args:
-        config: folder with the model's ``config.json``.
-        target: the file.
-        kind_of: returns the type of a weight by llama.cpp's name.
-    """
-    layout = read_layout(config)
-    names = GgufNames(layout)
-    writer = gguf.GGUFWriter(target, names.arch)
-    add_keys(writer, layout.keys)
-    with torch.device("meta"):
-        decoder = from_checkpoint(str(config))
-    size = 0
-    for name, weight in decoder.named_parameters():
-        for part in layout.parts(decoder.names.published(name)) if ".lora_" not in name else ():
-            tensor, place = part.of(weight.data), names.name(part.name)
-            small = tensor.dim() < 2 or any(each in place for each in _PLAIN)
-            kind = gguf.GGMLQuantizationType["F32" if small else kind_of(place)]
-            values, each = gguf.GGML_QUANT_SIZES[kind]
-            nbytes = tensor.numel() // values * each
-            writer.add_tensor_info(place, tensor.shape, np.dtype(np.float32), nbytes, kind)
-            size += -(-nbytes // 32) * 32
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_ti_data_to_file,
-    ):
-        write()
-    writer.close()
-    os.truncate(target, os.path.getsize(target) + size + 32)
-    write_tokenizer(target.parent)
-    (target.parent / "generation_config.json").write_text('{"eos_token_id": 1}')
-    return target

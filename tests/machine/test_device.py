@@ -115,9 +115,7 @@ def test_amd_gpus_are_found_and_get_their_profile(
     check_profile(load_profile(name), machine)
 
 
-def test_sysfs_says_the_arch_where_torch_does_not_or_is_overridden(
-    fake_torch, tmp_path, monkeypatch
-):
+def test_sysfs_says_the_arch_where_torch_does_not(fake_torch, tmp_path, monkeypatch):
     root = record(tmp_path, [(100306, 4), (110501, 80)])
     fake_torch(name="a GPU", total_memory=GIB)  # no gcnArchName on some wheels
     assert detect(root).arch == "gfx1151", "the largest GPU, not the first"
@@ -129,9 +127,7 @@ def test_sysfs_says_the_arch_where_torch_does_not_or_is_overridden(
 @pytest.mark.parametrize(
     ("version", "cuda", "kind"), [("2.13.0+cu130", "13.0", "CUDA"), ("2.13.0+cpu", None, "CPU")]
 )
-def test_the_wrong_torch_on_an_amd_machine_is_named_with_the_cure(
-    fake_torch, tmp_path, version, cuda, kind
-):
+def test_the_wrong_torch_on_an_amd_machine_is_named(fake_torch, tmp_path, version, cuda, kind):
     fake_torch(version=version, hip=None, cuda=cuda, count=0)
     machine = detect(record(tmp_path, [(90006, 240)]))
     wanted = rf"gfx906.*{kind} build; install .*rocm6\.3"
@@ -347,7 +343,7 @@ print("ran", os.getpid(), os.environ["FAKE_HIP"], sys.argv[2:], lines, flush=Tru
 
 
 @pytest.mark.parametrize("how", ["file", "-c", "stdin"])
-def test_start_runs_the_same_command_again_once_with_the_variables_set(tmp_path, how):
+def test_start_runs_the_command_again_with_variables_set(tmp_path, how):
     own = "title: t\nmemory: {of: host}\nenvironment: {FAKE_HIP: {value: '7', reason: why}}"
     (tmp_path / "own.yaml").write_text(own)
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -368,7 +364,7 @@ def test_start_runs_the_same_command_again_once_with_the_variables_set(tmp_path,
     )
 
 
-def test_programs_that_must_not_be_replaced_are_told_what_came_too_late(monkeypatch):
+def test_programs_not_replaced_are_told_what_came_too_late(monkeypatch):
     for name in ("ROCM_EXT_ENVIRONMENT", "GPU_MAX_HW_QUEUES"):
         monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)

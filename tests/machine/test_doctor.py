@@ -470,7 +470,7 @@ def test_a_mere_copy_of_files_is_judged_as_far_as_it_goes(capsys, tmp_path):
     )
 
 
-def test_files_alone_tell_of_an_nvidia_gpu_and_facts_win_over_files(capsys, tmp_path):
+def test_facts_win_over_files(capsys, tmp_path):
     _, rows = doctor(capsys, "--root", Tree("nvidia", tmp_path).remove("rocm-ext.json").root)
     assert rows["hardware profile"]["found"] == "cuda: an NVIDIA GPU"
     windows = (TREES / "windows/rocm-ext.json").read_text()
@@ -622,7 +622,7 @@ def test_a_torch_that_does_not_import_crashes_or_hangs_is_a_row(
     assert rows["torch"]["fix"] == "pip install torch"
 
 
-def test_a_machine_without_torch_gets_the_one_line_that_installs_it(tmp_path):
+def test_a_machine_without_torch_gets_the_line_to_install_it(tmp_path):
     """Neither doctor nor its help imports torch; the check of a recording does not either."""
     (tmp_path / "torch.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"

@@ -257,9 +257,7 @@ def test_nvidia_without_its_package(nvidia, capsys):
     assert err.count("pip install nvidia-ml-py") == 1
 
 
-def test_where_nvidia_s_driver_fails_is_missing_or_of_another_machine(
-    nvidia, tmp_path, capsys, monkeypatch
-):
+def test_where_nvidias_driver_fails_or_is_missing(nvidia, tmp_path, capsys, monkeypatch):
     nvidia(fake_nvml(broken=("nvmlInit",)))
     assert cli.main(["monitor", "--json", "--count", "1"]) == 0
     assert "NVML" in capsys.readouterr().err

@@ -149,7 +149,7 @@ def test_where_the_first_value_that_is_not_finite_comes_from():
     assert origin(torch.ones(2, 4)) == "1.q (Linear, fp32) False"
 
 
-def test_the_allocator_s_canary_notices_buffers_that_lose_their_contents(monkeypatch):
+def test_the_allocators_canary_notices_lost_contents(monkeypatch):
     made, full = [], torch.full
 
     def unmapping(*args, **kwargs):  # the third buffer loses its first page when the tenth is made

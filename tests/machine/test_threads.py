@@ -89,7 +89,7 @@ def recorded(out: Path) -> int | str:
 
 
 @pytest.mark.wide
-def test_a_run_leaves_cores_to_other_programs_and_resumes_with_its_number(folder, tmp_path):
+def test_a_run_leaves_cores_to_other_programs(folder, tmp_path):
     out, resumed = tmp_path / "out", "resume_from_checkpoint=True"
     for overrides, machine, number, says in (
         (

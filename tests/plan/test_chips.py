@@ -152,7 +152,7 @@ def test_a_chip_without_a_data_sheet_is_told():
     assert "has none here" not in figures_for(cuda, CPU).source
 
 
-def test_a_measurement_of_a_product_without_a_sheet_stands_for_no_other(tmp_path, monkeypatch):
+def test_a_measurement_stands_for_no_other_product(tmp_path, monkeypatch):
     machine, profile = replace(H200, arch="sm_89", name="NVIDIA L4"), load_profile("cuda")
     measured = {"flops": {"bf16": 6e13}, "bandwidth": 2.4e11}
     path = tmp_path / "bench.json"

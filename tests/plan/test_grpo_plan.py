@@ -36,7 +36,7 @@ def test_a_step_shares_its_memory_with_the_sampler(capsys, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("needed", "groups"), [("null", 64), (1, 1), (4, 7), (33, 64)])
-def test_memory_is_planned_for_an_update_with_one_group_less_than_two_need(needed, groups):
+def test_memory_is_planned_for_the_largest_update(needed, groups):
     changes = [f"groups_per_update={needed}", "prompts_per_step=64", "samples_per_prompt=8"]
     cfg = config.load("grpo_rocm", "cpu_pocket_grpo", changes)
     rows = sampled_rows(cfg, Questions(64, 0, 50, 40.0, 16.0, "a test"))

@@ -5,7 +5,6 @@ import re
 import shutil
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -15,14 +14,13 @@ from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.bench.probes import RandomWeights
 from rocm_ext.cli import main
-from rocm_ext.data.rows import Rows
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.losses import CrossEntropy
 from rocm_ext.machine.bench_file import machine_key
 from rocm_ext.machine.detect import detect
 from rocm_ext.model.attention import choose_attention
 from rocm_ext.model.build import Weights, build_model, load_weights
-from rocm_ext.plan import costs, memory, speeds, workload
+from rocm_ext.plan import costs, speeds, workload
 from rocm_ext.plan.costs import CostCounter, Kernels, Operation, simulate
 from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import Figures, measure_cpu
@@ -88,17 +86,6 @@ def test_planned_peak_is_the_measured_one(name, changes, folders, tmp_path, caps
     planned = plan(capsys, "--config", path)["configured"]["memory"]["peak"]
     assert planned == recipe.learner.planned_peak
     assert planned == pytest.approx(peak, rel=0.1)
-
-
-def test_scores_count_where_there_is_no_fused_attention(folders, tmp_path):
-    cfg = config.load("lora_finetune_rocm", str(write_config(folders, "qwen", tmp_path / "run")))
-    decoder = build_model(cfg.model, torch.float16, 0, torch.device("meta"))
-    runs = (
-        simulate(decoder, CrossEntropy(chunk_tokens=64), [512], 64, Kernels(flag, True))
-        for flag in (True, False)
-    )
-    fused, math = (layers[0].kept for layers, _, _ in runs)
-    assert math - fused > 4 * 512 * 512 * 2  # heads x scores
 
 
 def test_one_expert_is_computed_and_counts_for_all(tmp_path, monkeypatch):
@@ -278,20 +265,6 @@ def test_the_best_fit_stays_within_any_budget(folders, tmp_path):
     assert (too_small.micro_batch, len(too_small.checkpointed)) == (256, 3)
 
 
-def test_packs_of_hardly_more_than_one_sequence_may_share_a_beginning(folders, tmp_path):
-    """As those of torchtune's packed data, whose conversations begin with one system prompt."""
-    tokens, one, two = np.arange(200, dtype=np.int32) % 50, (200,), (100, 100)
-    rows = Rows([tokens] * 4, [tokens] * 4, [one, one, one, two], {})
-    packs = workload.describe(rows, 4, "test", share=True)
-    assert 1 < packs.sequences < 1.5
-    assert packs.shared > 0
-    alone = Workload(packs.longest, packs.mean, packs.supervised, 4, "test", packs.per_row)
-    shared, expected = (
-        planner(folders, tmp_path, each).choice(800, [], 10**12).step for each in (packs, alone)
-    )
-    assert shared.flops == pytest.approx(expected.flops, rel=0.1)
-
-
 @pytest.mark.wide
 def test_memory_is_enough_for_every_micro_batch_of_pairs(folders, tmp_path):
     """Also for one with longer answers, and one whose long prompt attention computes twice."""
@@ -304,18 +277,6 @@ def test_memory_is_enough_for_every_micro_batch_of_pairs(folders, tmp_path):
         planner(folders, tmp_path, each, sequences_per_step=1).memory(230).peak(()) for each in work
     ]
     assert max(peaks[1:]) <= peaks[0] < 1.1 * max(peaks[1:])
-
-
-def test_fewest_checkpointed_layers_is_the_least_that_fits(folders, tmp_path):
-    planned = planner(folders, tmp_path).memory(1024)
-    for count in range(planned.layers + 1):
-        layers = memory.spread(count, planned.layers)
-        assert len(set(layers)) == count
-        assert planned.fewest(planned.peak(layers)) == memory.spread(
-            len(planned.fewest(planned.peak(layers))), 3
-        )
-        assert len(planned.fewest(planned.peak(layers))) <= count
-    assert planned.fewest(10**15) == []
 
 
 def test_a_plan_finds_keys_that_help(folders, tmp_path, capsys):

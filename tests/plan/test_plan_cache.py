@@ -8,14 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
-from rocm_ext.model.build import build_model
-from rocm_ext.model.hf import sampler
 from rocm_ext.model.plan_cache import fingerprint, remembered
 from rocm_ext.plan import costs
-from tests.kit import hf_models
 from tests.kit.plans import as_configured, plan
 
 CONFIG = (
@@ -47,23 +43,6 @@ def test_a_remembered_plan_equals_a_fresh_one(kept, monkeypatch, capsys):
     assert plan(capsys, *CONFIG) == fresh
 
 
-def test_what_sampling_needs_is_remembered_of_a_hybrid(kept, tmp_path, monkeypatch):
-    base = hf_models.write_theirs(tmp_path / "base", "qwen3.5")
-    model = OmegaConf.create(
-        {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(base)}
-    )
-
-    def found() -> tuple:
-        decoder = build_model(model, torch.bfloat16, 0, torch.device("meta"))
-        return decoder.memory, decoder.graph_obstacle
-
-    fresh = found()
-    assert fresh[0].states
-    monkeypatch.setattr(sampler, "_prefill", refuse)
-    monkeypatch.setattr(sampler, "one_step", refuse)
-    assert found() == fresh
-
-
 def test_without_a_folder_or_room_nothing_is_remembered(kept, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -81,7 +60,7 @@ def test_without_a_folder_or_room_nothing_is_remembered(kept, monkeypatch):
     assert [remembered(["x"], lambda: calls.append(1) or len(calls)) for _ in range(2)] == [3, 4]
 
 
-def test_ranks_that_remember_the_same_at_once_do_not_disturb_each_other(kept):
+def test_ranks_remember_the_same_plan_at_once(kept):
     context = multiprocessing.get_context("fork")
     together = context.Barrier(2, timeout=60)
 

@@ -71,7 +71,7 @@ def test_a_published_run_is_within_the_range_that_plans_print(kind, run, tmp_pat
 
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", RUNS)
-def test_the_range_that_plans_print_is_that_of_the_published_runs(kind, tmp_path, capsys):
+def test_plans_print_the_range_of_published_runs(kind, tmp_path, capsys):
     found = {run["name"]: ratio(kind, run, tmp_path, capsys) for run in PUBLISHED[kind]}
     assert RUNS[kind][0] == math.floor(20 * min(found.values())) / 20, found
     assert RUNS[kind][1] == math.ceil(20 * max(found.values())) / 20, found

@@ -109,28 +109,6 @@ def test_a_pair_is_planned_as_two_sequences_that_share_a_prompt(top, tmp_path, c
     assert plan(capsys, "--config", path, "loss.loss=simpo")["reference_seconds"] is None
 
 
-@pytest.mark.wide
-@pytest.mark.usefixtures("_speeds")
-def test_the_baseline_of_single_answers_is_planned(top, tmp_path, capsys):
-    """A step has one more forward pass, and the reference scores twice as many answers."""
-    loss = {"_component_": "rocm_ext.losses.UnpairedPreference"}
-    path = write_config(top, tmp_path / "run", batch_size=8, loss=loss)
-    changes = [f"dataset.source={top / 'single.jsonl'}"]
-    recipe = DPO(config.load("dpo_rocm", str(path), changes))
-    recipe.setup()
-    update = next(recipe.trainer.loader.range(0, 1))
-    with CostCounter() as step:
-        recipe.trainer.train_step(update)
-    with CostCounter() as reference:
-        score(recipe.learner, recipe.trainer.rows)
-    found = plan(capsys, "--config", path, *changes)
-    planned = found["configured"]["step"]
-    assert planned["flops"] == pytest.approx(sum(op.flops for op in step.operations), rel=0.03)
-    seconds = 2 * sum(op.flops for op in reference.operations) / 1e11
-    assert found["reference_seconds"] == pytest.approx(seconds, rel=0.03)
-    assert found["configured"]["memory"]["peak"] == recipe.learner.planned_peak
-
-
 def dpo(
     folder: Path, speed: float = 1000.0, factor: float = 1.0, steps: int = 60, **settings
 ) -> Path:
