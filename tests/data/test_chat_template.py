@@ -52,7 +52,6 @@ from rocm_ext.data.render import (
 from rocm_ext.data.rows import Rows, open_dataset, tokenize
 from rocm_ext.data.tokenizer import defused, open_tokenizer
 from rocm_ext.rl.prompts import PromptSet
-from rocm_ext.train.builders import check_tokenizer
 from tests.kit import parity, tiny
 from tests.kit.chats import assistant, labelled_text, user
 from tests.kit.lines import one_line_has
@@ -302,7 +301,7 @@ def test_a_tools_text_speaks_for_nobody_else(model_folder, name):
     assert safe.replace(" ", "") == hostile.replace(" ", "")
 
 
-def test_marks_are_plain_text_wherever_they_stand_and_other_text_stays(model_folder, tmp_path):
+def test_marks_are_plain_text_wherever_they_stand(model_folder, tmp_path):
     """A program's messages and tools; honest text also where a vocabulary, as Gemma's, adds tokens for it."""
     folder = tmp_path / "model"
     shutil.copytree(model_folder("qwen3"), folder)
@@ -346,19 +345,7 @@ def test_marks_are_plain_text_wherever_they_stand_and_other_text_stays(model_fol
         assert harmless(honest) == honest
 
 
-@pytest.mark.parametrize("thinking", [True, False])
-def test_thinking_of_qwen3_is_an_argument(model_folder, thinking):
-    folder, chat = model_folder("qwen3"), CHATS["system"]
-    tokenizer = open_tokenizer(config_for(folder, chat_template_args={"enable_thinking": thinking}))
-    tokens, labels = render_conversation(tokenizer, chat)
-    assert tokens == theirs(folder, chat, enable_thinking=thinking)
-    prompt = render_prompt(tokenizer, chat[:-1])
-    assert prompt == theirs(folder, chat[:-1], prompt=True, enable_thinking=thinking)
-    empty = "" if not thinking else "<think>\n\n</think>\n\n"
-    assert labelled(folder, labels) == [f"{empty}42<|im_end|>"]
-
-
-def test_a_template_that_changes_earlier_turns_is_an_error_with_a_cure(model_folder, tmp_path):
+def test_a_template_that_changes_earlier_turns_is_an_error(model_folder, tmp_path):
     folder = model_folder("qwen3")
     tokenizer = open_tokenizer(config_for(folder))
     chat = [user("a"), assistant("<think>\nhm\n</think>\n\none"), user("b"), assistant("two")]
@@ -557,9 +544,7 @@ REASONS = {
 
 @pytest.mark.parametrize("given", REASONS)
 @pytest.mark.parametrize("read", REASONING_OF)
-def test_reasoning_reaches_the_template_under_the_name_that_it_reads(
-    model_folder, rows, read, given
-):
+def test_reasoning_reaches_the_template_by_its_name(model_folder, rows, read, given):
     """Also where transformers renders none: it fills two of the three names."""
     folder = model_folder("qwen2_5")
     answer = {"role": "assistant", "content": "42", **REASONS[given]}
@@ -568,36 +553,6 @@ def test_reasoning_reaches_the_template_under_the_name_that_it_reads(
     same = [user("6*7?"), {"role": "assistant", "content": "42", read: "6*7 is 42."}]
     assert dataset[0]["tokens"] == theirs(folder, same, template=REASONING_OF[read])
     assert dataset.warnings() == []
-
-
-def test_rows_without_reasoning_are_counted_where_the_prompt_opens_it(model_folder, rows):
-    opens = (
-        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n"
-        "</think>{% endif %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]<think>\n"
-        "{% if enable_thinking is false %}\n</think>{% endif %}{% endif %}"
-    )
-    bare, reasoned = assistant("42"), assistant("42", reasoning_content="6*7 is 42.")
-    source = rows(*[{"messages": [user("6*7?"), answer]} for answer in (reasoned, bare, bare)])
-
-    def said(template: str, **args) -> str:
-        cfg = of_hf_tokenizer(
-            model_folder("qwen2_5"), chat_template=template, chat_template_args=args
-        )
-        dataset = sft_dataset(open_tokenizer(cfg), source=source)
-        items = list(dataset.items(range(3)))
-        return " ".join(
-            [*dataset.warnings(), *(str(item) for item in items if isinstance(item, Exception))]
-        )
-
-    assert re.search(
-        r"2 of 3 rows of \S+ have no reasoning, first \S+:2, .*enable_thinking: False", said(opens)
-    )
-    assert re.search(r"remove it from the row, or set chat_template_args: {enable_thinking: True}",
-                     said(opens, enable_thinking=False))  # fmt: skip
-    assert (
-        said(PLAIN)
-        == f"{source}: reasoning_content of the messages are not used, because the chat template lacks them"
-    )
 
 
 @pytest.mark.parametrize("setting", ["auto", "torchtune"])
@@ -614,20 +569,6 @@ def test_a_template_that_can_only_prompt_still_does(tmp_path, messages, setting)
     assert any("use a template whose prompt begins the turn" in text for text in messages)
     with pytest.raises(UserError, match="chat_template: torchtune"):
         render_conversation(tokenizer, CHATS["one turn"])
-
-
-def test_llamas_tokenizer_of_its_own_ids_is_that_of_the_folder(tmp_path):
-    """torchtune numbers Llama's reserved tokens differently from Meta, and uses none of them."""
-    folder = _write_folder(tmp_path, "llama3_1")
-    cfg = config_for(folder)
-    check_tokenizer(open_tokenizer(cfg), cfg)
-    swapped = {f"<|reserved_special_token_{n}|>": 9000 + n for n in range(200)}
-    tokenizer = open_tokenizer(cfg)
-    tokenizer.base.special_tokens = {**tokenizer.base.special_tokens, **swapped}
-    check_tokenizer(tokenizer, cfg)
-    tokenizer.base.special_tokens["<|eot_id|>"] = 9000
-    with pytest.raises(UserError, match=r"the id of <\|eot_id\|> is 9000"):
-        check_tokenizer(tokenizer, cfg)
 
 
 # ---- where the template comes from
@@ -676,7 +617,7 @@ def test_places_of_a_template(tmp_path):
     ).startswith("hi[user]")
 
 
-def test_torchtune_renders_without_a_template_or_where_asked_and_says_so(tmp_path, caplog):
+def test_torchtune_renders_without_a_template(tmp_path, caplog):
     caplog.set_level(logging.INFO, "rocm_ext")
     folder, rendered = (
         _write_folder(tmp_path, "qwen2_5"),
@@ -1081,9 +1022,7 @@ def test_rows_of_code_that_is_not_ours_are_not_kept(kept, rows, tmp_path):
         assert kept.made(node, changes) is None
 
 
-def test_rows_that_are_damaged_of_another_user_or_do_not_fit_are_read_anew(
-    kept, rows, messages, monkeypatch
-):
+def test_kept_rows_that_are_damaged_are_read_anew(kept, rows, messages, monkeypatch):
     def fails(number):
         def fails(file, *_):
             raise OSError(number, os.strerror(number), str(file))
@@ -1138,7 +1077,7 @@ def test_a_recipe_may_bring_a_tokenizer_of_its_own(rows, tmp_path, monkeypatch):
     assert len(recipe.rows) == 4
 
 
-def test_ranks_that_start_together_read_once_and_what_is_quick_is_not_kept(kept, monkeypatch, rows):
+def test_ranks_that_start_together_read_once(kept, monkeypatch, rows):
     node, counts = {**SFT, "source": rows({"messages": LONG})}, []
     cfg = config_for(kept.folder, dataset=node)
     dataset = open_dataset(cfg.dataset, open_tokenizer(cfg), "truncate")
@@ -1163,7 +1102,7 @@ def finetune(folder: Path, source: str, out: Path, **changes) -> LoRAFinetune:
     return parity.finetune({**cfg, "dataset": {**SFT, "source": source}})
 
 
-def test_a_template_of_the_runs_own_is_exported_and_part_of_the_run(rows, tmp_path):
+def test_a_template_of_the_runs_own_is_exported(rows, tmp_path):
     folder = tiny.write_model(tmp_path / "base")
     source = rows(*[{"messages": CHATS["several turns"]}] * 4)
     dated = "{{ strftime_now('%Y') }}" + PLAIN
@@ -1180,9 +1119,7 @@ def test_a_template_of_the_runs_own_is_exported_and_part_of_the_run(rows, tmp_pa
                  resume_from_checkpoint=True)  # fmt: skip
 
 
-def test_a_second_run_reads_no_rows_and_the_models_own_template_is_written_once(
-    rows, tmp_path, monkeypatch
-):
+def test_a_second_run_reads_no_rows(rows, tmp_path, monkeypatch):
     folder, source = (
         tiny.write_model(tmp_path / "base"),
         rows(*[{"messages": CHATS["several turns"]}] * 4),

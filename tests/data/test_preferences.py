@@ -125,9 +125,7 @@ def test_every_form_is_rendered_as_a_row_of_sft_would_be(read, open_one, message
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_sft_names_dpo_for_pairs_unless_the_right_answer_is_in_the_conversation(
-    open_one, tmp_path, form
-):
+def test_sft_names_dpo_for_pairs(open_one, tmp_path, form):
     dataset = sft_dataset(
         open_one(), source=str(write_jsonl(tmp_path / "pairs.jsonl", [FORMS[form]]))
     )
@@ -140,20 +138,6 @@ def test_sft_names_dpo_for_pairs_unless_the_right_answer_is_in_the_conversation(
         UserError, match=r"a pair \(.*recipe: dpo_rocm, dataset._component_: .*preference_dataset"
     ):
         dataset[0]
-
-
-def test_sft_trains_on_the_better_answer_alone_if_it_is_mapped(open_one, tmp_path):
-    expected = render_conversation(open_one(), said(GOOD))[0]
-    for form, ours in (
-        ("texts", "completion"),
-        ("conversations", "messages"),
-        ("alpaca (LLaMA-Factory)", "output"),
-    ):
-        source = str(write_jsonl(tmp_path / f"{ours}.jsonl", [FORMS[form]]))
-        assert (
-            sft_dataset(open_one(), source=source, column_map={ours: "chosen"})[0]["tokens"]
-            == expected
-        )
 
 
 BEFORE = [user("a"), assistant("one"), user("6*7?")]
@@ -176,9 +160,7 @@ NOT_GOOD = {"numbers": -1, "words": "down", "thumbs": "Down", "signs": "👎"}  
 
 
 @pytest.mark.parametrize("form", SINGLE)
-def test_every_form_of_single_answers_is_rendered_as_a_row_of_sft_would_be(
-    read, open_one, messages, form
-):
+def test_single_answers_are_rendered_as_rows_of_sft(read, open_one, messages, form):
     row = SINGLE[form]
     (key,) = {*KTO} & {*row}
     rows = read({**row, "weight": 3}, {**row, key: NOT_GOOD.get(form, False)}, {**row, "weight": 0})
@@ -356,28 +338,6 @@ def test_long_sides_are_cut_dropped_or_refused(read):
         UserError, match=r"0 of 1 rows left: .*1 dropped equal when cut \(the model's window of 5 "
     ):
         read(PAIR, max_seq_len=50, positions=5)  # nothing but the prompt's beginning
-
-
-def test_what_torchtunes_tokenizer_cuts_is_counted(open_one, tmp_path):
-    """Without a template torchtune's own tokenizer renders, and cuts at max_seq_len."""
-    texts = [
-        ("It is. " * 40 + "42", "It is. " * 40 + "72"),
-        ("It is 42. " * 20, "no"),
-        ("yes", "no"),
-    ]
-    path = write_jsonl(
-        tmp_path / "a.jsonl", [{"chosen": said(good), "rejected": said(bad)} for good, bad in texts]
-    )
-    node = OmegaConf.create({"_component_": "torchtune.datasets.preference_dataset", "source": "json",
-                             "data_files": str(path), "split": "train"})  # fmt: skip
-    tokenizer = open_one(max_seq_len=60, chat_template="torchtune")
-    rows = tokenize(
-        open_dataset(node, tokenizer, "truncate"),
-        max_seq_len=60,
-        too_long="truncate",
-        progress=False,
-    )
-    assert counted(rows) == {"rows": 3, "truncated": 1, "dropped_equal_when_cut": 1}
 
 
 @pytest.mark.parametrize(

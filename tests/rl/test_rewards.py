@@ -23,8 +23,8 @@ LONG = 1 << 18  # a search that takes quadratic time ends after the tests' time 
 
 @pytest.mark.wide(always=20)
 @pytest.mark.parametrize(("unit", "end"), [
-    ("~", "`"), ("`", "x`"), ("~~~ ", "`"), ("\n", "x"), (" ", "x"), ("\n ", "x"), ("int\n", "x"), ("int a\n", "x"),
-    ("static ", "x"), ("```\n", ""), ("~~~~\n", "```"), ("template\n", ""), ("pub\n", ""), ("int ", "("), ("a", "("),
+    ("`", "x`"), ("~~~ ", "`"), ("\n", "x"), (" ", "x"), ("int a\n", "x"),
+    ("static ", "x"), ("```\n", ""), ("template\n", ""), ("int ", "("),
 ])  # fmt: skip
 @pytest.mark.parametrize("language", ["c", "cpp", "rust", "go", "json", "python"])
 def test_extraction_takes_linear_time(unit: str, end: str, language: str):
@@ -80,20 +80,19 @@ DEEP = {"type": "array", "items": {"$ref": "#"}}
 
 @pytest.mark.parametrize(("text", "schema", "verdict"), [
     ('```json\n{"a": 1}\n```', SCHEMA, "CORRECT"), ('{"a": 1}', SCHEMA, "CORRECT"),
-    ('{"a": 1}', json.dumps(SCHEMA), "CORRECT"), ('{"a": "x"}', SCHEMA, "WRONG"),
+    ('{"a": "x"}', SCHEMA, "WRONG"),
     ('Here it is: {"a": 1}. I hope [it] helps {you}!', SCHEMA, "CORRECT"),
-    ('First {"a": 1}, then {"a": "x"}', SCHEMA, "WRONG"),  # the last counts
     ('First {"a": "x"}, then {"a": 1} and {"a": ', SCHEMA, "CORRECT"),  # and must be complete
     ('{"b": {"a": 1}}', SCHEMA, "WRONG"),  # an inner object is no answer
-    ('So: {"b": {"a": 1}}', SCHEMA, "WRONG"), ('```python\nx = {"a": 1}\n```', SCHEMA, "UNPARSED"),
-    ('{"a": 1}\n```json\n{"a": }\n```', SCHEMA, "UNPARSED"), ("17", {"type": "integer"}, "CORRECT"),
-    ("It is 17", {"type": "integer"}, "UNPARSED"), ("no json", SCHEMA, "UNPARSED"), ("", SCHEMA, "UNPARSED"),
-    ('{"a": NaN}', SCHEMA, "UNPARSED"), ('{"a": ' + "9" * 5000 + "}", SCHEMA, "UNPARSED"),
-    ("[" * 100_000, SCHEMA, "UNPARSED"), ("[{" * 400_000, SCHEMA, "UNPARSED"), ("[]" * 500_000, SCHEMA, "WRONG"),
-    ("[1,\n" * 5_000 + '"', SCHEMA, "UNPARSED"), ("[" * 900 + "]" * 900, DEEP, "WRONG"),
-    ("x" * (1 << 21), SCHEMA, "UNPARSED"), ('["' + "a" * 40 + '!"]', {"items": {"pattern": "^(a|a)*$"}}, "TIMEOUT"),
+    ('```python\nx = {"a": 1}\n```', SCHEMA, "UNPARSED"),
+    ("17", {"type": "integer"}, "CORRECT"),
+    ("no json", SCHEMA, "UNPARSED"),
+    ('{"a": NaN}', SCHEMA, "UNPARSED"),
+    ("[{" * 400_000, SCHEMA, "UNPARSED"),
+    ("[" * 900 + "]" * 900, DEEP, "WRONG"),
+    ('["' + "a" * 40 + '!"]', {"items": {"pattern": "^(a|a)*$"}}, "TIMEOUT"),
     (json.dumps([{"i": i} for i in range(20_000)]), {"uniqueItems": True}, "TIMEOUT"),
-    ("1e999", {"multipleOf": 0.1}, "WRONG"), ('["x"]', {"items": {"pattern": "(?<n"}}, "ERROR"),
+    ('["x"]', {"items": {"pattern": "(?<n"}}, "ERROR"),
     ("[1]", {"items": {"$ref": "https://example.org/no"}}, "ERROR"),
 ])  # fmt: skip
 def test_json_schema(by_row, text: str, schema: object, verdict: str):
@@ -101,7 +100,7 @@ def test_json_schema(by_row, text: str, schema: object, verdict: str):
     assert str(result.verdict) == verdict, result
 
 
-def test_json_schema_works_in_any_process_and_refuses_bad_schemas():
+def test_json_schema_works_anywhere_and_refuses_bad_schemas():
     assert "/a" in JsonSchema(SCHEMA)('{"a": "x"}', {}).detail
     with pytest.raises(ValueError, match="'schema'"):
         JsonSchema(field="schema").check_row({"schema": {"type": "no such type"}})

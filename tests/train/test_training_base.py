@@ -137,7 +137,7 @@ def test_a_resumed_one_equals_an_undisturbed_one(start, tmp_path, stop):
             assert torch.equal(value, state["adapter"][name])
 
 
-def test_fp16_is_scaled_for_the_backward_pass_alone_and_resumes_its_scale(start):
+def test_fp16_is_scaled_backward_alone_and_resumes_its_scale(start):
     norms = []
     for dtype in ("fp32", "fp16"):
         trainer = start(dtype, dtype=dtype)
@@ -171,7 +171,7 @@ def test_a_step_without_rows_takes_its_place_in_the_schedule(start, tmp_path, re
     assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
 
 
-def test_a_fresh_run_loses_every_line_of_the_one_that_it_replaces(start, tmp_path, caplog):
+def test_a_fresh_run_loses_the_lines_of_the_replaced_one(start, tmp_path, caplog):
     with caplog.at_level("INFO", "rocm_ext"):
         first = start("out")
     group = first.optimizer.param_groups[0]

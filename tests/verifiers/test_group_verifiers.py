@@ -15,9 +15,8 @@ from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.records import Records
 from rocm_ext.rl.rollout import Job, Rollout, Workers
 from rocm_ext.sampling import Completion, Request, Sampling
-from rocm_ext.sandbox import helper
 from rocm_ext.train.lifecycle import Interrupt, Interrupted
-from rocm_ext.verifiers import MajorityAnswer, Pool, Verdict, as_reward_function, build, maths
+from rocm_ext.verifiers import MajorityAnswer, Pool, Verdict, build
 
 pytest.importorskip("resource", reason="forks and POSIX signals")
 HERE = "rocm_ext.verifiers."
@@ -64,7 +63,6 @@ def rank(prompts, completions, **columns):
     return [sorted(completions).index(c) / (len(completions) - 1) for c in completions]
 """
 RARE = {"_component_": "my_groups.Rare"}
-DIGIT = {"_component_": HERE + "Regex", "pattern": r"\d"}
 
 
 @pytest.fixture
@@ -150,55 +148,6 @@ def test_a_reward_that_is_no_number_is_an_error_that_says_so(calls):
         ] * len(texts)
 
 
-def test_weights_combine_rewards_of_groups_with_those_of_single_answers(calls):
-    node = {"_component_": HERE + "Weighted", "verifiers": [DIGIT, RARE], "weights": [3, 1]}
-    [group] = judged(node, ["1", "1", "x", "none"])
-    assert [result.reward for result in group] == [0.875, 0.875, 0.25, None]
-    assert str(group[0].verdict) == "WRONG"
-    assert group[0].detail == "Regex 1 (found '1'); Rare 0.5 (2 of 4)"
-
-
-def test_all_asks_for_the_whole_group_and_keeps_what_earlier_verifiers_found(calls):
-    node = {
-        "_component_": HERE + "All",
-        "verifiers": [DIGIT, RARE, {"_component_": "my_groups.Batch"}],
-    }
-    found = judged(node, ["x", "x", "1", "2", "2"], ["y", "y"])
-    assert [str(result.verdict) for result in found[0]] == [
-        "WRONG",
-        "WRONG",
-        "CORRECT",
-        "WRONG",
-        "WRONG",
-    ]
-    assert [result.detail for result in found[0]][:4] == [
-        "Regex: no match",
-        "Regex: no match",
-        "",
-        "Rare: 2 of 5",
-    ]
-    assert calls() == ["x x 1 2 2"]  # no answer of the second group came that far
-
-
-def test_answers_of_a_group_come_in_batches_to_a_verifier_that_takes_them(calls):
-    batch = {"_component_": "my_groups.Batch"}
-    node = {"_component_": HERE + "Weighted", "weights": [1, 1], "verifiers": [batch, RARE]}
-    [group] = judged(node, ["a", "b", "raise2", "c", "d"])
-    assert ["one of 2" in result.detail for result in group] == [True] * 4 + [False]
-    verifier = build({**node, "verifiers": [batch, {"_component_": HERE + "MajorityAnswer"}]})
-    details = [result.detail for result in verifier.judge_group(["1", "raise", "2", "3"], {})]
-    assert ["alone" in detail for detail in details] == [True, True, False, False]
-
-
-def test_trl_gets_rewards_of_groups(calls):
-    reward = as_reward_function(RARE)
-    texts = ["a", "a", "b", "a", "a", "c"]
-    found = reward(prompts=["p"] * 3 + ["q"] * 3, completions=texts, answer=["1"] * 3 + ["2"] * 3)
-    assert found == [0.5, 0.5, 1, 0.5, 0.5, 1]
-    assert calls() == ["a a b", "a a c"]
-    reward.close()
-
-
 def voted(*answers, row=None, **settings):
     results = MajorityAnswer(**settings).judge_group(list(answers), row or {})
     return [str(result.verdict) for result in results]
@@ -248,17 +197,6 @@ def test_a_slow_answer_spoils_no_other_of_its_group():
     assert [str(result.verdict) for result in group] == ["TIMEOUT"] * 2 + judged_quick + ["TIMEOUT"]
     [group] = judged(node, [*slow, *quick, r"\boxed{\frac{4}{\sqrt{2}}}"], timeout=60)
     assert [str(result.verdict) for result in group] == ["TIMEOUT"] * 2 + judged_quick + ["CORRECT"]
-
-
-def test_a_group_of_numbers_needs_no_other_process(monkeypatch):
-    monkeypatch.setattr(maths, "_child", lambda *_: pytest.fail("another process"))
-    monkeypatch.setattr(helper, "RUNNING", True)
-    assert voted("72", "#### 72.0", "\\boxed{5}", "7,200") == [
-        "CORRECT",
-        "CORRECT",
-        "WRONG",
-        "WRONG",
-    ]
 
 
 VOTE = MajorityAnswer(field=None)
@@ -328,9 +266,7 @@ def rewards(results):
 EXPECTED = {(p, i): reward for p in "pq" for i, reward in enumerate([0.5, 1.0, 0.5, 1.0])}
 
 
-def test_a_run_judges_a_group_once_all_its_answers_are_there_and_a_greedy_one_alone(
-    calls, tmp_path
-):
+def test_a_run_judges_a_group_once_it_is_complete(calls, tmp_path):
     assert rewards(phase(tmp_path / "run", range(4))) == EXPECTED
     assert calls() == ["a b a c"] * 2  # by index, although they came in another order
     found = phase(tmp_path / "greedy", (-1, 0, 1))
@@ -338,38 +274,17 @@ def test_a_run_judges_a_group_once_all_its_answers_are_there_and_a_greedy_one_al
 
 
 @pytest.mark.parametrize("stop_after", [1, 5])
-def test_a_resumed_run_judges_a_group_when_its_last_answer_is_there(calls, tmp_path, stop_after):
+def test_a_resumed_run_judges_a_group_once_it_is_complete(calls, tmp_path, stop_after):
     with pytest.raises(Interrupted):
         phase(tmp_path, range(4), stop_after)
     assert rewards(phase(tmp_path, range(4))) == EXPECTED
     assert set(calls()) == {"a b a c"}
 
 
-def test_a_group_whose_verdicts_were_recorded_in_part_is_judged_again(calls, tmp_path):
-    phase(tmp_path, range(4))
-    path = tmp_path / "verdicts.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    for count in range(len(lines)):
-        path.write_text("".join(lines[:count]))
-        assert rewards(phase(tmp_path, range(4))) == EXPECTED
-        assert len(path.read_text().splitlines()) == len(lines)
-    assert set(calls()) == {"a b a c"}
-    assert len(calls()) == 2 + 4 * 2 + 4 * 1
-
-
 @pytest.mark.parametrize(("first", "then"), [(4, 3), (3, 4), (4, 4)])
-def test_a_group_is_judged_again_if_a_resumed_run_asks_for_another_number_of_answers(
-    calls, tmp_path, first, then
-):
+def test_a_group_of_another_size_is_judged_again(calls, tmp_path, first, then):
     phase(tmp_path, range(first))
     found = phase(tmp_path, range(then))
     assert {result.detail[-1] for result in found.values()} == {str(then)}
     assert len(calls()) == (2 if first == then else 4)
     assert len((tmp_path / "verdicts.jsonl").read_text().splitlines()) == 2 * then
-
-
-def test_verdicts_of_single_answers_are_kept_when_a_resumed_run_asks_for_more(tmp_path):
-    phase(tmp_path, range(3), node=DIGIT)
-    before = (tmp_path / "verdicts.jsonl").read_text()
-    phase(tmp_path, range(4), node=DIGIT)
-    assert (tmp_path / "verdicts.jsonl").read_text().startswith(before)

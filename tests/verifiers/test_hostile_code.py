@@ -133,7 +133,7 @@ def test_damage_is_bounded(name: str):
     assert result.reward == 0
 
 
-def test_modules_that_tests_forget_to_import_are_not_the_programs():
+def test_modules_that_tests_forget_to_import():
     forged = "class math:\n    isclose = staticmethod(lambda *a, **k: True)\nisclose = math.isclose\ndef f(x): return 5.0"
     for test in ("assert math.isclose(f(2), 4)", "assert isclose(f(2), 4)"):
         assert verify(forged, {"tests": test, "entry_point": "f"}).verdict is Verdict.WRONG
@@ -143,7 +143,7 @@ def test_modules_that_tests_forget_to_import_are_not_the_programs():
         )
 
 
-def test_right_answers_still_pass_and_a_dead_program_does_not_where_tests_swallow_exceptions():
+def test_a_dead_program_does_not_pass_where_tests_swallow_all():
     noisy = (
         "import os\nprint('hello')\nos.write(1, b'x')\ndef f(x):\n    print(x)\n    return x * x\n"
     )

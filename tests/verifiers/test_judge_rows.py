@@ -70,34 +70,25 @@ def test_no_attack_is_right(part: int):
     assert [found for found in results if found[1].verdict not in failed or found[1].reward] == []
 
 
-METHOD = "class TestF:\n    def test_a(self): {}\n    def verify(self): assert f(1) == 2"
 TASK = "import asyncio\nasync def part(): assert f(1) == 2\nasync def test_a():\n    {}\n    assert f(2) == 4"
 PATCH = "from unittest import mock\nimport {0}\nwith mock.patch.object({0}, '{1}'):\n    assert f(1) == 2"
 NEIGHBOURS = {  # name -> (tests, the reason why they are refused, tests like them that are accepted)
     "after return": ("def test_a():\n    return\n    assert f(1) == 2", "never runs", "def test_a():\n    assert f(1)\n    return"),
     "after break": ("while f(1):\n    break\n    assert f(2)", "never runs", "while f(1):\n    assert f(2)\n    break"),
-    "method": (METHOD.format("assert f(1)"), r"nothing calls verify\(\)", METHOD.format("self.verify()")),
     "inner function": ("def test_a():\n    def g(): assert f(1)\n    assert f(2)", r"nothing calls g\(\)", "def test_a():\n    def g(): assert f(1)\n    g()"),
     "create_task": (TASK.format("asyncio.create_task(part())"), "nobody awaits", TASK.format("await part()")),
-    "coroutine": (TASK.format("part()"), "nobody awaits", TASK.format("await part()")),
     "gather": (TASK.format("asyncio.gather(part(), part())"), "nobody awaits", TASK.format("await part()")),
     "a task named run": (TASK.replace("part", "run").format("run()"), "nobody awaits", TASK.replace("part", "run").format("await run()") + "\nasyncio.run(test_a())"),
-    "eval": ("assert eval(f(1)) == 2", "would run what the answer returns", "assert eval('f(1)') == 2"),
     "exec": ("space = {}\nexec(f(1), space)\nassert space['x'] == 2", "would run what the answer returns", "assert f(1).eval(2) == 2"),
     "pickle": ("from pickle import loads as load\nassert load(f(1)) == 2", "would run what the answer returns", "from json import loads\nassert loads(f(1)) == 2"),
-    "format": ("text = f(1)\nassert text.format(x=2) == '2'", "as the answer's text says", "text = '{}'\nassert text.format(f(1)) == '2'"),
     "library": (PATCH.format("time", "sleep"), "does not reach the code", PATCH.format("sys", "stdout")),
     "set": ("import time\ntime.time = lambda: 0\nassert f(1) == 2", "does not reach the code", "class time: pass\ntime.time = lambda: 0\nassert f(1) == 2"),
-    "environment": ("from os import environ\nenviron['A'] = 'b'\nassert f(1) == 2", "does not reach the code", "environ = {}\nenviron['A'] = 'b'\nassert f(environ) == 2"),
     "not a patch": ("def test_a(monkeypatch):\n    monkeypatch.setenv('A', 'b')\n    assert f(1)", "does not reach the code", "client = f(1)\nassert client.patch('/x') == 2"),
     "fields": ("from dataclasses import fields\nassert len(fields(f(1))) == 2", "looks into the code's objects", "def fields(x): return x\nassert fields(f(1)) == 2"),
-    "log": ("def test_a(caplog):\n    f(1)\n    assert 'x' in caplog.text", "test_a.. takes caplog", "def test_a(capsys):\n    f(1)\n    assert capsys.readouterr().out == 'x'"),
     "warnings": ("import pytest\nwith pytest.warns(UserWarning): f(1)", "objects, log or warnings", "import pytest\nwith pytest.raises(UserWarning): f(1)"),
     "skip": ("import pytest\ndef test_a():\n    if f(1) is None: pytest.skip('none')\n    assert f(1) == 2", "leaves tests out", "import pytest\ndef test_a():\n    if f(1) is None: pytest.fail('none')\n    assert f(1) == 2"),
-    "SkipTest": ("from unittest import SkipTest as Skip\ndef test_a():\n    if not f(1): raise Skip\n    assert f(1) == 2", "leaves tests out", "def test_a():\n    if not f(1): raise ValueError\n    assert f(1) == 2"),
     "skipif": ("import pytest\nr = f(0)\n@pytest.mark.skipif(r is None, reason='none')\ndef test_a(): assert f(1) == 2", "leaves tests out|decides what is tested", "import pytest, sys\n@pytest.mark.skipif(len(sys.path) > 999, reason='x')\ndef test_a(): assert f(1) == 2"),
     "skipif by a text": ("import pytest\nr = f(0)\n@pytest.mark.skipif('r is None')\ndef test_a(): assert f(1) == 2", "leaves tests out", "import pytest\n@pytest.mark.skip('none')\ndef test_b(): assert f(0)\ndef test_a(): assert f(1) == 2"),
-    "xfail": ("import pytest\ndef test_a():\n    if f(1) is None: pytest.xfail('none')\n    assert f(1) == 2", "leaves tests out", "import pytest\n@pytest.mark.xfail(raises=ValueError, strict=True)\ndef test_a():\n    f(0)\n    assert f(1) == 2"),
     "files": ("def test_a(tmp_path):\n    assert f(tmp_path) == 2", "test_a.. takes tmp_path", "door = f(1)\nassert door.open() == 2"),
 }  # fmt: skip
 
@@ -193,23 +184,14 @@ EACH = "for a, b in zip(f(3), [1, 2, 3]): "
 EQUAL = "a == b for a, b in zip(f(3), [1, 2, 3])"
 NOTHING = {  # name -> tests that check nothing if f returns []
     "assertEqual": f"{CASE}{EACH}self.assertEqual(a, b)",
-    "assertTrue": f"{CASE}for a in f(3): self.assertTrue(a > 0)",
     "assertTrue of all": f"{CASE}self.assertTrue(all({EQUAL}))",
-    "subTest": f"{CASE}{EACH}\n            with self.subTest(a=a): self.assertEqual(a, b)",
     "assertEqual in a list": f"{CASE}[self.assertEqual(a, b) for a, b in zip(f(3), [1, 2, 3])]",
-    "numpy's assert_equal": f"import numpy as np\ndef test_a():\n    {EACH}np.testing.assert_equal(a, b)",
     "numpy's assert_allclose": f"import numpy as np\ndef test_a():\n    {EACH}np.testing.assert_allclose(a, b)",
-    "pytest.fail": f"import pytest\ndef test_a():\n    {EACH}\n        if a != b: pytest.fail('other')",
     "raise": f"def test_a():\n    {EACH}\n        if a != b: raise AssertionError('other')",
-    "helper": f"def same(a, b): assert a == b\ndef test_a():\n    {EACH}same(a, b)",
     "helper with the loop": "def same(x):\n    for a, b in zip(x, [1, 2]): assert a == b\ndef test_a(): same(f(3))",
-    "helper at the top": f"import pytest\ndef close(a, b): assert a == pytest.approx(b)\n{EACH}close(a, b)",
     "np.all": f"import numpy as np\nassert np.all([{EQUAL}])",
-    "np.all of an array": f"import numpy as np\nassert np.all(np.array([{EQUAL}]))",
     "all": f"assert all({EQUAL})",
-    "range": "for a, b in zip(f(3), range(1, 4)): assert a == b",
     "not any": "assert not any(a != b for a, b in zip(f(3), [1, 2, 3]))",
-    "sum": "assert sum(a != b for a, b in zip(f(3), [1, 2, 3])) == 0",
 }
 
 
@@ -251,7 +233,7 @@ SAME = "def same(a, b):\n    for x, y in zip(a, b): assert x == y"
 
 @pytest.mark.wide(always=6)
 @pytest.mark.parametrize("name", CHECKED)
-def test_checks_that_a_right_answer_need_not_reach_are_not_missed(judge, name: str):
+def test_checks_that_a_right_answer_need_not_reach(judge, name: str):
     row = {"tests": CHECKED[name], "test_setup": SAME if "set-up" in name else ""}
     assert judge(EXPECTED, row) is Verdict.CORRECT
 

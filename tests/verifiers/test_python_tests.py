@@ -4,7 +4,6 @@
 
 import json
 import pickle
-import shutil
 import zlib
 from base64 import b64encode
 from pathlib import Path
@@ -245,7 +244,6 @@ def test_an_assert_that_fails_is_a_failure_whatever_catches_it(verifiers, tests:
 
 REFUSED = {  # tests -> the reason
     "x = 1": "no assert",
-    "print(f(1))": "no assert",
     "f(1)": "check nothing",
     "def test_a():\n    assert_equal(f(2), 4)": "nothing defines assert_equal",
     "class T(TestCase):\n    def test_a(self): self.assertEqual(f(2), 4)": "nothing defines TestCase",
@@ -257,7 +255,6 @@ REFUSED = {  # tests -> the reason
     "def test_a():\n    assert f(1) == 1\ndef test_a():\n    assert f(2) == 2": "test_a is defined twice",
     "assert f(1) == 1\ndef verify():\n    assert f(2) == 2": r"nothing calls verify\(\)",
     "assert f(1) == 1\ndef case(a, b):\n    assert f(a) == b\ndef run_all():\n    case(2, 4)": r"nothing calls run_all\(\)",
-    "import pytest\n@pytest.mark.slow\ndef test_a(): assert f(2) == 4\n@pytest.mark.slow\ndef test_a(): assert f(1) == 1": "test_a is defined twice",
     "assert f(1) == 1\nf(2) == 2": "write `assert`",
     "assert (f(1) == 1, 'text')": "always true",
     "assert f(1) == 1\nclass Checks:\n    def test_a(self): assert f(2) == 2": "class Checks does not run",
@@ -291,10 +288,9 @@ def test_tests_that_cannot_run_are_errors(verifiers, tests: str):
 
 @pytest.mark.parametrize(("completion", "verdict", "detail"), [
     ("I cannot do that.", "UNPARSED", "no Python"), ("```python\ndef g(x): return x\n```", "WRONG", "no f"),
-    ("```python\ndef f(x) return x\n```", "WRONG", "SyntaxError"),
     ("```python\nimport no_such_module\n```", "WRONG", "no_such_module"),
     ("def f(x): return 1 / 0", "WRONG", "ZeroDivisionError"), ("def f(x): return f(x)", "WRONG", "RecursionError"),
-    ("def f(x):\n    while True: pass", "TIMEOUT", "1 s"), ("x = bytes(10**10)", "WRONG", "MemoryError"),
+    ("def f(x):\n    while True: pass", "TIMEOUT", "1 s"),
     ("def f(x): return bytearray(900 << 20)", "WRONG", "memory_mb is 512"),
     ("import os, signal\ndef f(x): os.kill(os.getpid(), signal.SIGXCPU)", "TIMEOUT", "CPU"),
 ])  # fmt: skip
@@ -339,7 +335,6 @@ def test_the_answer_is_the_last_code_that_defines_what_is_tested(
     (("class A:\n    def f(self): return B(3).f()", "class B:\n    def __init__(self, x): self.x = x\n    def f(self): return self.x ** 2", "A().g()"), {"tests": "assert A().f() == B(3).f() == 9"}),
     (("    return x * x", "print(f(3))"), FORMS["check"]),
     (("print(int(input()) ** 2)", "# input: 3\nprint(9)", "1 / 0"), STDIN),
-    (("print(int(input()))", "import sys\nprint(int(sys.stdin.read()) ** 2)"), STDIN),
 ])  # fmt: skip
 def test_examples_of_use_are_no_answer(verifiers, blocks: tuple, row: dict):
     completion = "\n\n".join(f"```python\n{block}\n```" for block in blocks)
@@ -349,10 +344,10 @@ def test_examples_of_use_are_no_answer(verifiers, blocks: tuple, row: dict):
 
 
 @pytest.mark.parametrize("row", [
-    {}, {"tests": ""}, {"tests": []}, {"tests": 5}, {"cases": []}, {"cases": [{"input": 1}]},
+    {}, {"tests": ""}, {"cases": [{"input": 1}]},
     {"tests": "assert f", "test_setup": "import"}, {"tests": "assert f", "entry_point": 3},
     {"tests": "def f(x): return x\nassert f(1) == 1", "entry_point": "f"},
-    {"entry_point": "f", "cases": [{"input": [1]}]}, {"cases": [{"input": [1], "output": 1}]},
+    {"cases": [{"input": [1], "output": 1}]},
     {"entry_point": "f", "cases": [{"input": [1], "output": 1}, {"input": 1, "output": 1}]},
 ])  # fmt: skip
 def test_malformed_rows_are_refused(row: dict):
@@ -367,7 +362,6 @@ DIES = "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return x * x"
     (SAME, ["assert f(0) == 0", "assert f(1) == 1", "assert f(2) == 4", "assert f(3) == 9"], 0.5),
     # a test function is one, however many asserts it has
     (SAME, "assert f(1) == 1\ndef test_a():\n    assert f(1) == 1\n    assert f(2) == 4", 0.5),
-    (SAME, "def check(g):\n    assert g(1) == 1\n    assert g(2) == 4", 0),
     # a loop is one check
     (SAME, "for i in range(3):\n    assert f(i) == i * i", 0),
     (SAME, "for i in range(3):\n    assert f(i) == i * i\nassert f(1) == 1", 0.5),
@@ -376,8 +370,6 @@ DIES = "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return x * x"
     (SAME, "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(1), 1)\n    def test_b(self): self.assertEqual(f(2), 4)", 0.5),
     # an early end earns nothing for what was not reached
     (DIES, "assert f(0) == 0\nassert f(2) == 4\nassert 1 == 1", 1 / 3),
-    (DIES, "for i in range(10):\n    assert f(i) == i * i", 0),
-    (DIES, "assert f(0) == 0\nx = f(2)\ndef test_a(): assert x == 4", 0.5),
     # a value of before the failure does not count
     ("def f(x): return x ** 2 if x < 2 else 1 / 0", "x = f(1)\nassert x == 1\nx = f(2)\nassert x == 1", 0.5),
 ])  # fmt: skip
@@ -493,18 +485,6 @@ def test_malformed_comparisons_are_refused(tmp_path: Path):
         PythonTests(tolerance=-1.0)
 
 
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_compiled_programs_are_compared_so_too():
-    row = {"cases": [{"input": "", "output": "0.33333333"}]}
-    code = '```c\n#include <stdio.h>\nint main(void) { printf("%.9f", 1 / 3.0); return 0; }\n```'
-    assert Run("c")(code, row).verdict is Verdict.WRONG
-    assert Run("c", tolerance=1e-6)(code, row).verdict is Verdict.CORRECT
-    assert (
-        Run("c")(code, row | {"checker": "def check(i, o, e): return o.startswith(e)"}).verdict
-        is Verdict.CORRECT
-    )
-
-
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
     ("format", "count"), [("mbppplus", 3), ("livecodebench", 3), ("apps", 3), ("taco", 3)]
@@ -553,28 +533,13 @@ def packed(content: bytes) -> dict:
 @pytest.mark.parametrize(("format", "row", "says"), [
     ("livecodebench", packed(pickle.dumps(Evil())), "pickle of text alone"),
     ("livecodebench", packed(pickle.dumps(["[]", "x"])), "pickle of text alone"),
-    ("livecodebench", packed(b"not a pickle"), "neither JSON nor a packed pickle"),
     ("livecodebench", packed(b"") | {"private_test_cases": "%%%"}, "neither JSON nor a packed pickle"),
-    ("livecodebench", packed(pickle.dumps("not JSON")), "not JSON"),
     ("livecodebench", {"question_content": "a", "public_test_cases": "[5]"}, "must be lists of"),
     ("livecodebench", {"question_content": "a", "public_test_cases": '[{"input": "", "output": ""}]'}, "testtype"),
     ("apps", {"question": "a", "input_output": "{"}, "input_output is not JSON"),
     ("apps", {"question": "a", "input_output": '{"inputs": ["1"], "outputs": []}'}, "1 inputs and 0 outputs"),
-    ("taco", {"question": "a", "input_output": '{"inputs": 5}'}, "lists inputs and outputs"),
-    ("apps", {"question": "a", "input_output": '{"inputs": [5], "outputs": ["1"]}'}, "must be a string"),
-    ("mbppplus", {"prompt": "a", "test": "x", "test_list": "y"}, "test_list must be a list"),
 ])  # fmt: skip
 def test_malformed_rows_of_data_sets_are_refused(tmp_path: Path, format: str, row: dict, says: str):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(UserError, match=says):
         prompt_dataset(source=str(tmp_path / "rows.jsonl"), format=format)
-
-
-def test_tests_with_endless_numbers_are_left_out(tmp_path: Path):
-    calls = '{"fn_name": "f", "inputs": [[%s]], "outputs": [[1]]}'
-    rows = [
-        {"question": str(i), "input_output": calls % ("9" * digits)}
-        for i, digits in enumerate((5, 5000))
-    ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert len(prompt_dataset(source=str(tmp_path / "rows.jsonl"), format="apps")) == 1

@@ -7,7 +7,7 @@ import pytest
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.data import reasoning_gym_prompts
-from rocm_ext.verifiers import Pool, ReasoningGym, Verdict
+from rocm_ext.verifiers import ReasoningGym, Verdict
 
 pytest.importorskip("resource", reason="forks and POSIX signals")
 HAS = importlib.util.find_spec("reasoning_gym") is not None
@@ -116,21 +116,6 @@ def test_rows_of_another_version_are_errors(judge):
     result = judge(said("1"), {**row, "prompt": "1 + 1 = ?"})
     assert result.verdict is Verdict.ERROR
     assert "another question" in result.detail
-
-
-@needs_gym
-def test_held_out_prompts_are_others_and_workers_judge_them():
-    held = reasoning_gym_prompts(task="coin_flip", size=20, seed=5, system_prompt="")
-    train = reasoning_gym_prompts(task="coin_flip", size=200, seed=5, skip=20)
-    assert train
-    assert not {p.row["prompt"] for p in held} & {p.row["prompt"] for p in train}
-    assert not {p.id for p in held} & {p.id for p in train}
-    assert len(held[0].messages) == 1
-    with Pool(
-        {"_component_": "rocm_ext.verifiers.ReasoningGym", "sandbox": "rlimits"}, 1, 60
-    ) as pool:
-        futures = [pool.submit(said(p.row["answer"]), p.row) for p in held[:5]]
-        assert {future.result().verdict for future in futures} == {Verdict.CORRECT}
 
 
 @needs_gym
