@@ -2,22 +2,18 @@
 
 import json
 import random
-import re
-import shutil
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 from rocm_ext.recipes.grpo_rocm import main
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 from torchtune.models.qwen2_5 import qwen2_5_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rocm_ext import cli, config, pocket, pocket_agent
-from rocm_ext.data.encoder import TextEncoder
 from rocm_ext.data.prompts import check_disjoint, prompt_dataset
 from rocm_ext.data.render import render_conversation, render_prompt
 from rocm_ext.data.rows import open_dataset
@@ -26,12 +22,9 @@ from rocm_ext.environments import calls_in
 from rocm_ext.model.native.decoder import native
 from rocm_ext.runs.scores import Score, wilson
 from rocm_ext.sampling import LocalEngine, Request, Sampling
-from tests.kit.families import folder_config
 from tests.kit.forks import forked
 from tests.kit.grpo_runs import lines
-from tests.kit.parity import finetune
 from tests.kit.run_folders import write_jsonl
-from tests.kit.samples import answers_of, ask
 from tests.kit.tiny import metrics
 
 TEXTS = [
@@ -195,15 +188,6 @@ def test_another_folder_is_refused(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pocket, "_train", interrupt)
-    assert cli.main(["pocket", str(tmp_path / "pocket")]) == 128 + signal.SIGINT
-    assert not list(tmp_path.iterdir())
-
-
 # ---- evaluation
 def replies(model, tokenizer, texts: list[str]):
     """Return greedy completions of user turns, in their order."""
@@ -230,53 +214,7 @@ def test_greedy_answers_equal_those_of_transformers(tune_model, hf_model, tune_t
     assert {"stop"} <= {completion.finish_reason for completion in completions}
 
 
-def test_accuracy_counts_right_answers(pocket_dir, tune_model):
-    tokenizer, prompts = (
-        pocket.load_tokenizer(pocket_dir),
-        ["What is 10 + 10?", "Add 12 and 71.", "Add 20 and 31."],
-    )
-    said = [re.findall(r"\d+", c.text)[-1] for c in replies(tune_model, tokenizer, prompts)]
-    answers = [said[0], str(int(said[1]) + 1), said[2]]
-    turns = [{"role": "user", "content": prompt} for prompt in prompts]
-    rows = [
-        {"messages": [turn, {}], "answer": answer}
-        for turn, answer in zip(turns, answers, strict=True)
-    ]
-    assert pocket.accuracy(tune_model, tokenizer, rows) == Score(2, 3)
-
-
 # ---- tools
-def test_rows_with_tools_are_what_the_template_writes(pocket_dir):
-    item = pocket.Item("K", "b", 61)
-    rows = [item.row(random.Random(seed)) for seed in range(40)]
-    messages = max(
-        (row["messages"] for row in rows),
-        key=lambda talk: len(talk[2]["content"]) * (len(talk) == 5),
-    )
-    listed, question, call, result, answer = messages
-    assert listed == pocket.LIST
-    content, (read,) = calls_in(call["content"], pocket_agent.TOOLS)
-    assert read.arguments == {"item": "K", "shelf": "b"}
-    calling = {"role": "assistant", "content": content, "tool_calls": [read.message(0)]}
-    talk = [question, calling, {"role": "tool", "content": result["content"]}, answer]
-    template = AutoTokenizer.from_pretrained(pocket_dir)
-    ours, _ = render_conversation(pocket.load_tokenizer(pocket_dir), messages)
-    text = template.apply_chat_template(talk, tools=pocket_agent.TOOLS, tokenize=False)
-    assert template.decode(ours) == text.removesuffix("\n")
-
-
-def test_no_row_with_tools_tells_an_answer():
-    held_out, train, pool = pocket.split_items(3)
-    assert {*held_out, *train} == {*pool}
-    assert not {*held_out} & {*train}
-    for item in pool:
-        numbers = {
-            row["answer"]
-            for row in (item.row(random.Random(seed), habit=0.0) for seed in range(40))
-        }
-        assert len(numbers) > 20, "whatever the item's number is"
-    asked = {"prompt": 'Count "K" on shelf "b".', "answer": "It is 61."}
-    assert pocket.questions_about([pocket.Item("K", "b", 61)])[1] == asked
 
 
 @pytest.mark.nightly
@@ -321,74 +259,28 @@ def test_the_card_says_what_eval_says(pocket_dir, capsys):
     assert said["pass_at_k"] == {}
 
 
-def test_eval_in_words(pocket_dir, held_out, tmp_path, capsys):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in held_out[:5]))
-    arguments = [
-        "--config",
-        "cpu_pocket_raft",
-        "--data",
-        str(rows),
-        f"pocket={pocket_dir}",
-        "eval_samples=2",
-    ]
-    assert cli.main(["eval", *arguments]) == 0
-    first, *others = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"pass@1 \d+\.\d % \([0-5]/5\), 95 % interval .*", first)
-    assert [line.split(":")[0] for line in others[:2]] == ["pass@1 of 2", "pass@2 of 2"]
-    assert others[2].startswith("wrong greedy answers: ")
-
-
-@pytest.mark.parametrize(
-    ("k", "n", "low", "high"),
-    [
-        (100, 300, 0.2824, 0.3885),
-        (0, 10, 0.0, 0.2775),
-        (10, 10, 0.7225, 1.0),
-        (81, 263, 0.2553, 0.3662),
-    ],
-)
-def test_wilson(k, n, low, high):
-    # 81/263 is Newcombe's (1998) first example; the others follow from the formula
-    assert wilson(k, n) == pytest.approx((low, high), abs=1e-4)
-
-
 # ---- new tokens
-@pytest.mark.wide
-def test_it_learns_tokens_whose_rows_are_alike(pocket_dir, tmp_path):
-    """Untrained rows often are all equal. LoRA alone cannot tell such tokens apart; with rows that train it can."""
-    tokens = ["<|box_start|>", "<|box_end|>"]
-    base = shutil.copytree(pocket_dir, tmp_path / "base")
-    encoder = TextEncoder(base / "tokenizer.json")
-    state, ids = load_file(base / "model.safetensors"), [encoder.ids[token] for token in tokens]
-    state["model.embed_tokens.weight"][ids] = 0.02 * torch.randn(
-        128, generator=torch.Generator().manual_seed(0)
-    )
-    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
-    talks = [[f"What is {i} {'+-'[i % 2]} 3?", tokens[i % 2]] for i in range(320)]
-    roles = ("user", "assistant")
-    rows = [
-        {"messages": [{"role": r, "content": c} for r, c in zip(roles, talk, strict=True)]}
-        for talk in talks
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    right = {}
-    for name, lora in (("alone", {}), ("rows", {"trainable_tokens": tokens})):
-        cfg = folder_config(base, tmp_path / "rows.jsonl", tmp_path / name, lora, epochs=3)
-        cfg["dataset"] = {
-            "_component_": "rocm_ext.data.sft_dataset",
-            "source": str(tmp_path / "rows.jsonl"),
-        }
-        cfg["optimizer"]["lr"] = 3e-3
-        learner = finetune(cfg).learner
-        requests = ask(
-            [tuple(render_prompt(learner.tokenizer, row["messages"][:1])) for row in rows[:20]]
-        )
-        session = LocalEngine(
-            decoder=learner.decoder, tokenizer=learner.tokenizer, free_memory=lambda: 2**30
-        ).session
-        with session(None) as opened:
-            found = answers_of(opened, requests, Sampling(1, temperature=0))
-        right[name] = sum(found[str(i), 0].tokens == [ids[i % 2]] for i in range(20))
-    assert right["rows"] == 20
-    assert right["alone"] <= 10
+
+
+def test_rows_with_tools_are_what_the_template_writes(pocket_dir):
+    item = pocket.Item("K", "b", 61)
+    rows = [item.row(random.Random(seed))["messages"] for seed in range(40)]
+    talk = max((row for row in rows if len(row) == 5), key=lambda row: len(row[2]["content"]))
+    listed, question, call, result, answer = talk
+    assert listed == pocket.LIST
+    content, (read,) = calls_in(call["content"], pocket_agent.TOOLS)
+    assert read.arguments == {"item": "K", "shelf": "b"}
+    calling = {"role": "assistant", "content": content, "tool_calls": [read.message(0)]}
+    chat = [question, calling, {"role": "tool", "content": result["content"]}, answer]
+    template = AutoTokenizer.from_pretrained(pocket_dir)
+    ours, _ = render_conversation(pocket.load_tokenizer(pocket_dir), talk)
+    text = template.apply_chat_template(chat, tools=pocket_agent.TOOLS, tokenize=False)
+    assert template.decode(ours) == text.removesuffix("\n")
+
+
+def test_held_out_items_are_others():
+    held_out, train, pool = pocket.split_items(3)
+    assert {*held_out, *train} == {*pool}
+    assert not {*held_out} & {*train}
+    asked = {"prompt": 'Count "K" on shelf "b".', "answer": "It is 61."}
+    assert pocket.questions_about([pocket.Item("K", "b", 61)])[1] == asked

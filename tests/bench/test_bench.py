@@ -482,6 +482,7 @@ def test_a_plan_takes_as_long_as_the_measured_step(tmp_path, capsys):
     ("arguments", "found"),
     [
         (["--output", "/"], "is a folder; name a file"),
+        (["--only", "gemm", "bandwidth"], "for more probes: --only A --only B"),
         (["--only", "gemm", "--output", "/proc/b.json"], "cannot write /proc/b.json"),
         (["--output", "{tmp}/old.json"], "old.json exists; name another file, or add --force"),
         (

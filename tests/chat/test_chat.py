@@ -259,6 +259,8 @@ CANNOT = {  # case -> arguments, fragment of the error
     "no adapter": (["MODEL", "-p", "1+1?", "--base"], "name a run's folder, or --adapter"),
     "file": (["MODEL", "-p", "1+1?", "--adapter", "ADAPTER/adapter_model.safetensors"], "is a file; name its folder"),
     "unfinished": (["HERE"], "has no adapter yet"),
+    "missing": (["cpu_poket"], "there is no such folder"),
+    "question": (["MODEL", "-p", " "], "the question is empty"),
     "seed": (["MODEL", "-p", "1+1?", "seed=3"], "--seed N repeats the same answers"),
 }  # fmt: skip
 

@@ -790,6 +790,7 @@ def test_a_prompt_may_have_tools_and_end_with_their_answer(model_folder, rows):
     [
         ({"messages": [BRIEF, *CHATS["one turn"]], "system": "Other."}, "column system differs"),
         ({"messages": CHATS["one turn"], "tools": "["}, "tools are not valid JSON"),
+        ({"messages": CHATS["one turn"], "tools": ["weather"]}, "tools must be a list of objects"),
         (
             {"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": "{"}])]},
             "not valid JSON",

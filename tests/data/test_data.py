@@ -211,6 +211,7 @@ BAD_ROWS = [({"messages": messages}, says) for messages, says in BAD_MESSAGES] +
     ({**PAIR, "label": False}, "label is False.*dpo_rocm"),
     ({"conversations": [*SHAREGPT, SHAREGPT[0]], "chosen": "a", "rejected": "b"}, r"a pair \(chosen, rejected\)"),
     ({**ALPACA, "text": "x"}, "alpaca and text.*set schema"),
+    ({**ALPACA, "thumbs": "up"}, "thumbs is up.*KTO"),
     ({**ALPACA, "history": [["q"]]}, r"history must be a list of pairs.*\[\['q'\]\]"),
 ]  # fmt: skip
 
@@ -389,6 +390,21 @@ def hf_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
+def test_folders_of_save_to_disk(qwen, tmp_path):
+    lines = [{"prompt": "q", "completion": text} for text in "abc"]
+    saved = {
+        "train": datasets.Dataset.from_list(lines[:2]),
+        "test": datasets.Dataset.from_list(lines[2:]),
+    }
+    datasets.DatasetDict(saved).save_to_disk(folder := str(tmp_path / "rows"))
+    for split, expected in (("train[1:]", "b"), ("train+test", "abc")):
+        assert answers(qwen, sft_dataset(qwen, source=folder, split=split)) == [*expected]
+    with pytest.raises(UserError, match=r"split 'dev': .*the splits are train, test"):
+        sft_dataset(qwen, source=folder, split="dev")
+    with pytest.raises(UserError, match="data_files and name do not apply"):
+        sft_dataset(qwen, source=folder, name="sums")
+
+
 def test_hub(qwen, monkeypatch):
     calls = []
 
@@ -456,6 +472,7 @@ def test_counts_add_up(sizes, limit, policy):
         (ValueError("no\nluck"), "no luck"),
         ({"tokens": [1]}, "needs tokens and labels"),
         ({"tokens": [1, 2], "labels": [1]}, "one length"), ({**item(3), "encoder_input": {}}, "images.*text models"),
+        ({**item(3), "seq_lens": [2]}, "seq_lens add up to 2.*3 tokens"),
     ],
 )  # fmt: skip
 def test_bad_items_are_named_once(bad, says):

@@ -344,6 +344,8 @@ def test_long_sides_are_cut_dropped_or_refused(read):
     ("row", "says"),
     [
         ({"prompt": "a", "chosen": "b"}, "lack rejected; use column_map"),
+        ({**PAIR, "chosen": 7}, "a text or a list"),
+        ({**PAIR, "prompt": 7}, "found 7"),
         ({"prompt": "a", "completion": "b"}, "lack chosen and rejected, or label.*lora_finetune_rocm"),
         ({"prompt": "a", "completion": "b", "label": "soso"}, "label is 'soso'; expected true, the answer is good"),
         ({"prompt": "a", "label": True}, "have a label, but lack completion, messages or output"),

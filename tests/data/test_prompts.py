@@ -141,7 +141,7 @@ def test_humaneval(rows):
 # ---- errors
 BAD_ROWS = [
     ({"prompt": None, "a": 1}, "the columns .* have neither prompt nor messages"),
-    ({"prompt": [user("a")]}, "a conversation goes in messages"),
+    ({"prompt": [user("a")]}, "a conversation goes in messages"), ({"prompt": 3}, "prompt must be text, found int"),
     ({"prompt": "a \ud800 b"}, "not valid Unicode"), ({"prompt": "a", "messages": [user("b")]}, "set column_map"),
     ({"messages": [user("a"), assistant("b")]}, "must end with a user's turn, found the assistant's"),
     ({"messages": []}, "messages is empty"),
@@ -151,6 +151,7 @@ BAD_ROWS = [
 OF_FORMATS = [
     ("gsm8k", {"question": "a", "answer": "1"}, "answer has no ####"),
     ("mbpp", {"prompt": "a", "tests": "b"}, "format mbpp needs entry_point"),
+    ("mbpp", {"text": "a", "test_list": "b"}, "test_list must be a list of text"),
     ("mbpp", {"text": "a", "test_list": [1]}, r"test_list\[0\] must be a string"),
 ]
 

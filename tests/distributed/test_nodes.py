@@ -4,15 +4,11 @@ The fast tests run each machine in a fork, with what torchrun would put into its
 in network namespaces.
 """
 
-import contextlib
-import fcntl
 import json
 import os
-import resource
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -249,7 +245,7 @@ def test_a_machine_that_does_not_come_is_named(make, monkeypatch):
     assert_error(messages, "no sign of rank 1 on other machines")
 
 
-def test_the_first_of_several_messages_ends_the_rank_and_rubbish_does_not(capfd):
+def test_the_first_message_ends_the_rank_and_rubbish_does_not(capfd):
     """Rank 0 has failed, and passes on that another one has, before this rank reads."""
     ours, theirs = socket.socketpair()
     sent = b"".join(RUBBISH) + b'{"rank": 0, "text": "first"}\n{"rank": 2, "text": "second"}\n'
@@ -269,22 +265,6 @@ RUBBISH = (
 )
 
 
-def test_the_watch_uses_any_descriptor(capfd):
-    """select() knows those below 1,024 only; a rank with many files has others."""
-    ours, theirs = socket.socketpair()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 2100:
-        pytest.skip("this system allows no descriptor above 1,023")
-
-    def prepare():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2100), hard))
-        return {0: socket.socket(fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD, 2000))}
-
-    theirs.sendall(b'{"rank": 0, "text": "a message"}\n')
-    assert ended_by_the_watch(prepare) == 1
-    assert capfd.readouterr().err == "error: rank 0 on trainer: a message\n"
-
-
 def ended_by_the_watch(peers) -> int:
     """Watch ``peers``, or what ``peers()`` returns, in a fork as rank 1; return its exit code."""
     pid = os.fork()
@@ -295,28 +275,6 @@ def ended_by_the_watch(peers) -> int:
         time.sleep(20)
         os._exit(77)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def test_a_flood_of_strangers_does_not_delay_the_meeting(monkeypatch):
-    """Connections that say nothing, or something else than the token, are left aside, and the oldest closed."""
-    monkeypatch.setattr(watch, "_STRANGERS", 5)
-    token, server = b"0123456789abcdef", watch._server("127.0.0.1")
-    assert server.getsockname()[0] == "127.0.0.1"
-    place = server.getsockname()
-    with contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(socket.create_connection(place)) for _ in range(40)]
-        silent[0].sendall(token[:5])
-        silent[1].sendall(b"GET / HTTP/1.1\r\n\r\n" * 3)
-        silent[2].close()
-        ranks_ = [stack.enter_context(watch._connect(*place, token, number)) for number in (2, 1)]
-        silent += [stack.enter_context(socket.create_connection(place)) for _ in range(40)]
-        began = time.monotonic()
-        found = watch._accept([server], token, 2)
-        assert time.monotonic() - began < 20  # a stranger may take seconds each
-        names = {number: peer.getpeername() for number, peer in found.items()}
-        assert names == {2: ranks_[0].getsockname(), 1: ranks_[1].getsockname()}
-        for peer in found.values():
-            peer.close()
 
 
 def test_a_rank_that_does_not_come_has_one_deadline(monkeypatch):
@@ -368,20 +326,6 @@ def test_two_ranks_equal_one(tmp_path, family, lora, changes):
         for name in ("two", "one")
     )
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="names of interfaces")
-def test_ranks_of_one_machine_talk_over_its_loopback(tmp_path):
-    """gloo would listen at the address of the machine's own name, often one of a network."""
-
-    def where():
-        here = ranks.Ranks.from_env(torch.device("cpu"))
-        print(os.environ["GLOO_SOCKET_IFNAME"])
-        here.close()
-        sys.exit(0)
-
-    for code, messages in forks.forked_ranks(where, tmp_path):
-        assert (code, messages.splitlines()[-1]) == (0, "lo"), messages
 
 
 def sft_run(top: Path, out: Path) -> Path:

@@ -7,7 +7,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
 import peft
 import pytest
 import torch
@@ -17,9 +16,7 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from transformers import AutoModelForCausalLM
 
 from rocm_ext import cli
-from rocm_ext.evaluate.rows import Measured, compare
 from rocm_ext.runs.folder import RunFolder, held_out
-from rocm_ext.runs.intervals import paired_ratio
 from tests.kit.grpo_runs import lines
 from tests.kit.parity import finetune, prepare
 from tests.kit.run_folders import write_jsonl
@@ -141,52 +138,6 @@ def test_single_answers_are_measured_as_validations_are(tmp_path, capsys):
 
 
 @pytest.mark.wide(always=1)
-def test_files_of_the_user_stay(run, tmp_path, capsys):
-    (mine := tmp_path / "rows.jsonl").write_text("{}\n")
-    rows, adapter = ["--data", str(run.parent / "rows.jsonl")], ["--adapter", str(run / "adapter")]
-    for more in ([], ["--verifier", "MathAnswer", *rows]):
-        assert cli.main(["eval", str(run), *adapter, "--output", str(tmp_path), *more]) == 1
-        assert f"{tmp_path} exists and is not empty; choose a new folder" in capsys.readouterr().err
-    assert mine.read_text() == "{}\n"
-    assert list(tmp_path.iterdir()) == [mine]
-
-
-@pytest.mark.wide(always=1)
-def test_rows_can_be_named(run, tmp_path, capsys):
-    """A file takes the place of a data set of the hub, too."""
-    rows = (run.parent / "rows.jsonl").read_text().splitlines()[:6]
-    (tmp_path / "some.jsonl").write_text("\n".join(rows))
-    on_hub = ["dataset.source=someone/rows", "dataset.name=main"]
-    said = evaluate(capsys, run, "--data", tmp_path / "some.jsonl", *on_hub)
-    assert said["rows"] == 6
-    assert cli.main(["eval", str(run), "--data", str(tmp_path / "some.jsonl")]) == 0
-    first, worst = capsys.readouterr().out.splitlines()[:2]
-    assert first.startswith(
-        f"loss {said['loss']:.4f}, perplexity {said['perplexity']:.3f} (6 rows, "
-    )
-    assert worst.startswith(
-        ("highest losses: row ", "rejected answers that are the more probable ones: row ")
-    )
-
-
-def test_bad_answers_do_not_count_in_a_comparison():
-    def model(*losses: float) -> Measured:
-        return Measured(
-            {}, [{"tokens": 9 - i, "loss": loss, "good": i != 1} for i, loss in enumerate(losses)]
-        )
-
-    assert compare(model(1, 7, 2), model(1.5, 3, 2.5))["difference"] == pytest.approx(-0.5)
-
-
-def test_an_interval_of_paired_rows_covers_the_truth_at_its_rate():
-    rng, hits = np.random.default_rng(0), 0
-    for _ in range(1000):
-        sizes = rng.integers(1, 40, 60).astype(float)
-        hits += not paired_ratio(sizes * rng.normal(-0.1, 0.3, 60), sizes).excludes(-0.1)
-    assert hits / 1000 == pytest.approx(0.95, abs=0.02)
-
-
-@pytest.mark.wide(always=1)
 def test_rows_of_the_users_own_need_trust(run, tmp_path, capsys, monkeypatch):
     (tmp_path / "own_rows.py").write_text(
         "from rocm_ext.data import preference_dataset, sft_dataset\n"
@@ -210,10 +161,9 @@ TOUCH = {"_component_": f"{VERIFIERS}.Command", "command": ["touch", "MARK"]}
 
 
 @pytest.mark.parametrize("changes", [
-    {"verifier": TOUCH}, {"verifier": {"_component_": f"{VERIFIERS}.All", "verifiers": [TOUCH]}},
+    {"verifier": {"_component_": f"{VERIFIERS}.All", "verifiers": [TOUCH]}},
     {"verifier": {"_component_": f"{VERIFIERS}.RewardFunction", "function": "os.abort"}},
     {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "sandbox": "rlimits"}},
-    {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "python": "./evil"}},
     {"verifier": {"_component_": f"{VERIFIERS}.LLMJudge", "base_url": "http://localhost", "api_key_env": "TOKEN"}},
     {"engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", "api_key_env": "TOKEN"}},
     {"eval_prompts": {"_component_": "os.system", "command": "touch MARK"}},
@@ -347,12 +297,8 @@ def right_rows(model: Path, rows: Path, folder: Path, capsys) -> Path:
 @pytest.mark.parametrize(("arguments", "said"), [
     (["--config", "cpu_pocket", "--base"], "--base compares an adapter"),
     (["--config", "cpu_pocket", "--verifier", "MathAnswer"], "eval_prompts is not set"),
-    (["seed=3", "--samples", "2", "cpu_pocket"], "set --verifier"),
-    (["--config", "cpu_pocket"], "the config has no held-out rows"),
-    (["--config", "cpu_pocket_raft", "eval_prompts=null"], "eval_prompts is not set"),
     (["--config", "cpu_pocket_raft", "--adapter", "tests"], "no adapter in tests"),
     (["--base"], "expected one MODEL, such as the output_dir of a run, and key=value; found none"),
-    (["MODEL", "--config", "cpu_pocket"], " and cpu_pocket"),
     (["MODEL"], "a model alone has no prompts and no verifier"),
     (["--config", "cpu_pocket_raft", "--format", "gsm8k"], "--format describes the rows of --data; set --data"),
 ])  # fmt: skip

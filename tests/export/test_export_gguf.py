@@ -3,7 +3,6 @@
 import json
 import resource
 import shutil
-import weakref
 from pathlib import Path
 
 import peft
@@ -22,14 +21,13 @@ from tokenizers import (
 from transformers import AutoModelForCausalLM
 
 from rocm_ext.data.render import render_prompt
-from rocm_ext.export import gguf_model, open_source
+from rocm_ext.export import open_source
 from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.server.openai import OpenAIEngine
 from tests.export.test_export import MISTRAL, bases, export, trained  # noqa: F401 - fixtures
 from tests.kit.families import MODELS
 from tests.kit.lines import one_line_has
 from tests.kit.llama_cpp import LlamaCpp, llama_cpp
-from tests.kit.pages import pages_in_memory
 from tests.kit.tiny import TEXT as WORDS
 
 gguf = pytest.importorskip("gguf")
@@ -107,7 +105,7 @@ def with_rows(trained: Path, top: Path) -> Path:  # noqa: F811
     return folder
 
 
-def test_the_merged_file_and_the_adapters_answer_as_the_trained_model(bases, trained, tmp_path):  # noqa: F811
+def test_merged_file_and_adapter_answer_as_the_trained_model(bases, trained, tmp_path):  # noqa: F811
     base = bases("llama")
     f32 = ("--type", "f32")
     rows = with_rows(trained, tmp_path)
@@ -136,34 +134,6 @@ def test_the_merged_file_and_the_adapters_answer_as_the_trained_model(bases, tra
     merged, adapted, plain = map(torch.tensor, most)
     assert ((merged - adapted).abs() < 1e-4).sum() >= 10, "others may be ties"
     assert ((merged - plain).abs() > 0.05).sum() >= 6
-
-
-def test_pages_leave_the_cache_while_the_file_grows(bases, tmp_path, monkeypatch):  # noqa: F811
-    cached, flush = [], gguf_model.flush
-
-    def count(path: Path) -> None:
-        flush(path)
-        cached.append(pages_in_memory(path))
-
-    monkeypatch.setattr(gguf_model, "flush", count)
-    monkeypatch.setattr(gguf_model, "_FLUSH", 1 << 15)
-    assert export(bases("llama"), "--gguf", tmp_path / "base.gguf") == 0
-    assert len(cached) > 2
-    assert max(cached) <= 1
-
-
-def test_one_weight_is_in_memory_at_a_time(bases, tmp_path, monkeypatch):  # noqa: F811
-    held = []
-
-    def read(stored: torch.Tensor) -> torch.Tensor:
-        assert not any(each() is not None for each in held), "the weight before it is still there"
-        values = stored.numpy().copy()
-        held.append(weakref.ref(values))
-        return torch.from_numpy(values)
-
-    monkeypatch.setattr(gguf_model, "dense", read)
-    assert export(bases("qwen2"), "--gguf", tmp_path / "base.gguf") == 0
-    assert len(held) > 20
 
 
 def test_a_full_disk_leaves_nothing(bases, tmp_path, capsys):  # noqa: F811
@@ -232,7 +202,7 @@ def test_the_modelfile_names_file_template_and_stops(bases, trained, tmp_path): 
 
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
-def test_the_openai_engine_samples_with_the_adapter_of_the_servers_start(
+def test_the_openai_engine_uses_the_adapter_of_the_start(
     bases,  # noqa: F811
     trained,  # noqa: F811
     tmp_path,

@@ -19,7 +19,7 @@ from rocm_ext.config.chosen_model import find_target
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.build import load_adapter
 from rocm_ext.model.families import StoredFormat
-from rocm_ext.model.lora import Sizes, described
+from rocm_ext.model.lora import Sizes
 from tests.kit.families import CHATML, PATTERNS, folder_config
 from tests.kit.parity import TOKENS, our_logits, our_model, their_logits, their_model
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
@@ -100,8 +100,6 @@ def prepare(folders, base: str, out: Path, adapter: Path | None, **changes) -> L
         ("qwen2", {"use_rslora": True, "use_dora": True, **PATTERNS}),
         ("llama", {"use_rslora": True, "r": 3, "lora_alpha": 5, "init_lora_weights": "gaussian"}),
         ("llama", {"r": 3, "lora_alpha": 5, **PATTERNS}),
-        ("llama", {"use_rslora": True, "use_dora": True}),
-        ("qwen2", {"use_rslora": True}),
         ("qwen2", {}),
     ],
     ids=str,
@@ -169,17 +167,6 @@ def test_a_pattern_that_would_match_for_ever_is_named():
         Sizes(rank=1, alpha=1, rank_pattern={endless: 2}).of("model.layers.11.self_attn.q_proj")
     with pytest.raises(UserError, match="takes more than 1 s"):
         StoredFormat("fp8", (0, 0), (f"re:{endless}",)).skips("model.layers.11.self_attn.q_proj")
-
-
-@given(
-    sizes=st.dictionaries(
-        st.sampled_from(NAMES), st.tuples(st.integers(1, 3), st.sampled_from([1, 2.5])), min_size=1
-    )
-)
-def test_what_is_written_of_layers_is_read_of_them(sizes):
-    said = described(sizes)
-    read = Sizes(rank=said.pop("r"), alpha=said.pop("lora_alpha"), **said)
-    assert {name: read.of(name) for name in sizes} == sizes
 
 
 @pytest.mark.parametrize(
@@ -267,8 +254,8 @@ def refused(folders, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "change",
     [
-        {"peft_type": "LOHA"}, {"alpha_pattern": {"q_proj": 4}}, {"rank_pattern": {"q_proj": 8}}, {"bias": "all"},
-        {"modules_to_save": ["lm_head"]}, {"fan_in_fan_out": True}, {"trainable_token_indices": [3]},
+        {"peft_type": "LOHA"}, {"alpha_pattern": {"q_proj": 4}}, {"rank_pattern": {"q_proj": 8}},
+        {"modules_to_save": ["lm_head"]},
         {"init_lora_weights": "pissa_niter_4"}, {"target_parameters": ["mlp.experts"]}, {"a_key_of_2028": {"on": True}},
     ],
     ids=lambda change: next(iter(change)),
@@ -283,7 +270,6 @@ def test_what_is_not_computed_is_refused_by_name(refused, change):
     ("change", "changes", "cure"),
     [
         ({"lora_alpha": 16}, {}, "Set model.lora_alpha=16"),
-        ({"r": 8, "lora_alpha": 16}, {}, "Set model.lora_rank=8 model.lora_alpha=16"),
         (
             {"rank_pattern": {"q_proj": 8}},
             {"native": True},
@@ -294,30 +280,16 @@ def test_what_is_not_computed_is_refused_by_name(refused, change):
             {"model": PATTERNS},
             "=null",
         ),
-        ({"alpha_pattern": {"layers.0.*": 4}}, {"native": True}, "Set model.lora_alpha=4"),
-        (
-            {"alpha_pattern": {"q_proj": -1}},
-            {},
-            "has alpha_pattern={'q_proj': -1}; expected layers' names",
-        ),
         ({"rank_pattern": {"(": 1}}, {}, "has rank_pattern={'(': 1}; expected layers' names"),
         ({"use_rslora": True}, {"use_rslora": False}, "Set use_rslora=True"),
-        ({}, {"use_rslora": True}, "Set use_rslora=False"),
-        ({"use_dora": True}, {}, "Set model.use_dora=True"),
-        ({"lora_alpha": 10**400}, {}, "lora_alpha=1000"),
-        ({"target_modules": [["q_proj"]]}, {}, "target_modules=[['q_proj']]"),
-        ({"peft_version": {"a": 1}}, {}, "peft_version={'a': 1}"),
         ({"base_model_name_or_path": "a\nb"}, {}, "base_model_name_or_path='a"),
-        ({"base_model_name_or_path": "a" * 300}, {}, "has base_model_name_or_path='aaa"),
         ({"use_dora": "no"}, {}, "has use_dora='no'"),
         (
             {"trainable_token_indices": {"embed_tokens": [3, 3]}},
             {},
             "expected different ids of tokens",
         ),
-        ({"use_rslora": 1}, {}, "has use_rslora=1"),
         ("[1, 2]", {}, "must hold a JSON object"),
-        ("{torn", {}, "cannot read the adapter"),
     ],
     ids=str,
 )
@@ -331,16 +303,6 @@ def test_settings_that_differ_from_the_model(refused, change, changes, cure):
         (
             lambda state: {name.replace("layers.0", "h.0"): t for name, t in state.items()},
             "belongs to no layer",
-        ),
-        (
-            lambda state: state | {"base_model.model.lm_head.weight": torch.ones(2, 2)},
-            "neither LoRA nor DoRA",
-        ),
-        (
-            lambda state: {
-                name: t[:-1] if "q_proj.lora_B" in name else t for name, t in state.items()
-            },
-            "q_proj",
         ),
         (
             lambda state: {name: t.flatten() for name, t in state.items()},
@@ -372,21 +334,6 @@ def test_fewer_target_modules_are_named_as_in_peft(refused, tmp_path, native):
         f"Set model.{'target_modules=[q_proj,v_proj]' if native else 'lora_attn_modules'}"
         in message
     )
-
-
-@pytest.mark.wide
-def test_base_model_of_another_name(folders, tmp_path, messages):
-    """Only the last part of a name counts: a hub name and a folder of that name are the same model."""
-    peft_adapter(folders["qwen2"], tmp_path / "adapter")
-    path = tmp_path / "adapter" / "adapter_config.json"
-    content = json.loads(path.read_text())
-    cache = "/home/me/.cache/huggingface/hub/models--Alibaba--Qwen2/snapshots/0123abc"
-    for name in (str(folders["qwen2"]), "Alibaba/Qwen2", cache, None, "Alibaba/Qwen2.5-7B"):
-        path.write_text(json.dumps(content | {"base_model_name_or_path": name}))
-        messages.clear()
-        prepare(folders, "qwen2", tmp_path / "run", tmp_path / "adapter")
-        other = [line for line in messages if "was trained on Alibaba/Qwen2.5-7B" in line]
-        assert bool(other) == (name == "Alibaba/Qwen2.5-7B")
 
 
 def test_file_of_torchtune(folders, tmp_path):

@@ -117,7 +117,7 @@ def test_the_sampler_uses_the_same_kernel(kernel):
     assert found == expected
 
 
-def test_beginnings_are_shared_unless_dropout_differs_between_them():
+def test_beginnings_are_shared_unless_dropout_differs():
     decoder = model("qwen2", "lora")
     assert shares_beginnings(decoder)
     decoder.layers[0].attn.q_proj.dropout = torch.nn.Dropout(0.1)

@@ -16,11 +16,9 @@ from rocm_ext.config.chosen_model import find_target
 from rocm_ext.config.model_folder import FROM_CHECKPOINT
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.adapters import peft_layers
-from rocm_ext.model.adapters.merge import merge
 from rocm_ext.model.adapters.peft_files import PeftConfig, read_adapter, write_adapter
 from rocm_ext.model.build import build_model, load_weights, read_weights
 from rocm_ext.model.hf import grouped_product
-from rocm_ext.model.lora import expert_loras
 from tests.kit import parity
 from tests.kit.families import folder_config
 from tests.kit.forks import several_ranks
@@ -282,28 +280,6 @@ def test_both_layouts_of_pefts_are_written_and_read(folder_of, tmp_path, monkeyp
     ]
 
 
-@torch.no_grad()
-def test_small_changes_of_experts_survive_in_16_bits(tmp_path):
-    """Each is below half a step of bf16, so the nearest value of most weights is that of the base model."""
-    base, adapter, out = (tmp_path / name for name in ("base", "adapter", "merged"))
-    exact = write_theirs(tmp_path / "fp32", "gpt-oss")
-    AutoModelForCausalLM.from_pretrained(exact, dtype=torch.bfloat16).save_pretrained(base)
-    ours = our_model(base, lora_rank=3, lora_alpha=3, **BOTH)
-    generator = torch.Generator().manual_seed(1)
-    for layer in expert_loras(ours).values():
-        torch.nn.init.normal_(layer.lora_b.weight, std=3e-4, generator=generator)
-    adapter.mkdir()
-    write_adapter(adapter, ours, "HF", str(base))
-    merge(OmegaConf.create({"checkpoint_dir": str(base)}), adapter, out, ours)
-    before, after = (load_file(folder / "model.safetensors") for folder in (base, out))
-    for name, layer in expert_loras(ours).items():
-        a, b = layer.factors(torch.float32)
-        update = (b @ a).mT if layer.transposed else b @ a
-        assert ((before[name] + update).bfloat16() != before[name]).float().mean() < 0.2
-        kept = ((after[name].float() - before[name].float()) * update).sum() / update.square().sum()
-        assert kept == pytest.approx(1, abs=0.1)
-
-
 def test_linears_stored_in_pieces_and_together_are_merged(rows, tmp_path, monkeypatch):
     """A family whose files hold q, k and v in one tensor, and a layer of the MLP in two."""
     together = WeightConverter(
@@ -378,13 +354,11 @@ def test_planned_peak_is_the_measured_one(tmp_path, name, changes):
             {"target_parameters": ["experts.gate_proj"]},
             "'experts.gate_proj', which is no parameter; did",
         ),
-        ("qwen3 moe", {"target_parameters": []}, "target_parameters is empty"),
         (
             "qwen3 moe",
             {"target_parameters": ["mlp.gate.weight"]},
             r"layers.1.mlp.gate.weight of Qwen3MoeTopKRouter is",
         ),
-        ("qwen3 moe", {"target_modules": []}, "target_modules is empty"),
         ("qwen3 moe", {**BOTH, "use_dora": True}, "not with DoRA"),
         (
             "qwen3 moe",
@@ -392,12 +366,6 @@ def test_planned_peak_is_the_measured_one(tmp_path, name, changes):
             "gate_proj, up_proj of this model for its experts'.*use_dora=False",
         ),
         ("qwen3 moe", {**BOTH, "lora_dropout": 0.1}, r"set lora_dropout=0\.0"),
-        ("olmo 2", {"target_parameters": "all-experts"}, "Olmo2ForCausalLM has no fused experts"),
-        (
-            "gpt-oss",
-            {"target_parameters": ["experts.gate_up_proj_bias"]},
-            "is no fused weight of experts",
-        ),
     ],
     ids=str,
 )
@@ -416,7 +384,6 @@ def test_experts_past_transformers_interface_are_refused(tmp_path):
     [
         (lambda config, state: config.update(target_parameters=["experts.down_proj"]),
          r"Set model.target_parameters=\['experts.down_proj'\]"),
-        (lambda config, state: config.update(target_parameters="experts"), "expected a list of names"),
         (lambda config, state: state.pop(next(k for k in state if "base_layer.lora_B" in k)), "missing model.layers.1"),
         (lambda config, state: state.update({k: t[:, :-1] for k, t in state.items() if "base_layer.lora_A" in k}),
          "base_layer.lora_A.weight is"),

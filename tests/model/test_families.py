@@ -10,7 +10,6 @@ import yaml
 from rocm_ext.recipes.lora_finetune_rocm import main
 from rocm_ext.recipes.raft_rocm import main as raft_main
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from rocm_ext import cli, config
@@ -27,21 +26,19 @@ from rocm_ext.sampling import Request, Sampling
 from rocm_ext.sampling.local import LocalSession
 from tests.data.test_chat_template import CHATS, FAMILIES, config_for, model_folder  # noqa: F401 - a fixture
 from tests.kit import parity
-from tests.kit.families import LLAMA3, MODELS, PATTERNS, folder_config, id_of, write_family
+from tests.kit.families import MODELS, PATTERNS, folder_config, id_of, write_family
 from tests.kit.forks import forked, several_ranks
 from tests.kit.parity import (
     CPU,
     TOKENS,
-    finetune,
     load,
     our_model,
     prepare,
-    their_logits,
     their_model,
 )
 from tests.kit.plans import planned_and_measured
 from tests.kit.raft_runs import held_out, write_run
-from tests.kit.tiny import metrics, run_config, write_rows, write_yaml
+from tests.kit.tiny import run_config, write_rows, write_yaml
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
 
@@ -144,11 +141,8 @@ def test_equals_torchtunes_builder(folders, tmp_path, name):
             },
             None,
         ),
-        ("llama", {"use_dora": True, **PATTERNS}, None),
         ("qwen3", {}, None),
         pytest.param("llama biased", {}, None, marks=pytest.mark.wide),
-        pytest.param("qwen2 tied", {}, None, marks=pytest.mark.wide),
-        pytest.param("qwen3 tied", {"use_dora": True}, None, marks=pytest.mark.wide),
     ],
     ids=str,
 )
@@ -216,19 +210,6 @@ def test_greedy_answers_equal_transformers(folders, tmp_path, name, merge):
         torch.testing.assert_close(torch.tensor(logprobs), wanted, rtol=0, atol=1e-4)
 
 
-@torch.no_grad()
-def test_a_bf16_sampler_normalises_heads_as_training_does(folders):
-    """In bf16, answers get the probabilities that training computes."""
-    decoder = our_model(folders["qwen3"]).to(torch.bfloat16).eval()
-    (tokens, logprobs) = greedy(decoder, [TOKENS[0].tolist()], 12)[0]
-    row = torch.cat([TOKENS[0], torch.tensor(tokens)])
-    logits = decoder.output(decoder.hidden_states(parity.pack([row])))[0].float().log_softmax(-1)
-    expected = logits[len(TOKENS[0]) - 1 : len(row) - 1].gather(1, torch.tensor(tokens)[:, None])[
-        :, 0
-    ]
-    assert (torch.tensor(logprobs) - expected).abs().max() < 0.1
-
-
 # ---- files
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
@@ -237,8 +218,6 @@ def test_a_bf16_sampler_normalises_heads_as_training_does(folders):
         ("qwen3", {"use_dora": True, "trainable_tokens": [99, 17]}),
         ("llama", {"trainable_tokens": {"embed_tokens": [99, 17]}}),
         ("mistral", {"target_modules": ["v_proj", "lm_head"], "rank_pattern": {"lm_head": 2}}),
-        pytest.param("qwen2", {}, marks=pytest.mark.wide),
-        pytest.param("qwen3 tied", PATTERNS, marks=pytest.mark.wide),
         pytest.param("llama biased", {"target_modules": "o_proj"}, marks=pytest.mark.wide),
     ],
     ids=str,
@@ -255,25 +234,6 @@ def test_exports_give_our_logits_and_the_adapter_comes_back(folders, tmp_path, n
     assert files[0] == files[1]
     # what was exported is a base model, too
     torch.testing.assert_close(our_model(whole).eval()(TOKENS), expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.wide
-def test_old_files_are_read(folders, tmp_path):
-    """``pytorch_model.bin`` with tables of RoPE and a tied layer stored twice."""
-    base = folders["qwen3 tied"]
-    folder = shutil.copytree(base, tmp_path / "old", ignore=shutil.ignore_patterns("*.safetensors"))
-    state = load_file(base / "model.safetensors")
-    state |= {
-        "lm_head.weight": state["model.embed_tokens.weight"].clone(),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
-    }
-    torch.save(state, folder / "pytorch_model.bin")
-    torch.testing.assert_close(our_model(folder)(TOKENS), our_model(base)(TOKENS), rtol=0, atol=0)
-    cfg = folder_config(folder, folders["rows"], tmp_path / "run", max_steps_per_epoch=1)
-    ours = finetune(cfg | {"save_adapter_weights_only": False})
-    torch.testing.assert_close(
-        their_logits(tmp_path / "run" / "merged"), parity.our_logits(ours), rtol=0, atol=1e-4
-    )
 
 
 def test_a_file_of_torchtunes_adapter_is_refused(folders, tmp_path):
@@ -302,44 +262,6 @@ def test_killed_and_resumed(folders, tmp_path):
     parity.check_resumes(
         cfg, "moved", lambda: f"model.checkpoint_dir={base.rename(tmp_path / 'elsewhere')}"
     )
-
-
-def test_another_config_json_is_another_model(folders, tmp_path):
-    base = shutil.copytree(folders["llama"], tmp_path / "base")
-    cfg = folder_config(
-        base, folders["rows"], tmp_path / "run", max_steps_per_epoch=2, save_every_n_steps=1
-    )
-    finetune(cfg)
-    content = json.loads((base / "config.json").read_text())
-    content["rope_parameters"]["factor"] = 4.0
-    (base / "config.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="belongs to another run: base model changed"):
-        prepare(cfg | {"resume_from_checkpoint": True, "epochs": 2})
-
-
-@pytest.mark.wide
-def test_a_4_bit_base_model(folders, tmp_path):
-    """QLoRA trains over weights near the exact ones, and its adapter opens in PEFT."""
-    base = write_family(
-        tmp_path / "base", "qwen3", hidden_size=128, intermediate_size=256, head_dim=64
-    )
-    lora = {"quantize_base": True, "lora_dropout": 0.0}
-    cfg = folder_config(
-        base, folders["rows"], tmp_path / "run", lora, max_steps_per_epoch=2, dtype="bf16"
-    )
-    ours = finetune(cfg)
-    expected = their_logits(base, tmp_path / "run" / "adapter")
-    assert (parity.our_logits(ours).float() - expected).norm() < 0.5 * expected.norm()
-    losses = metrics(tmp_path / "run")
-    whole = finetune(
-        {
-            **cfg,
-            "output_dir": str(tmp_path / "whole"),
-            "model": cfg["model"] | {"quantize_base": False},
-        }
-    )
-    assert losses == pytest.approx(metrics(whole.trainer.folder.path), rel=0.1)
-    assert losses != metrics(whole.trainer.folder.path)
 
 
 @pytest.mark.wide
@@ -466,67 +388,6 @@ def test_the_tokenizer_is_the_folders(folders, tmp_path):
     assert "<tool_call>" in tokenizer.special_tokens
 
 
-def test_a_base_model_with_a_chat_template(folders, tmp_path):
-    """Its EOS ends texts; the template's end of turn ends answers, too, and is the last token to train on."""
-    base = shutil.copytree(folders["qwen3"], tmp_path / "base")
-    text, turn = (id_of(base, token) for token in ("<|endoftext|>", "<|im_end|>"))
-    for name in ("config.json", "generation_config.json"):
-        content = json.loads((base / name).read_text()) | {"eos_token_id": text}
-        (base / name).write_text(json.dumps(content))
-    tokenizer = open_tokenizer(load(folder_config(base, folders["rows"], tmp_path / "run")))
-    assert (tokenizer.stop_tokens, tokenizer.end_of_text) == ([text, turn], text)
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert [label for label in render_conversation(tokenizer, turns)[1] if label >= 0][-1] == turn
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_chat_templates_render_as_with_torchtunes_tokenizer(model_folder, name):  # noqa: F811 - the fixture
-    """Also in the models' own templates, with thinking switched off in Qwen3's."""
-    folder = model_folder(name)
-    node = {"_component_": "rocm_ext.data.HFTokenizer", "path": str(folder / "tokenizer.json")}
-    plain = {"chat_template_args": {"enable_thinking": False} if name == "qwen3" else {}}
-    theirs = open_tokenizer(config_for(folder, **plain))
-    ours = open_tokenizer(config_for(folder, tokenizer=node, **plain))
-    for chat in ("one turn", "system", "tool call"):
-        found = render_conversation(ours, CHATS[chat])
-        assert found == render_conversation(theirs, CHATS[chat])
-        assert "think" not in ours.decode([label for label in found[1] if label >= 0])
-    assert ours.stop_tokens == [label for label in found[1] if label >= 0][-1:]
-    assert ours.reserved == theirs.reserved
-
-
-def test_a_base_model_with_bos(folders, tmp_path):
-    """chat_template none adds the tokens that the tokenizer itself adds, and the EOS of the tokenizer's config."""
-    base = shutil.copytree(folders["llama"], tmp_path / "base")
-    (base / "chat_template.jinja").unlink()
-    bos, end = (id_of(base, token) for token in ("<|im_start|>", "<|endoftext|>"))
-    tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|im_start|> $A <|im_end|>",
-        special_tokens=[("<|im_start|>", bos), ("<|im_end|>", bos + 1)],
-    )
-    tokenizer.save(str(base / "tokenizer.json"))
-    for name in ("config.json", "generation_config.json"):
-        content = json.loads((base / name).read_text())
-        content.pop("eos_token_id", None)
-        (base / name).write_text(json.dumps(content))
-    cfg = folder_config(base, folders["rows"], tmp_path / "run", max_steps_per_epoch=1)
-    with pytest.raises(UserError, match="names an EOS token"):
-        prepare(cfg | {"chat_template": "none"})
-    (base / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": {"content": "<|endoftext|>"}})
-    )
-    with pytest.raises(UserError, match=r"base has no chat template; set chat_template: none"):
-        prepare(cfg)
-    with pytest.raises(UserError, match="chat_template torchtune needs a tokenizer of torchtune's"):
-        prepare(cfg | {"chat_template": "torchtune"})
-    opened = open_tokenizer(load(cfg | {"chat_template": "none"}))
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    tokens, labels = render_conversation(opened, turns)
-    assert (tokens[0], tokens[-1], labels[-1]) == (bos, end, end)
-    assert finetune(cfg | {"chat_template": "none"}).trainer.step == 1
-
-
 def test_builder_and_checkpointer_must_agree(folders, tmp_path):
     ours = folder_config(folders["llama"], folders["rows"], tmp_path / "run")
     theirs = run_config(folders["llama"], folders["rows"], tmp_path / "run")
@@ -575,21 +436,14 @@ def changed(folders, tmp_path):
             {"lm_head": 2},
             "'lm_head', which matches no adapted layer; known: down_proj, ",
         ),
-        ("alpha_pattern", {"q_proj": 2, r"layers\.2\..*": 2}, "which matches no adapted layer"),
         (
             "rank_pattern",
             {"(q_proj": 2},
             "expected layers' names or regular expressions, with a whole number",
         ),
         ("rank_pattern", {"q_proj": 0}, "expected layers' names"),
-        ("rank_pattern", {"q_proj": 2.0}, "expected layers' names"),
-        ("rank_pattern", {"q_proj": 2**16 + 1}, "expected layers' names"),
-        ("rank_pattern", {0: 2}, "expected layers' names"),
-        ("rank_pattern", {"": 2}, "expected layers' names"),
         ("rank_pattern", ["q_proj"], "expected layers' names"),
         ("alpha_pattern", {"q_proj": 0}, "with a number above 0 for each, or null"),
-        ("alpha_pattern", {"q_proj": 10**400}, "with a number above 0 for each, or null"),
-        ("alpha_pattern", {"q_proj": float("nan")}, "with a number above 0 for each, or null"),
     ],
     ids=str,
 )
@@ -611,18 +465,11 @@ def rope(kind: str, **more) -> dict:
             {"architectures": ["Gemma3ForCausalLM"]},
             "names Gemma3ForCausalLM, but transformers builds",
         ),
-        ({"architectures": None, "model_type": "never"}, "cannot build this model: .*`never`"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "brings its own code"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\)"),
-        ({"quantization_config": {"bits": 4}}, r"quantised \(quantization_config\)"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
-        ({"head_dim": 23}, "head_dim=23"),
-        ({"hidden_size": "64"}, "hidden_size is '64'; expected a whole number"),
-        ({"vocab_size": None}, "vocab_size is None"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         (rope("longrope"), "rope_type 'longrope' is not supported"),
         (
             rope("yarn", factor=4.0, beta_fast=1),
@@ -634,7 +481,6 @@ def rope(kind: str, **more) -> dict:
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
             "one set of parameters for all layers",
         ),
-        ({"rope_parameters": None, "rope_scaling": "x2"}, "rope_scaling is 'x2'"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
             "rope_scaling: rope_type 'dynamic'",
@@ -647,28 +493,6 @@ def test_config_json_that_is_not_computed(changed, keys, message):
     with pytest.raises(UserError, match=rf"^{folder}/config\.json: .*{message}") as caught:
         our_model(folder)
     assert "\n" not in str(caught.value)
-
-
-def test_keys_of_earlier_transformers(folders, changed):
-    """rope_theta, rope_scaling with ``type``, and no architectures; or both keys, as transformers reads them."""
-    old = {key: value for key, value in LLAMA3.items() if key not in ("rope_type", "rope_theta")}
-    old = {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": {"type": "llama3", **old}}
-    folder = changed("llama", **old, architectures=None)
-    torch.testing.assert_close(
-        our_model(folder)(TOKENS), our_model(folders["llama"])(TOKENS), rtol=0, atol=0
-    )
-    folder = changed("llama", rope_scaling={"rope_type": "linear", "factor": 4.0}, rope_theta=300.0)
-    torch.testing.assert_close(
-        our_model(folder)(TOKENS), their_model(folder)(TOKENS).logits, rtol=1e-4, atol=1e-4
-    )
-
-
-def test_biases_of_llamas_mlp_are_computed_by_transformers(tmp_path):
-    folder = write_family(tmp_path / "base", "llama", mlp_bias=True)
-    assert any(name.endswith("gate_proj.bias") for name in load_file(folder / "model.safetensors"))
-    torch.testing.assert_close(
-        our_model(folder).eval()(TOKENS), their_logits(folder), rtol=1e-4, atol=1e-5
-    )
 
 
 def test_a_layer_that_nf4_does_not_take_is_named(folders):
@@ -687,8 +511,6 @@ def test_mistrals_window_where_the_key_is_missing(changed):
     ("name", "keys", "positions"),
     [
         ("mistral", {}, 256),
-        ("mistral", {"sliding_window": None}, 512),
-        ("qwen3", {"sliding_window": 64}, 512),
         (
             "qwen3",
             {
@@ -709,7 +531,6 @@ def test_mistrals_window_where_the_key_is_missing(changed):
             },
             512,
         ),
-        ("qwen3", {"sliding_window": 64, "use_sliding_window": True}, 512),
         (
             "qwen3",
             {
@@ -756,17 +577,12 @@ FIRST = "model-00001-of-00003.safetensors"
     ("damage", "message"),
     [
         (lambda f: (f / "config.json").unlink(), "config.json is missing; .*tune download Qwen/Qwen3-8B"),
-        (lambda f: torn(f / "config.json"), "config.json is damaged"),
         (lambda f: (f / FIRST).unlink(), f"lacks 1 of 3 weight files, first {FIRST}; .*tune download"),
         (lambda f: torn(f / FIRST), f"cannot read .*{FIRST}: .*download the file again"),
-        (lambda f: torn(f / INDEX), "index.json is damaged: it has no weight_map"),
         (lambda f: (f / INDEX).write_text('{"weight_map": {"a": "../a.safetensors"}}'), "not a file beside it"),
-        (lambda f: (f / INDEX).unlink(), "has no weights .*tune download"),
         (lambda f: edit_weights(f / FIRST, lambda s: s.update({"model.mtp.0.weight": torch.ones(1)})),
          "has model.mtp.0.weight, which no layer of this model has"),
         (lambda f: with_dtype(f / FIRST, torch.int8), "is stored as int8, a quantised format"),
-        (lambda f: with_dtype(f / FIRST, torch.float8_e4m3fn), "is stored as float8_e4m3fn"),
-        (lambda f: edit_weights(f / FIRST, lambda s: s.pop(next(iter(s)))), "does not fit model: missing "),
     ],
 )  # fmt: skip
 def test_damaged_folders(changed, damage, message):
@@ -813,10 +629,8 @@ def test_target_modules(folders, name, targets, message):
             {"trainable_tokens": [10_000]},
             "id 10000, but the model's embeddings have 384 rows; add rows",
         ),
-        ("qwen3", {"trainable_tokens": [True]}, "has True; expected a token's text or its id"),
-        ("qwen3", {"trainable_tokens": [-1]}, "has -1; expected"),
+        ("qwen3", {"trainable_tokens": [-1]}, "has -1; expected a token's text or its id"),
         ("qwen3", {"trainable_tokens": []}, "trainable_tokens is empty"),
-        ("qwen3", {"trainable_tokens": {}}, "trainable_tokens is empty"),
         (
             "qwen3",
             {"trainable_tokens": {"q_proj": [3]}},

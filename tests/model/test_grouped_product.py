@@ -12,7 +12,6 @@ from rocm_ext.machine import trials
 from rocm_ext.model.hf import grouped_product
 from rocm_ext.model.hf.experts import _Products, sorted_experts
 from rocm_ext.model.hf.grouped_product import Rows
-from rocm_ext.model.weights.quantized import fp8_rows
 from tests.kit.parity import our_model
 
 EXPERTS = 6
@@ -74,25 +73,6 @@ def test_a_layer_is_the_same_with_grouped_products(folder_of, monkeypatch):
     expected, of = both(), Rows.of
     monkeypatch.setattr(Rows, "of", lambda *args: replace(of(*args), grouped=True))
     torch.testing.assert_close(both(), expected)
-
-
-def test_few_numbers_of_rows_in_16_bits():
-    """oneDNN builds a kernel for each; the loop's results are those of fp32."""
-    rng = torch.Generator().manual_seed(0)
-    choices = [torch.randperm(EXPERTS, generator=rng)[:2].tolist() for _ in range(400)]
-    rows = Rows.of(torch.tensor(choices), EXPERTS, torch.bfloat16)
-    sizes = {part.stop - part.start for _, part in rows.parts}
-    assert all(size % 32 == 0 for size in sizes)
-    assert rows.parts[-1][1].stop == len(rows.order) < 1.25 * 800
-    assert sorted(rows.order.tolist()) == list(range(800)) + [800] * (len(rows.order) - 800)
-    flat = torch.tensor(choices).flatten()
-    for expert, part in rows.parts:
-        choice = rows.order[part]
-        assert (flat[choice[choice < 800]] == expert).all()
-    assert torch.equal(rows.order[rows.back], torch.arange(800))
-    expected = layer(choices, torch.float32, False, True)
-    for found, want in zip(layer(choices, torch.bfloat16, False, True), expected, strict=True):
-        assert (found - want).norm() < 2e-2 * want.norm()
 
 
 # ---- the trial
@@ -192,23 +172,3 @@ def test_what_crashes_is_not_used_and_not_tried_again(
         grouped_product.grouped_products()
         ask_again()
         assert len(commands) == tries + 1
-
-
-@pytest.mark.parametrize("quantize", [False, True])
-def test_every_expert_computing_all_tokens_gives_the_choices_the_same(quantize):
-    rng = torch.Generator().manual_seed(0)
-    index = torch.tensor([[4, 1], [1, 2], [5, 4]])
-    x, bias, weight = (
-        torch.randn(*s, generator=rng) for s in ((3, 32), (EXPERTS, 24), (EXPERTS, 24, 32))
-    )
-    a, b = (torch.randn(*s, generator=rng) for s in ((EXPERTS, 16, 32), (EXPERTS, 24, 16)))
-    weight = fp8_rows(weight) if quantize else weight
-
-    def compute(rows: Rows) -> torch.Tensor:
-        spread = x[rows.order // 2]
-        low = rows.products((spread, a.mT))
-        return rows.products((spread, weight.mT), (low, b.mT), bias=bias)[rows.back]
-
-    every = Rows.all(index, EXPERTS)
-    assert len(every.order) == 3 * EXPERTS
-    torch.testing.assert_close(compute(every), compute(Rows.of(index, EXPERTS, torch.float32)))

@@ -77,24 +77,6 @@ def test_only_the_text_part_is_in_memory(folder_of, caplog):
         torch.testing.assert_close(ours(TOKENS), logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "gemma 4"])
-def test_tensors_that_transformers_leaves_out(folder_of, tmp_path, name):
-    """The hub's Qwen3.5 has layers that predict further tokens, its Gemma 4 keys of layers that take earlier ones'."""
-    base = folder_of(name)
-    layer = "model.language_model.layers.1.self_attn.k_proj.weight"
-    more = "mtp.layers.0.self_attn.k_proj.weight" if name == "qwen3.5" else layer.replace("1", "3")
-    state = tensors(base)
-    assert more not in state
-    hubs = shutil.copytree(base, tmp_path / "hubs")
-    save_file(
-        {**state, more: torch.randn(state[layer].shape)},
-        hubs / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    with torch.no_grad():
-        torch.testing.assert_close(our_model(hubs)(TOKENS), our_model(base)(TOKENS), rtol=0, atol=0)
-
-
 # ---- training and files
 @pytest.mark.wide
 @pytest.mark.parametrize("name", some("gemma 3"))
@@ -109,9 +91,7 @@ def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name):
 
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize("name", some(*FAST))
-def test_exports_open_in_the_whole_model_and_the_adapter_comes_back(
-    folder_of, rows, tmp_path, name
-):
+def test_exports_open_in_the_whole_model(folder_of, rows, tmp_path, name):
     base = shutil.copytree(folder_of(name), tmp_path / "base")
     (base / "preprocessor_config.json").write_text("{}")
     parity.check_exports(base, rows, tmp_path, logits=whole_logits)
@@ -212,20 +192,6 @@ def test_rows_are_rendered_as_transformers_renders_them(folder_of, tmp_path, tex
     assert ours.origin == str(base / file)
 
 
-def test_a_merged_model_has_one_template(folder_of, rows, tmp_path):
-    """A run's own template takes the place of the processor's file, which transformers' processors prefer."""
-    base = shutil.copytree(folder_of("gemma 3"), tmp_path / "base")
-    (base / "chat_template.jinja").rename(base / "own.jinja")
-    (base / "chat_template.json").write_text(json.dumps({"chat_template": LISTS}))
-    cfg = folder_config(
-        base, rows, tmp_path / "run", max_steps_per_epoch=1, save_adapter_weights_only=False
-    )
-    parity.finetune({**cfg, "chat_template": str(base / "own.jinja")})
-    merged = tmp_path / "run" / "merged"
-    assert (merged / "chat_template.jinja").read_bytes() == (base / "own.jinja").read_bytes()
-    assert not (merged / "chat_template.json").exists()
-
-
 # ---- bad input
 @pytest.mark.parametrize(
     ("old", "new", "message"),
@@ -248,23 +214,6 @@ def test_a_torn_text_part(folder_of, tmp_path, old, new, message):
     base = rewritten(folder_of("gemma 3"), tmp_path / "base", lambda name: change.get(name, name))
     with pytest.raises(UserError, match=f"the checkpoint does not fit model: .*{message}"):
         our_model(base)
-
-
-@torch.no_grad()
-def test_names_of_earlier_transformers_and_other_parts_change_nothing(folder_of, tmp_path):
-    """The hub's gemma-3-4b-it has language_model.model.layers and vision_tower.vision_model."""
-    base = folder_of("gemma 3")
-    assert any(name.startswith("language_model.model.") for name in tensors(base)), (
-        "transformers saves these names"
-    )
-    changes = {
-        "new": lambda name: name.replace("language_model.model.", "model.language_model."),
-        "another version": lambda name: name.replace("encoder.layers.1.", "encoder.blocks."),
-        "text alone": lambda name: name if name.startswith("language_model") else None,
-    }
-    for key, change in changes.items():
-        found = our_model(rewritten(base, tmp_path / key, change))
-        torch.testing.assert_close(found(TOKENS), our_model(base)(TOKENS), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

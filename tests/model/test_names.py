@@ -17,7 +17,7 @@ from rocm_ext.model.names import (
 ATTENTION = SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=8)
 
 
-def test_every_weight_of_a_native_decoder_has_one_name_in_its_files():
+def test_every_weight_of_a_native_decoder_has_one_name():
     names = NativeNames()
     weights = [name for name in stored_names(12) if name.endswith(".weight")]
     ours = [names.ours(name) for name in weights]

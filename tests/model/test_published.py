@@ -110,20 +110,6 @@ def test_a_plan_without_any_file(capsys):
     assert f"{found['parameters'] / 1e6:,.1f} million parameters" in said
 
 
-@as_configured
-def test_a_folder_wins(tmp_path, capsys):
-    (folder := tmp_path / "models/Qwen3-0.6B").mkdir(parents=True)
-    assert main(["plan", "--config", "strix_halo_qwen3_0_6b"]) == 1
-    error = capsys.readouterr().err
-    assert "no model in models/Qwen3-0.6B: config.json is missing" in error
-    assert "tune download Qwen/Qwen3-0.6B --output-dir models/Qwen3-0.6B" in error
-    shape = json.loads((MODELS["Qwen/Qwen3-0.6B"] / "config.json").read_text())
-    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
-    (folder / "config.json").write_text(json.dumps({**shape, **small}))
-    found = plan(capsys, "--config", "strix_halo_qwen3_0_6b")
-    assert (found["shape"], found["parameters"] < 2e6) == (None, True)
-
-
 @pytest.mark.parametrize("name", ["models/Qwen9-8B", "somebody/Qwen3-0.6B"])
 def test_models_that_are_not_published_need_their_config(name, capsys):
     assert main(["plan", "--config", "strix_halo_qwen3_0_6b", f"model.checkpoint_dir={name}"]) == 1

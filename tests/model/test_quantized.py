@@ -8,23 +8,15 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-from rocm_ext import config
 from rocm_ext.base.errors import UserError
-from rocm_ext.bench.probes import RandomWeights
-from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model import build
-from rocm_ext.model.build import Weights, build_model, load_weights
+from rocm_ext.model.build import build_model
 from rocm_ext.model.lora import _LoraFunction, adapters, dense
 from rocm_ext.model.weights import quantized
 from rocm_ext.model.weights.checkpointer import StoredWeights, weight_files
 from rocm_ext.model.weights.quantized import Quantized, fp8_rows, stored
-from rocm_ext.plan.memory import shared_bytes
-from rocm_ext.plan.planner import SamplingPlanner
-from rocm_ext.plan.speeds import Figures
-from rocm_ext.plan.workload import Questions
 from rocm_ext.sampling import Sampling
 from tests.kit import parity
 from tests.kit.families import folder_config, write_family
@@ -34,9 +26,8 @@ from tests.kit.hf_models import write_theirs
 from tests.kit.parity import CPU, TOKENS, finetune, our_logits, our_model, their_logits
 from tests.kit.plans import planned_and_measured
 from tests.kit.quantized import BLOCK, write_quantized
-from tests.kit.replay import Recorded, capture
 from tests.kit.tiny import metrics
-from tests.sampling.test_transformers_engine import ask, engine, greedy, prompts, sampled, trained
+from tests.sampling.test_transformers_engine import ask, engine, prompts, sampled, trained
 
 NAMES = {"qwen3": "fp8", "qwen3 moe": "fp8", "gpt-oss": "mxfp4"}
 
@@ -212,44 +203,6 @@ def test_grpo_and_dpo(folder, tmp_path, name):
     check_grpo_and_dpo(folder(name), tmp_path)
 
 
-def test_ranks_gather_and_copy_no_quantised_weight(folder):
-    """As many bytes are copied for sampling on two ranks as on one, but for the other weights, which are sharded."""
-    cfg = OmegaConf.merge(config.defaults("raft_rocm"), {"max_new_tokens": 8})
-    node = OmegaConf.create(
-        {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder("gpt-oss"))}
-    )
-    decoder = build_model(node, torch.bfloat16, 0, torch.device("meta"))
-    figures, asked = Figures("", True, {"bf16": 1e12}, 1e10), Questions(8, 0, 16, 16, 8, "test")
-    plans = {
-        n: SamplingPlanner(cfg, decoder, CPU, asked, ranks=n, figures=figures).layout
-        for n in (1, 2)
-    }
-    others = sum(
-        p.nbytes
-        for p in decoder.parameters()
-        if not p.requires_grad and not isinstance(p, Quantized)
-    )
-    assert plans[1] < plans[2] <= others
-    assert shared_bytes(decoder) == others
-
-
-def test_a_graph_replays_experts_in_mxfp4(folder, monkeypatch):
-    """The trial's model has them, too; a step copies nothing from the host."""
-    decoder = trained(folder("gpt-oss"))
-    expected = greedy(decoder, False)
-    for name, value in (("CUDAGraph", Recorded), ("graph", capture)):
-        monkeypatch.setattr(torch.cuda, name, value)
-    seen, dequantise = [], Quantized.get_original_weight
-    monkeypatch.setattr(
-        Quantized,
-        "get_original_weight",
-        lambda self: (seen.append(self.device.type), dequantise(self))[1],
-    )
-    assert decoder.graph_obstacle == ""
-    assert "meta" in seen
-    assert greedy(decoder, True) == expected
-
-
 @pytest.mark.wide(always=1)
 @pytest.mark.usefixtures("cpu_of_known_speed")
 @pytest.mark.parametrize("name", NAMES)
@@ -389,15 +342,6 @@ def test_rows_of_compressed_tensors(folder, caplog):
     assert ours.eval()(TOKENS).isfinite().all()
 
 
-def test_scales_of_activations_are_not_read(folder, tmp_path):
-    base = shutil.copytree(folder("qwen3"), tmp_path / "base")
-    state = load_file(base / "model.safetensors")
-    for kind in ("k_proj.output_scale", "k_scale", "v_scale", "k_proj.input_scale"):
-        state[f"model.layers.0.self_attn.{kind}"] = torch.ones(1)
-    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
-    assert our_model(base)
-
-
 # ---- bad input
 def test_files_that_config_json_describes_wrongly(folder, tmp_path, caplog):
     base = shutil.copytree(folder("qwen3").with_name("qwen3 own"), tmp_path / "base")
@@ -509,19 +453,6 @@ def test_compiled_layers_compute_the_same(folder):
     torch.testing.assert_close(gradients(ours), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_bench_draws_quantised_weights(folder, name):
-    cpu = torch.device("cpu")
-    shape = OmegaConf.create(
-        {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder(name))}
-    )
-    drawn = build_model(shape, torch.bfloat16, 0, cpu)
-    small = sum(isinstance(p, Quantized) for p in drawn.parameters())
-    load_weights(drawn, Weights(RandomWeights(drawn, cpu), "random"), Ranks(cpu))
-    assert sum(isinstance(p, Quantized) for p in drawn.parameters()) == small > 0
-    assert drawn(TOKENS).isfinite().all()
-
-
 # ---- products in FP8
 def multiply(rows: int, bias: bool) -> list[list[torch.Tensor]]:
     """Output and gradients of a layer with LoRA, with products in FP8, over dequantised weights, and in fp32."""
@@ -564,29 +495,6 @@ def test_products_in_fp8(rows, bias):
     scaled, dequantised, _ = multiply(rows, bias)
     assert not torch.equal(scaled[0], dequantised[0])
     assert not torch.equal(scaled[1], dequantised[1])
-
-
-def test_products_of_other_shapes_and_dtypes_are_over_dequantised_weights():
-    for size, dtype in ((20, torch.bfloat16), (32, torch.float32)):
-        weight, x = torch.randn(size, 16).to(dtype), torch.randn(3, 16).to(dtype)
-        made = fp8_rows(weight, multiplies=True)
-        assert torch.equal(
-            torch.nn.functional.linear(x, made), torch.nn.functional.linear(x, dense(made))
-        )
-    assert torch.nn.functional.linear(x[:0], made).shape == (0, 32)
-
-
-def test_a_layer_without_an_adapter_keeps_its_weight_in_fp8():
-    kept = []
-    x = torch.randn(4, 16, dtype=torch.bfloat16, requires_grad=True)
-    made = nn.Parameter(
-        fp8_rows(torch.randn(32, 16, dtype=torch.bfloat16), multiplies=True), requires_grad=False
-    )
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        out = torch.nn.functional.linear(x, made)
-    out.sum().backward()
-    assert [type(t) for t in kept if t.shape != x.shape] == [Quantized]
-    assert (x.grad[0] - dense(made).sum(0)).norm() < 0.1 * dense(made).sum(0).norm()
 
 
 def test_a_model_multiplies_in_fp8_where_the_trial_says_so(wide, monkeypatch):

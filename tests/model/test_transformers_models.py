@@ -1,17 +1,13 @@
 """Models that transformers computes: their training equals transformers' with PEFT, packed or padded."""
 
-import contextlib
 import json
-import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from omegaconf import OmegaConf
-from rocm_ext.recipes.raft_rocm import main as raft_main
 from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
@@ -19,21 +15,17 @@ from transformers import AutoModelForCausalLM
 from rocm_ext.base.errors import UserError
 from rocm_ext.data.batches import collate
 from rocm_ext.losses import CrossEntropy
-from rocm_ext.model.build import build_model
-from rocm_ext.model.hf.decoder import PACKS
 from rocm_ext.model.lora import adapter_parameters
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.memory import plan_memory
-from tests.kit import multimodal_models, parity
+from tests.kit import parity
 from tests.kit.families import folder_config, write_family
-from tests.kit.forks import forked, several_ranks
+from tests.kit.forks import several_ranks
 from tests.kit.grpo_runs import check_grpo_and_dpo
 from tests.kit.hf_models import CARE, MODELS, MORE, PADDED, write_common, write_theirs, write_wider
 from tests.kit.parity import (
     CPU,
     TOKENS,
-    finetune,
-    our_logits,
     our_model,
     pack,
     prepare,
@@ -41,8 +33,6 @@ from tests.kit.parity import (
     their_logits,
 )
 from tests.kit.plans import planned_and_measured
-from tests.kit.raft_runs import write_run
-from tests.kit.tiny import write_rows, write_yaml
 
 pytestmark = pytest.mark.usefixtures("any_torchao")
 
@@ -134,25 +124,6 @@ def test_weights_that_the_model_reads_itself_have_no_adapter(tmp_path, kind):
         our_model(folder, target_modules=[target])
 
 
-def test_dtypes_are_those_of_transformers(folder_of):
-    """A router's correction stays in fp32 in a bf16 model. All buffers are on the model's device."""
-    folder = folder_of("deepseek 3")
-    node = OmegaConf.create(
-        {"_component_": "rocm_ext.model.from_checkpoint", "checkpoint_dir": str(folder)}
-    )
-    ours = build_model(node, torch.bfloat16, 0, torch.device("meta"))
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    expected = {name: t.dtype for name, t in (*theirs.named_parameters(), *theirs.named_buffers())}
-    assert set(expected.values()) == {torch.bfloat16, torch.float32}
-    found = {
-        name: t.dtype
-        for name, t in (*ours.named_parameters(), *ours.named_buffers())
-        if ".lora_" not in name
-    }
-    assert found == expected
-    assert all(buffer.is_meta for buffer in ours.buffers())
-
-
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -191,12 +162,6 @@ def test_a_model_whose_memory_cannot_be_planned_is_refused(folder_of, rows, tmp_
         prepare(folder_config(base, rows, tmp_path / "run"))
 
 
-def test_what_is_packed_is_tested():
-    parts = {kind for _, kind, packs, *_ in multimodal_models.MODELS.values() if packs}
-    rest = {*MORE, *CARE} - PADDED
-    assert {kind for kind, packs, _ in MODELS.values() if packs} | rest | parts == PACKS
-
-
 OWN = """
 from transformers import LlamaConfig, LlamaForCausalLM
 class OwnConfig(LlamaConfig):
@@ -230,17 +195,6 @@ def test_code_of_the_folder_runs_if_trusted(tmp_path, monkeypatch):
     ours = our_model(own, trust_remote_code=True)
     assert not ours.packs
     torch.testing.assert_close(ours.eval()(TOKENS), expected, rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("trusted", [False, True])
-def test_transformers_own_class_is_preferred(folder_of, tmp_path, trusted):
-    """Phi-3's folders bring old code of a class that transformers has itself; it is not run."""
-    auto = {"AutoConfig": "missing.Phi3Config", "AutoModelForCausalLM": "missing.Phi3ForCausalLM"}
-    folder = edited(folder_of("phi 3"), tmp_path / "base", auto_map=auto)
-    ours = our_model(folder, trust_remote_code=trusted)
-    assert ours.packs
-    torch.testing.assert_close(ours(TOKENS), our_model(folder_of("phi 3"))(TOKENS), rtol=0, atol=0)
 
 
 @torch.no_grad()
@@ -346,40 +300,11 @@ def test_grpo_and_dpo(folder_of, tmp_path, name):
     check_grpo_and_dpo(folder_of(name), tmp_path, trainable_tokens=list(range(100, 200)))
 
 
-@pytest.mark.wide
-def test_a_4_bit_base_model(folder_of, rows, tmp_path):
-    """QLoRA trains over weights near the exact ones, and its adapter opens in PEFT."""
-    base = write_theirs(
-        tmp_path / "base", "olmo 2", hidden_size=128, intermediate_size=256, num_key_value_heads=4
-    )
-    cfg = folder_config(
-        base, rows, tmp_path / "run", {"quantize_base": True}, max_steps_per_epoch=2, dtype="bf16"
-    )
-    ours = finetune(cfg)
-    expected = their_logits(base, tmp_path / "run" / "adapter")
-    assert (our_logits(ours).float() - expected).norm() < 0.5 * expected.norm()
-
-
 # ---- bad input
 def test_checkpointed_layers_are_not_compiled(folder_of, rows, tmp_path, caplog):
     changes = {"compile": True, "enable_activation_checkpointing": True}
     prepare(folder_config(folder_of("olmo 2"), rows, tmp_path / "run", **changes))
     assert "compile: torch does not compile the 2 checkpointed layers" in caplog.text
-
-
-@pytest.mark.wide  # imports the compiler
-def test_layers_that_cannot_be_compiled(folder_of, rows, tmp_path, monkeypatch):
-    """torch.compile fails on some layers with linear attention."""
-
-    def fails(*args, **kwargs):
-        raise TypeError("cannot determine truth value of Relational")
-
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fails)
-    recipe = prepare(folder_config(folder_of("olmo 2"), rows, tmp_path / "run", compile=True))
-    with pytest.raises(
-        UserError, match=r"cannot compile the model's layers \(.*Relational.*\); set compile: False"
-    ):
-        recipe.train()
 
 
 def test_without_the_extra_an_error_names_it(folder_of, rows, tmp_path, monkeypatch):
@@ -455,48 +380,3 @@ def test_weights_that_do_not_fit(tmp_path, drop, add, message):
     save_file(state, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=message):
         our_model(base)
-
-
-@pytest.mark.parametrize(
-    ("factor", "message"), [(1.0, ""), (2.0, "the output layer is the embeddings .* differ")]
-)
-def test_a_tied_weight_stored_twice(folder_of, tmp_path, factor, message):
-    base = shutil.copytree(folder_of("gemma 3"), tmp_path / "base")
-    state = load_file(base / "model.safetensors")
-    state["lm_head.weight"] = factor * state["model.embed_tokens.weight"]
-    save_file(state, base / "model.safetensors")
-    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
-        assert torch.equal(our_model(base)(TOKENS), our_model(folder_of("gemma 3"))(TOKENS))
-
-
-def test_masks_in_old_files_are_left_out_but_quantised_weights_are_refused(tmp_path):
-    """Pythia's files hold causal masks as bytes."""
-    folder = write_common(tmp_path / "base", "gpt_neox")
-    state = load_file(folder / "model.safetensors")
-    expected = our_model(folder)(TOKENS)
-    mask = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
-    save_file({**state, "gpt_neox.layers.0.attention.bias": mask}, folder / "model.safetensors")
-    torch.testing.assert_close(our_model(folder)(TOKENS), expected, rtol=0, atol=0)
-    name = "gpt_neox.layers.0.attention.dense.weight"
-    save_file({**state, name: state[name].to(torch.int8)}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=f"{name} is stored as int8, a quantised format"):
-        our_model(folder)
-
-
-def test_raft_samples_on_servers(folder_of, tmp_path):
-    """A server may sample; RAFT then looks for the weights or the server."""
-    edited(folder_of("smollm 3"), tmp_path / "base")
-    (tmp_path / "base" / "model.safetensors").unlink()
-    for name, count, start in (("prompts", 8, 0), ("heldout", 4, 100)):
-        write_rows(tmp_path / f"{name}.jsonl", count, start)
-    node = {"_component_": "rocm_ext.sampling.OpenAIEngine", "urls": ["http://127.0.0.1:9/v1"]}
-    path = write_run(tmp_path, tmp_path / "run", cycles=1, epochs=1, engine=node)
-    cfg = yaml.safe_load(path.read_text())
-    cfg |= {
-        key: folder_config(tmp_path / "base", path, tmp_path / "run")[key]
-        for key in ("model", "tokenizer")
-    }
-    del cfg["checkpointer"]
-    code, said = forked(raft_main, write_yaml(path, cfg))
-    assert code == 75  # no server: the same command may succeed later
-    assert re.search("no weights|127.0.0.1", said), said

@@ -1,6 +1,5 @@
 """Weight files are read as safetensors reads them, without leaving them in the system's page cache."""
 
-import mmap
 import os
 
 import pytest
@@ -12,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from rocm_ext.base.errors import UserError
 from rocm_ext.model.build import Weights
 from rocm_ext.model.weights.checkpointer import StoredWeights, on_meta, sample
-from tests.kit.pages import pages_in_memory
 
 DTYPES = (
     torch.bfloat16,
@@ -66,20 +64,3 @@ def test_a_file_that_became_shorter_is_named(tmp_path):
     os.truncate(tmp_path / "model.safetensors", 3000)
     with pytest.raises(UserError, match=r"cannot read .*model.safetensors"):
         stored["w"]
-
-
-def test_no_page_of_a_tensor_stays_in_the_cache_and_those_of_others_do(tmp_path):
-    """Another program may use them."""
-    path = tmp_path / "model.safetensors"
-    save_file({f"w{i}": torch.randn(1 << 20) for i in range(4)}, path)  # 16 MiB
-    os.sync()
-    path.read_bytes()
-    if not (before := pages_in_memory(path)):
-        pytest.skip("this file system caches no pages")
-    stored = StoredWeights(tmp_path, [path.name])
-    pages = stored["w1"].nbytes / mmap.PAGESIZE
-    assert before - pages_in_memory(path) == pytest.approx(pages, abs=2)
-    Weights(stored, "HF").fingerprint()
-    for name in stored:
-        stored[name]
-    assert pages_in_memory(path) <= 16  # a tensor's last pages may still be on their way

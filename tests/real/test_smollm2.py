@@ -279,7 +279,7 @@ def test_the_plan_is_of_this_run(top, sft):
     )
 
 
-def test_adapter_and_merged_model_answer_as_in_peft_and_transformers(top, sft):
+def test_adapter_and_merged_model_answer_as_elsewhere(top, sft):
     folder = top / "models" / "SmolLM2"
     tuned = our_answers(top, "tuned", "--adapter", sft / "adapter")
     assert_same(tuned, their_answers(their_model(folder, sft / "adapter"), folder))
@@ -299,7 +299,7 @@ def evaluated(top: Path, name: str, *arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["raft", "grpo", "distil"])
-def test_verified_answers_and_a_teacher_raise_the_rate_of_right_ones(top, before, name):
+def test_verified_answers_and_a_teacher_raise_the_score(top, before, name):
     """The teacher is the model that RAFT tuned, in the run before."""
     adapter = run(top, f"{name}_rocm", name) / "adapter"
     after = evaluated(top, f"after_{name}", "--adapter", adapter)

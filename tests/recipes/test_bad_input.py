@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,14 +16,12 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from rocm_ext.recipes import lora_finetune_rocm as recipe
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
-from safetensors.torch import load_file, save_file
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.config.checks.training import check_values
 from rocm_ext.machine.detect import detect
 from rocm_ext.train import lifecycle
-from rocm_ext.train.metrics import TrackioLogger
 from tests.kit.lines import one_line_has
 from tests.kit.tiny import TEXT, exit_code, metrics, run_config, write_model, write_rows, write_yaml
 
@@ -97,51 +93,24 @@ def fails(folder, tmp_path, capsys):
     ("override", "message"),
     [
         ("batch_size=0", "batch_size is 0; expected a whole number from 1 to"),
-        ("batch_size=2.5", "batch_size is 2.5; expected a whole number"),
-        ("batch_size=True", "batch_size is True"),
         ("save_every_n_steps=0", "or null"),
-        (
-            "cpu_threads=100000",
-            "cpu_threads is 100000; expected a whole number from 1 to 1024, or auto",
-        ),
         ("model.lora_rank=0", "model.lora_rank is 0; expected a whole number from 1 to 8192"),
-        (
-            "epochs=1000000000000",
-            "epochs is 1000000000000; expected a whole number from 1 to 1000000000",
-        ),
         ("epochs=[1", "cannot read override 'epochs=[1'"),
-        ("seed=abc", "seed is 'abc'"),
-        ("data_seed=null", "data_seed is None"),
         (
             f"data_seed={2**64}",
             f"data_seed is {2**64}; expected a whole number from 0 to 9223372036854775807",
         ),
         ("shuffle=maybe", "shuffle is 'maybe'; expected True or False"),
-        ("validation_fraction=1.5", "validation_fraction is 1.5; expected a share"),
-        ("clip_grad_norm=0", "clip_grad_norm is 0"),
         ("loraplus_lr_ratio=0", "loraplus_lr_ratio is 0; expected a number above 0, or null"),
-        (f"optimizer.lr={10**400}", "expected a number above 0"),
         ("compile=1", "compile is 1; expected False, True or max-autotune"),
-        ("use_rslora=perhaps", "use_rslora is 'perhaps'; expected True, False or null"),
-        ("hardware=strix_hallo", "did you mean strix_halo?"),
         ("batchsize=2", "unknown key batchsize; did you mean batch_size?"),
         ("optimizer.lrr=1", "unknown key optimizer.lrr"),
-        ("model.lora_rnk=1", "did you mean lora_rank?"),
-        ("dataset.splitt=train", "did you mean split?"),
         ("dataset.column_map=[1]", "incompatible container types"),
-        ("optimizer.lr=abc", "optimizer.lr is 'abc'; expected a number"),
         ("optimizer.lr=.inf", "optimizer.lr is inf; expected a number above 0"),
-        ("optimizer.lr=.nan", "optimizer.lr is nan"),
         ("model.lora_dropout=1.0", "model.lora_dropout is 1.0; expected a share from 0 to under 1"),
-        ("profiler=yes", "profiler is True; expected null, or torchtune's arguments"),
         ("profiler.enabled=True", "write profiler.enabled=False profile_steps=2,"),
-        (
-            "profile_steps=101",
-            "profile_steps is 101; expected a whole number from 0 to 100, or null",
-        ),
         ("checkpointer.recipe_checkpoint={tmp}/none.pt", "checkpointer.recipe_checkpoint is "),
         ("~checkpointer.model_type", "checkpointer.model_type is None; expected"),
-        ("output_dir=''", "output_dir is ''; expected a folder"),
         (f"output_dir={'long' * 100}", "File name too long; choose another output_dir"),
         ('output_dir="a\\0b"', "expected a folder: embedded null byte"),
     ],
@@ -186,7 +155,6 @@ def test_every_key_of_a_run_is_checked(folder, key):
         ("validation_fraction=0.99", "leaves nothing to train on"),
         ("early_stopping_patience=2", "set dataset_val or validation_fraction"),
         ("tokens_per_micro_batch=3", "the longest row has"),
-        ("dtype=fp8", "dtype"),
         (
             "attention=efficient",
             "torch has no efficient kernel for float32 and head_dim 16 on this CPU",
@@ -194,20 +162,12 @@ def test_every_key_of_a_run_is_checked(folder, key):
         ("enable_activation_checkpointing=maybe", "expected False, True, a number"),
         ("enable_activation_offloading=True", "needs a GPU"),
         ("optimizer.betas=3", "optimizer: torch.optim.AdamW: "),
-        (
-            "optimizer._component_=torch.optim.AdamWW",
-            "optimizer._component_ 'torch.optim.AdamWW' cannot be imported",
-        ),
         ("loss._component_=torch.nn.MSELoss", "loss MSELoss is not supported here"),
         ("model._component_=torchtune.models.qwen2.qwen2", "unknown key model.lora_attn_modules"),
         ("model.lora_attn_modules=[foo]", "foo"),
         ("model.num_layers=3", "the checkpoint does not fit model: missing layers.2."),
-        ("model.num_layers=1", "unexpected layers.1."),
         ("model.vocab_size=512", "[384, 64] in the checkpoint, [512, 64] in the model"),
-        ("model.num_heads=3", "model"),
-        ("model.norm_eps=abc", "model.norm_eps is 'abc'; expected a number"),
         ("model.num_layers=0", "builds a model without layers"),
-        ("checkpointer.checkpoint_dir={tmp}/none", "none"),
         ("checkpointer.model_type=PHI3_MINI", "PHI3_MINI has no PEFT adapter format"),
         (
             "tokenizer.path=0",
@@ -216,24 +176,13 @@ def test_every_key_of_a_run_is_checked(folder, key):
         ("tokenizer.merges_file={folder}/other/merges.txt", "of the base model"),
         ("dataset.source={tmp}/none.jsonl", "none.jsonl: no such file"),
         ("output_dir={folder}/rows.jsonl", "cannot write"),
-        ("output_dir=/proc/none", "cannot write /proc/none"),
-        ("model.intermediate_dim=0", "cannot compute a step with these arguments: RuntimeError"),
         ("checkpointer.checkpoint_files=[none.safetensors]", "none.safetensors"),
-        ("checkpointer.model_type=QWEN9", "QWEN9"),
         (
             "checkpointer.adapter_checkpoint={tmp}/none",
             "no adapter in checkpointer.adapter_checkpoint",
         ),
-        (
-            "checkpointer.adapter_checkpoint=5",
-            "checkpointer.adapter_checkpoint is 5; expected a path",
-        ),
-        ("tokenizer.path={tmp}/none.json", "none.json"),
         ("tokenizer.path={folder}/other/vocab.json", "tokenizer: "),
-        ("tokenizer.max_seq_len=abc", "tokenizer.max_seq_len is 'abc'"),
         ("tokenizer.max_seq_len=2", "0 of 8 rows left"),
-        ("dataset.column_map.prompt=nope", "nope"),
-        ("loss.chunk_tokens=1.5", "loss.chunk_tokens is 1.5; expected a whole number"),
         ("optimizer._component_=torch.optim.LBFGS", "optimizer: torch.optim.LBFGS: "),
     ],
 )
@@ -260,16 +209,7 @@ SCHEDULES = "torch.optim.lr_scheduler"
             {"_component_": f"{SCHEDULES}.StepLR", "step_size": 2, "gamma": -1},
             "the learning rate of step 3 is -0.001",
         ),
-        (
-            {"_component_": f"{SCHEDULES}.ExponentialLR", "gamma": float("inf")},
-            "the learning rate of step 2 is inf",
-        ),
-        (
-            {"_component_": f"{SCHEDULES}.StepLR", "step_size": "two"},
-            "lr_scheduler.step_size is 'two'",
-        ),
         ({"_component_": f"{SCHEDULES}.StepLR"}, "missing a required argument: 'step_size'"),
-        ({"_component_": f"{SCHEDULES}.LinearLR", "start_factor": 2}, "lr_scheduler: "),
     ],
     ids=str,
 )
@@ -306,40 +246,6 @@ def no_weights(monkeypatch):
 )
 def test_before_the_weights_are_read(fails, no_weights, key, component):
     assert f"{key}: " in fails(**{key: component})
-
-
-def test_warm_up_longer_than_the_run(folder, tmp_path, messages):
-    schedule = {"_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"}
-    for warmup, warned in [(2, False), (3, True)]:
-        schedule["num_warmup_steps"] = warmup
-        out = tmp_path / str(warmup)
-        cfg = run_config(
-            folder / "qwen", folder / "rows.jsonl", out, epochs=3, lr_scheduler=schedule
-        )
-        set_up = LoRAFinetune(config.load(SFT, str(write_yaml(tmp_path / "run.yaml", cfg))))
-        set_up.setup()
-        set_up.cleanup()
-        assert (
-            any("num_warmup_steps is 3 and the run has 3 steps" in line for line in messages)
-            == warned
-        )
-
-
-VALIDATION = {"_component_": "rocm_ext.data.sft_dataset", "source": "x.jsonl"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sequences_per_step": 8, "gradient_accumulation_steps": 2}, "keep one of them"),
-        ({"dataset_val": VALIDATION, "validation_fraction": 0.1}, "keep one of them"),
-        ({"learning_rate": 1}, "unknown key learning_rate"),
-        ({"optimizer": {"lr": 1e-3, "rate": 1}}, "unknown key optimizer.rate"),
-        ({"optimizer": {"_component_": "torch.optim.AdamW"}}, "optimizer.lr must be set"),
-    ],
-)
-def test_keys_of_a_config(fails, changes, message):
-    assert message in fails(**changes)
 
 
 def test_no_adapter_at_all(fails):
@@ -400,13 +306,6 @@ LONG = json.dumps({"question": "How many?", "answer": "So it is. " * 300})
     [
         ("", [], "rows.jsonl has no rows"),
         (f"{ROW}\n{{torn", [], "rows.jsonl:2: malformed JSON"),
-        (f"{ROW}\n[1]", [], "rows.jsonl:2: a row must be a JSON object"),
-        (f'{ROW}\n{{"question": "a"}}', [], "rows.jsonl:2: "),
-        (
-            '{"messages": [{"role": "user", "content": "a"}]}',
-            ["dataset.column_map=null"],
-            "no assistant turn",
-        ),
         (f"{ROW}\n{ROW}", ["too_long=error", "tokenizer.max_seq_len=8"], "rows.jsonl:1: "),
         (
             f"{ROW}\n{ROW}",
@@ -441,12 +340,6 @@ def test_long_rows_are_counted(folder, tmp_path, policy, count, limit):
     assert max(map(len, rows.tokens)) <= min(limit or 512, 512)
 
 
-def test_tokenizer_of_a_larger_vocabulary(fails, folder, tmp_path):
-    """Unchecked, this is an index error on a CPU, and on a GPU an assertion that kills the process."""
-    base = write_model(tmp_path / "small", vocab=300)
-    assert "but the model's vocabulary ends at 299" in fails(base=base)
-
-
 def test_fewer_rows_than_a_step(folder, tmp_path):
     (tmp_path / "rows.jsonl").write_text(ROW)
     cfg = run_config(folder / "qwen", tmp_path / "rows.jsonl", tmp_path / "out", epochs=2)
@@ -474,16 +367,6 @@ def test_more_ranks_than_gpus(fails, monkeypatch):
     assert "Use --nproc_per_node 1" in line
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_damaged_values_in_the_base_weights(fails, folder, tmp_path, value):
-    base = shutil.copytree(folder / "qwen", tmp_path / "base")
-    state = load_file(base / "model.safetensors")
-    state["model.layers.1.mlp.up_proj.weight"][3, 5] = value
-    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
-    line = fails(base=base)
-    assert one_line_has(line, "layers.1.mlp.w3.weight", "not finite")
-
-
 def test_adapter_that_the_last_step_spoils(folder, tmp_path, capsys):
     """No loss sees the values of the last step, so nothing else would notice."""
     cfg = run_config(
@@ -507,41 +390,6 @@ def test_loss_that_is_not_finite(folder, tmp_path, capsys):
     assert one_line_has(error, "Rows of this step: ", f"The last good checkpoint is {checkpoint}")
     assert torch.load(checkpoint / "state.pt")["step"] == done
     assert not (out / "adapter").exists()
-
-
-@pytest.mark.wide
-def test_trackio(folder, tmp_path):
-    pytest.importorskip("trackio", reason="trackio is not installed")
-    cfg = run_config(folder / "qwen", folder / "rows.jsonl", tmp_path / "out")
-    cfg["metric_logger"] = {
-        "_component_": "rocm_ext.train.metrics.TrackioLogger",
-        "project": "p",
-        "name": "r",
-    }
-    path = write_yaml(tmp_path / "run.yaml", cfg)
-    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
-    assert (
-        subprocess.run(
-            [sys.executable, recipe.__file__, "--config", path], env=environment
-        ).returncode
-        == 0
-    )
-    read = "from trackio.sqlite_storage import SQLiteStorage as S; import json; " \
-        "print(json.dumps([S.get_logs('p', 'r'), S.get_run_config('p', 'r')], default=str))"  # fmt: skip
-    said = subprocess.run(
-        [sys.executable, "-c", read], env=environment, capture_output=True, text=True, check=True
-    )
-    logs, shown = json.loads(said.stdout.splitlines()[-1])
-    assert [line["loss"] for line in logs if "loss" in line] == pytest.approx(
-        metrics(tmp_path / "out")
-    )
-    assert shown["optimizer"]["lr"] == cfg["optimizer"]["lr"]
-
-
-def test_trackio_that_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(UserError, match=r"pip install 'torchtune-rocm\[trackio\]'"):
-        TrackioLogger("p")
 
 
 ANY = st.one_of(

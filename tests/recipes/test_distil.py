@@ -13,7 +13,6 @@ from rocm_ext.recipes.distil_rocm import Distil, main
 from safetensors.torch import load_file
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.report import content
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.folder import RunFolder
 from tests.kit import forks, parity
@@ -177,22 +176,6 @@ def test_two_ranks_equal_one(make, reference, tmp_path, loss, base):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_without_a_verifier(make, tmp_path):
-    changes = {"verifier": None, "eval_prompts": None, "steps": 2}
-    trained(make(tmp_path / "whole", **changes))
-    kill_and_resume(main, make(tmp_path / "killed", **changes), kill_at_record("samples.jsonl", 6))
-    for out in (tmp_path / "whole", tmp_path / "killed"):
-        steps = lines(out / "metrics.jsonl")
-        assert (
-            [line["reward"] for line in steps] == [line["right"] for line in steps] == [None, None]
-        )
-        assert content([RunFolder(out)])["problems"] == []
-    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
-    assert (tmp_path / "killed" / WEIGHTS).read_bytes() == (
-        tmp_path / "whole" / WEIGHTS
-    ).read_bytes()
-
-
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize("loss", ["jsd", "reverse_kl"])
 def test_an_adapter_teaches_its_own_base(make, reference, folder, tmp_path, loss):
@@ -270,30 +253,18 @@ def places(reference, tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.parametrize(("overrides", "key"), [
     ("teacher=base", "teacher is base"),
     ("teacher=nowhere/at/all", "teacher's folder nowhere/at/all"),
-    ("teacher=cpu_pocket", "teacher's folder cpu_pocket"),
     ("teacher={adapter}", "is an adapter; set teacher_adapter"),
-    ("teacher_adapter=nowhere", "nowhere"),
-    ("teacher=base teacher_adapter=nowhere", "nowhere"),
     ("teacher=base teacher_adapter={adapter} model.apply_lora_to_mlp=False", "adapts down_proj"),
     ("teacher_quantize_base=nf4", "teacher: quantize_base"),  # rows of 96 weights make no blocks of 4 bits
     ("teacher={other}", "/other has another tokenizer: token"),
     ("teacher={short} eval_prompts=null max_new_tokens=30", "32 that the teacher takes"),
-    ("teacher={short} eval_prompts=null max_new_tokens=1 given_answers=answer", "32 that the teacher takes"),
-    ("beta=2", "beta is 2"),
-    ("loss=kl", "loss is 'kl'"),
     ("loss=reverse_kl updates_per_step=2", "loss=reverse_kl"),
-    ("loss=reverse_kl given_answers=answer", "loss=reverse_kl"),
-    ("loss=reverse_kl temperature=0", "loss=reverse_kl"),
     ("loss=reverse_kl top_p=0.9", "top_p is 0.9, and loss=reverse_kl"),
-    ("given_answers=reply", "given_answers is reply"),
     ("verifier=null", "set verifier"),
-    ("teacher=http://127.0.0.1:9", "loss=reverse_kl"),
     ("teacher=http://127.0.0.1:9 loss=reverse_kl", "127.0.0.1:9 cannot be reached"),
     ("teacher=http://127.0.0.1:9 loss=reverse_kl teacher_adapter=x", "teacher_adapter is 'x'"),
     ("teacher_model=large", "teacher_model is 'large'"),
-    ("groups_per_update=5", "groups_per_update is 5"),
     ("samples_per_prompt=2 temperature=0", "samples_per_prompt=1"),
-    ("center=mean", "center"),
 ])  # fmt: skip
 def test_bad_input_is_a_line(make, places, tmp_path, overrides, key):
     with pytest.raises(UserError) as raised:
@@ -301,19 +272,6 @@ def test_bad_input_is_a_line(make, places, tmp_path, overrides, key):
     assert key in str(raised.value)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out" / "checkpoints").exists()
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_rows_of_the_output_layer_are_not_the_base_s(make, tmp_path, tied):
-    base = write_model(tmp_path / "base", tie_word_embeddings=tied)
-    model = {
-        "_component_": "rocm_ext.model.from_checkpoint",
-        "checkpoint_dir": str(base),
-        "trainable_tokens": [3],
-    }
-    changes = {"model": model, "checkpointer": None, "teacher": "base", "teacher_adapter": "x"}
-    with pytest.raises(UserError, match=r"teacher is base.* output layer .*trainable_tokens"):
-        load(make(tmp_path / "out", **changes)).setup()
 
 
 def test_the_longest_given_answer_is_planned(make, tmp_path):
@@ -334,7 +292,7 @@ def test_a_step_whose_verifier_fails_learns_nothing(make, tmp_path, caplog):
     assert "no step had an update" in caplog.text
 
 
-def test_answers_with_tokens_that_the_teacher_lacks_are_not_learned(make, folder, tmp_path):
+def test_tokens_that_the_teacher_lacks_are_not_learned(make, folder, tmp_path):
     """The model's vocabulary has more padding than the teacher's, and random weights sample it."""
     wide, path = (
         write_model(tmp_path / "wide", vocab=1024, initializer_range=0.1),

@@ -1,23 +1,19 @@
 """What a new user meets first: a typo, the wrong recipe, no model yet, a config to check, a short run."""
 
-import logging
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
-import torchtune._recipe_registry as torchtune_registry
 from nbclient import NotebookClient
 from rocm_ext.recipes import lora_finetune_rocm, raft_rocm
 
-from rocm_ext import cli, config, hook
+from rocm_ext import cli, config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
-from tests.kit.lines import one_line_has
 from tests.kit.raft_runs import loaded, write_run
 from tests.kit.tiny import exit_code, run_config, write_yaml
 
@@ -29,57 +25,6 @@ CONFIG = {
     registry.GRPO: "strix_halo_qwen3_4b_grpo",
     registry.DPO: "strix_halo_qwen3_4b_dpo",
 }
-
-
-@pytest.fixture
-def tune_run(monkeypatch):
-    """``tune_run(*arguments)``: what ends `tune run ARGUMENTS` while it imports torch; None: nothing does."""
-    monkeypatch.setattr(torchtune_registry, "_ALL_RECIPES", list(torchtune_registry._ALL_RECIPES))
-    monkeypatch.setattr(
-        "rocm_ext.config.startup.begin", lambda tune: None
-    )  # this process stays as it is
-
-    def tune_run(*arguments: str) -> str | None:
-        monkeypatch.setattr(sys, "argv", ["/bin/tune", "run", *arguments])
-        try:
-            hook.register()
-        except SystemExit as leaving:
-            return leaving.code
-        return None
-
-    return tune_run
-
-
-@pytest.mark.parametrize(
-    "options", [(), ("--nproc_per_node", "2"), ("--nnodes=1", "--nproc_per_node=2")]
-)
-def test_a_misspelt_recipe_is_one_line(tune_run, options):
-    message = tune_run(*options, "lora_finetune_rcom", "--config", "cpu_pocket", "epochs=1")
-    assert message.startswith("error: there is no recipe lora_finetune_rcom")
-    assert message.endswith("did you mean lora_finetune_rocm?")
-    assert "\n" not in message
-    theirs = tune_run(
-        *options, "full_finetune_singel_device", "--config", "llama3/8B_full_single_device"
-    )
-    assert theirs.endswith("did you mean full_finetune_single_device?")
-    assert "there is no recipe mine/recipe.py, " in tune_run(
-        *options, "mine/recipe.py", "--config", "my.yaml"
-    )
-
-
-def test_recipes_that_exist_are_left_to_tune(tune_run, tmp_path, monkeypatch):
-    assert tune_run("lora_finetune_single_device", "--config", LORA) is None
-    assert tune_run("raft_rocm", "--config", "cpu_pocket_raft") is None
-    assert tune_run("torchtune.models", "--config", "x") is None, "a module"
-    assert tune_run("--help") is None
-    assert tune_run() is None
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "recipe.py").write_text("print('hello')")
-    assert tune_run("mine/recipe.py", "--config", "my.yaml") is None
-    assert tune_run("mine/recpie.py", "--config", "my.yaml") is None, (
-        "Python itself says which file is missing"
-    )
 
 
 @pytest.mark.parametrize("recipe", CONFIG)
@@ -94,21 +39,6 @@ def test_a_config_of_another_recipe_names_its_command(recipe):
             continue
         with pytest.raises(UserError, match=rf"start it with `tune run {its} --config {name}`$"):
             config.load(recipe, name, ["hardware=cpu"])
-
-
-def test_a_config_without_recipe_goes_by_what_it_sets(tmp_path, folder):
-    """Without a loss or a key of another recipe's, the recipe that is started runs it."""
-    for overrides, recipe in (([], registry.DPO), (["recipe=lora_finetune_rocm"], registry.SFT),
-                              (["loss=rocm_ext.losses.CrossEntropy"], registry.SFT)):  # fmt: skip
-        assert config.recipe_of(PREFERENCES, overrides).name == recipe
-    cfg = run_config(folder / "base", folder / "prompts.jsonl", tmp_path / "out")
-    own = write_yaml(tmp_path / "own.yaml", cfg)
-    assert config.load(registry.DPO, str(own)).recipe == registry.DPO
-    assert config.load(registry.SFT, str(own)).recipe == registry.SFT
-    with pytest.raises(UserError, match=r"unknown key dataset: .* lora_finetune_rocm and dpo_rocm"):
-        config.load(registry.RAFT, "cpu_pocket_raft", ["dataset=x"])
-    with pytest.raises(UserError, match=r"unknown key datset; did you mean dataset\?"):
-        config.load(registry.SFT, str(own), ["datset=x"])
 
 
 @pytest.mark.parametrize(("name", "overrides", "command"), [
@@ -127,35 +57,6 @@ def test_a_missing_model_names_its_download(name, overrides, command, capsys):
     assert code == 1
     assert last.startswith("error: the model's folder ")
     assert last.endswith(command)
-
-
-ON_WINDOWS = """
-import platform, sys, psutil, torch, torchtune, rocm_ext.data.prompts, rocm_ext.config.startup
-platform.system = lambda: "Windows"
-sys.platform = "win32"
-sys.modules["resource"] = sys.modules["fcntl"] = None
-sys.argv = sys.orig_argv = {argv}
-{then}
-"""
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("argv", [["tune", "run", "raft_rocm"], ["recipe"], ["verify"]])
-def test_on_windows_verifying_recipes_end_with_one_line(argv, tmp_path):
-    arguments, then = ["--config", "cpu_pocket_raft"], "from rocm_ext import hook; hook.register()"
-    if argv == ["recipe"]:
-        argv = [str(registry.find("raft_rocm").file)]
-    if argv == ["verify"]:
-        arguments = ["--verifier", "MathAnswer", "--data", "rows.jsonl"]
-        then = f"from rocm_ext.cli import main; sys.exit(main({[*argv, *arguments]}))"
-    code = ON_WINDOWS.format(argv=[*argv, *arguments], then=then)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120
-    )
-    *_, line = done.stderr.splitlines()
-    assert "Traceback" not in done.stderr
-    assert (done.returncode, line[:7]) == (1, "error: ")
-    assert one_line_has(line, "Windows does not have", "WSL2")
 
 
 JUDGES = """
@@ -283,55 +184,6 @@ def test_validate_needs_no_weights_and_leaves_nothing(validate, folder, tmp_path
     assert not (tmp_path / "raft").exists()
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "log").exists()
-
-
-@pytest.mark.parametrize(("override", "message"), [
-    ("dataset.source=/none/rows.jsonl", "/none/rows.jsonl"),
-    ("hardware=mi300x", "hardware=mi300x is for"),
-    ("device=cuda", "device"),
-    ("loss._component_=torchtune.rlhf.loss.DPOLoss", "needs the columns"),
-    ("lr_scheduler._component_=torch.optim.lr_scheduler.ReduceLROnPlateau", "lr_scheduler: "),
-    ("checkpointer.checkpoint_dir=/none/Qwen3-8B", "tune download Qwen/Qwen3-8B --output-dir /none/Qwen3-8B"),
-])  # fmt: skip
-def test_validate_refuses_what_the_recipe_refuses(
-    validate, folder, tmp_path, capsys, override, message
-):
-    path = write_yaml(
-        tmp_path / "run.yaml",
-        run_config(folder / "base", folder / "prompts.jsonl", tmp_path / "out"),
-    )
-    said = validate(lora_finetune_rocm.main, path, override)
-    assert exit_code(lora_finetune_rocm.main, "--config", path, override) == said[0] == 1
-    assert capsys.readouterr().err.splitlines()[-1] == said[1]
-    assert message in said[1]
-
-
-@pytest.mark.wide
-def test_a_run_that_changes_nothing_says_so(folder, tmp_path, messages, caplog):
-    """The first step of a warm-up has the learning rate 0. torchtune's lines on seeds and profilers do not appear."""
-    caplog.set_level(logging.DEBUG)
-    warm_up = {
-        "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-        "num_warmup_steps": 9,
-    }
-    for steps, unchanged in ((1, True), (2, False)):
-        cfg = run_config(
-            folder / "base",
-            folder / "prompts.jsonl",
-            tmp_path / str(steps),
-            max_steps_per_epoch=steps,
-        )
-        cfg |= {"lr_scheduler": warm_up, "profiler": {"enabled": False}}
-        messages.clear()
-        assert (
-            exit_code(lora_finetune_rocm.main, "--config", write_yaml(tmp_path / "run.yaml", cfg))
-            == 0
-        )
-        assert any("lower num_warmup_steps" in line for line in messages)
-        found = any("optimiser step changed nothing, bit for bit" in line for line in messages)
-        assert found == unchanged
-    theirs = [record for record in caplog.records if record.name.startswith("torchtune")]
-    assert not theirs
 
 
 @pytest.mark.nightly

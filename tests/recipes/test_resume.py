@@ -7,11 +7,9 @@ be killed anywhere.
 import contextlib
 import json
 import os
-import pty
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -235,24 +233,6 @@ def test_sighup_under_nohup_is_ignored(make, reference, tmp_path):
     assert_equal(out, reference)
 
 
-@pytest.mark.wide
-def test_closed_terminal(make, reference, tmp_path):
-    """The terminal's end sends SIGHUP, and printing to it is an error from then on."""
-    out, go = tmp_path / "out", tmp_path / "go"
-    path = make(out, metric_logger=at(5, pause, go))
-    pid, terminal = pty.fork()
-    if not pid:
-        sys.stdout = sys.stderr = os.fdopen(2, "w")
-        forks.run_and_exit(main, path, (), None)
-    wait_for(go.with_suffix(".waiting"))
-    os.close(terminal)
-    go.touch()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
-    assert steps(out)[-1] == 6
-    resumed(make(out))
-    assert_equal(out, reference)
-
-
 def test_sigterm_during_setup(make, tmp_path):
     def prepare():
         Learner.setup_model = lambda self: os.kill(os.getpid(), signal.SIGTERM)
@@ -332,19 +312,6 @@ def test_a_mixture_of_data_sets(make, folder, tmp_path):
     assert_equal(out, whole)
 
 
-@pytest.mark.wide
-def test_seed_that_was_drawn_is_kept(make, tmp_path):
-    out, again = tmp_path / "out", tmp_path / "again"
-    assert (
-        forked(main, make(out, seed=None, epochs=1, metric_logger=at(3, signal.SIGKILL)))[0]
-        == -signal.SIGKILL
-    )
-    resumed(make(out, seed=None, epochs=1))
-    seed = yaml.safe_load((out / "config.yaml").read_text())["seed"]
-    forks.succeed(main, make(again, seed=seed, epochs=1))
-    assert_equal(out, again)
-
-
 @pytest.mark.wide(always=3)
 @pytest.mark.parametrize(("override", "message"), [
     ("optimizer.lr=2e-3", "belongs to another run: .*optimizer.lr: was 0.001, is 0.002"),
@@ -405,19 +372,6 @@ def test_a_raised_limit_equals_a_run_begun_with_it(make, tmp_path, key, first, t
     messages = resumed(make(out, **more, **{key: then}))
     assert key != "epochs" or "the run had 5 updates in all; it now has 10" in messages
     assert_equal(out, whole)
-
-
-@pytest.mark.wide
-def test_a_schedule_follows_raised_epochs(make, reference, killed, tmp_path):
-    whole = tmp_path / "whole"
-    forks.succeed(main, make(whole, epochs=3))
-    messages = resumed(make(killed, epochs=3))
-    assert "lr_scheduler follows the new number of steps: learning rate " in messages
-    rates = {
-        o: [line["lr"] for line in outcome(o)[1] if "lr" in line]
-        for o in (killed, whole, reference)
-    }
-    assert rates[killed] == rates[reference][:6] + rates[whole][6:]
 
 
 def test_used_output_dir(make, reference, tmp_path):

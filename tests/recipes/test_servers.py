@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import signal
 import time
 from collections import Counter
@@ -13,16 +12,12 @@ import pytest
 import torch
 from rocm_ext.recipes.grpo_rocm import GRPO, main
 from rocm_ext.recipes.raft_rocm import RAFT
-from rocm_ext.recipes.raft_rocm import main as raft_main
 
 from rocm_ext import config
-from rocm_ext.base import files
 from rocm_ext.base.errors import UserError
 from rocm_ext.evaluate.answers import evaluate
 from rocm_ext.model.lora import adapters
-from rocm_ext.rl.engines import _share
 from rocm_ext.rl.records import PhaseRecords
-from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.train.learner import Learner
 from tests.kit import grpo_runs, raft_runs
 from tests.kit.forks import (
@@ -287,57 +282,6 @@ def test_an_error_beside_training_reaches_every_rank(serve, make):
     assert fake.rules.adapters == {}
 
 
-@pytest.mark.wide
-@several_ranks
-def test_an_error_on_one_rank_ends_all(serve, make_raft):
-    """The server refuses one request of an evaluation; either rank may ask it."""
-    path = make_raft(fake := serve())
-    raft = loaded(RAFT, path)
-    raft.setup()
-    refused = raft.prompts.tokens[raft.prompts.held_out[1].id]
-    raft.cleanup()
-
-    def before(path, body):
-        adapter = fake.rules.adapters.get((body or {}).get("model"), "")
-        if (
-            "cycle_1" in adapter
-            and body["temperature"] == 0
-            and body["prompt"] == refused
-            and not is_check(body)
-        ):
-            return error(400, "too long", "BadRequestError")
-        return None
-
-    fake.before = before
-    codes, said = zip(*forked_ranks(raft_main, path, "overwrite_output_dir=True"), strict=True)
-    assert codes == (1, 1)
-    asked = next(
-        rank
-        for rank in range(2)
-        if "HTTP 400: too long; waiting for the other ranks' answers" in said[rank]
-    )
-    assert f"rank {asked}: Refused:" in said[1 - asked]
-    assert "HTTP 400: too long" in said[1 - asked]
-    assert fake.rules.adapters == {}
-
-
-@pytest.mark.wide
-def test_a_failed_rank_waits_for_no_other(serve, make, out):
-    """A rank that fails alone unloads the adapter, and leaves without a collective operation."""
-    fake = serve()
-
-    class Fails(GRPO):
-        def rows(self, selected):
-            if self.trainer.step == 2:
-                self.ranks.__dict__["gather"] = None  # any further collective operation raises
-                raise RuntimeError("the GPU has fallen off the bus")
-            return super().rows(selected)
-
-    with pytest.raises(RuntimeError, match="fallen off the bus"):
-        trained(Fails, make(fake, **OVERLAP))
-    assert fake.rules.adapters == {}
-
-
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize("empty", ["some groups", "all groups"])
 def test_answers_without_tokens_are_no_update(serve, make, out, empty):
@@ -410,57 +354,6 @@ def test_a_resumed_run_asks_anew_what_is_too_old(serve, make, out):
     assert_whole(out)
     assert max(lags(out)) <= 1
     assert all(step - 1 - min(found) <= 1 for step, found in policies(out).items())
-
-
-@pytest.mark.wide
-def test_samples_beside_a_rewrite_stay(serve, make, out, monkeypatch):
-    """Old samples are removed while the thread records new ones."""
-    fake = serve()
-    fake.before = lambda path, body: time.sleep(0.05)
-    original = files.flush
-
-    def sync(path):
-        original(path)
-        if path.name == ".samples.jsonl.tmp":
-            time.sleep(0.3)
-
-    monkeypatch.setattr(files, "flush", sync)
-    train(make(fake, **OVERLAP, keep_samples=1, save_every_n_steps=1))
-    assert Counter(line["step"] for line in lines(out / "samples.jsonl")) == {4: 16}
-    assert Counter(line["step"] for line in lines(out / "verdicts.jsonl")) == {
-        1: 16,
-        2: 16,
-        3: 16,
-        4: 16,
-    }
-
-
-@several_ranks
-@pytest.mark.wide
-def test_an_evaluation_keeps_the_other_ranks_lines(serve, make, out):
-    """Both ranks are killed after an evaluation, while the next step's answers are not collected."""
-    fake = serve()
-    path = make(fake, **OVERLAP, eval_prompts="held out")
-
-    def killed():
-        original = PolicyTrainer.finish_evaluation
-
-        def finish(self, *args):
-            if self.step == 2:
-                self.ranks.barrier()
-                os.kill(os.getpid(), signal.SIGKILL)
-            original(self, *args)
-
-        PolicyTrainer.finish_evaluation = finish
-        main()
-
-    assert [code for code, _ in forked_ranks(killed, path)] == [-signal.SIGKILL] * 2
-    fake.asked.clear()
-    succeed_on_ranks(main, path, RESUME)
-    assert_whole(out, evaluations=3)
-    seeds = {line["seed"] % 2**31 for line in lines(out / "samples.jsonl") if line["step"] == 3}
-    assert len(seeds) == 16
-    assert not seeds & {body["seed"] for body in fake.bodies()}
 
 
 @pytest.mark.wide
@@ -598,7 +491,7 @@ def without(fake, key) -> None:
 
 
 @pytest.mark.wide
-def test_evaluations_sample_in_process_if_the_server_takes_no_adapters(
+def test_evaluations_sample_here_if_servers_take_no_adapter(
     serve, make_raft, out, messages, caplog
 ):
     caplog.set_level(logging.INFO, "rocm_ext")
@@ -615,32 +508,3 @@ def test_evaluations_sample_in_process_if_the_server_takes_no_adapters(
     scores = evaluate(cfg, out / "cycle_1" / "adapter")[0].scores
     assert scores == held_out(out)[1]
     assert raft.engines.sample is not raft.engines.eval
-
-
-@pytest.mark.wide
-def test_the_first_adapter_is_tried_before_sampling(serve, make_raft, out):
-    fake, once = serve(), ("cycles=1", "eval_prompts=null")
-    train_raft(make_raft(fake), *once)
-    assert not loads(fake, out)
-    first = out / "adapter"
-    again = (*once, f"checkpointer.adapter_checkpoint={first}")
-    train_raft(make_raft(fake, output_dir=str(out / "next")), *again)
-    assert loads(fake, out) == {"adapter": 2}
-    fake.rules.lora = False
-    with pytest.raises(UserError, match="start without an adapter_checkpoint and with cycles=1"):
-        train_raft(make_raft(fake, output_dir=str(out / "third")), *again)
-
-
-@pytest.mark.parametrize(
-    ("noise", "step", "told"), [(0.02, 0.05, True), (0.02, 0.002, False), (0.0, 0.0, False)]
-)
-def test_the_share_of_the_new_adapter(noise, step, told):
-    """Its interval holds the true share, and is narrow unless rounding hides the adapters' difference."""
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda scale: scale * torch.randn(200, generator=generator, dtype=torch.float64)  # noqa: E731
-    old = -draw(1.0).abs()
-    new = old + draw(step)
-    for truth, served in ((1.0, new), (0.0, old)):
-        low, high = _share(served + draw(noise), new, old)
-        assert low <= truth <= high
-        assert (low > 0.5 or high < 0.5) == told

@@ -1,9 +1,7 @@
 """Metric loggers get everything, and optimisers of other libraries work."""
 
 import shutil
-import sys
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.kit import parity
-from tests.kit.lines import one_line_has
 from tests.kit.tiny import metrics, run_config
 
 LOGGERS = "torchtune.training.metric_logging"
@@ -43,42 +40,6 @@ def test_tensorboard_shows_every_validation_and_the_config(folder, tmp_path):
     (event,) = board.Tensors("config/text_summary")
     assert "lora_rank: 4" in event.tensor_proto.string_val[0].decode()
     assert OmegaConf.load(tmp_path / "out" / "torchtune_config.yaml").model.lora_rank == 4
-
-
-def test_weights_and_biases_gets_every_validation_and_the_config(folder, tmp_path, monkeypatch):
-    """A resumed run of theirs has a config that differs in resume_from_checkpoint, which they refuse by default."""
-    wandb = MagicMock()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    finetune(
-        folder,
-        tmp_path / "out",
-        metric_logger={"_component_": f"{LOGGERS}.WandBLogger"},
-        **VALIDATED,
-    )
-    logged = [call.args[0] for call in wandb.log.call_args_list]
-    assert [line["global_step"] for line in logged if "val_loss" in line] == [1, 2, 3, 4, 5, 6]
-    assert [line["global_step"] for line in logged if "loss" in line] == [4]
-    update = wandb.config.update.call_args
-    assert (update.args[0]["model"]["lora_rank"], update.kwargs) == (4, {"allow_val_change": True})
-    assert wandb.finish.called
-
-
-class Refusing:
-    """A logger whose service takes no config."""
-
-    def log_config(self, config):
-        raise ConnectionError("the service is down")
-
-    def log_dict(self, values, step):
-        pass
-
-    def close(self):
-        pass
-
-
-def test_a_logger_that_fails_to_take_the_config_is_no_obstacle(folder, tmp_path, messages):
-    finetune(folder, tmp_path / "out", metric_logger={"_component_": f"{__name__}.Refusing"})
-    assert one_line_has(messages, "metric_logger", "ConnectionError: the service is down")
 
 
 def test_8_bit_optimiser_of_torchao_steps_and_resumes(folder, tmp_path, monkeypatch):

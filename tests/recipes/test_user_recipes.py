@@ -1,9 +1,7 @@
 """A recipe of a user's own: a Python file beside their YAML, or in an installed package."""
 
 import importlib.metadata
-import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -11,10 +9,8 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-import torch
 import torchtune._recipe_registry as torchtune_registry
 from omegaconf import OmegaConf
-from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 from rocm_ext.recipes.raft_rocm import RAFT
 
 from rocm_ext import config, hook
@@ -24,7 +20,6 @@ from rocm_ext.cli import main as rocm_ext
 from rocm_ext.machine.detect import detect
 from rocm_ext.machine.environment import environment_for
 from rocm_ext.machine.profile import load_profile
-from rocm_ext.runs.folder import RunFolder
 from tests.kit.forks import several_ranks
 from tests.kit.lines import one_line_has
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
@@ -56,14 +51,6 @@ def write_run(folder: Path, tiny: tuple[Path, Path], name: str = "my_run.yaml", 
     )
 
 
-def run_in_process(script: Path, *arguments: object, monkeypatch) -> int:
-    """The exit code of a recipe's script."""
-    monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
-    with pytest.raises(SystemExit) as left:
-        runpy.run_path(str(script), run_name="__main__")
-    return left.value.code
-
-
 def fails(capsys, action) -> str:
     """The one line in which it says why."""
     assert action() == 1
@@ -71,7 +58,7 @@ def fails(capsys, action) -> str:
     return line
 
 
-def test_its_key_comes_from_the_command_line_the_run_or_its_defaults(folder, tiny):
+def test_where_its_key_comes_from(folder, tiny):
     recipe = registry.find("layer_decay", folder)
     run = str(folder / "my_run.yaml")
     assert config.load(recipe, run).layer_lr_decay == 0.9
@@ -86,48 +73,6 @@ def test_its_key_comes_from_the_command_line_the_run_or_its_defaults(folder, tin
     assert config.load(recipe, "cpu_pocket").recipe == "layer_decay", (
         "a config of the recipe that it extends"
     )
-
-
-def test_its_keys_are_checked_as_ours_are(folder, tiny):
-    run = str(folder / "my_run.yaml")
-    with pytest.raises(
-        UserError, match=r"unknown key layer_lr_decays; did you mean layer_lr_decay\?"
-    ):
-        config.load("layer_decay", run, ["layer_lr_decays=0.8"])
-    trainer = runpy.run_path(str(folder / "layer_decay.py"))["LayerDecayTrainer"]
-    with pytest.raises(
-        UserError, match="LayerDecayTrainer makes its own optimiser; set loraplus_lr_ratio=null"
-    ):
-        LoRAFinetune(
-            config.load("layer_decay", run, ["loraplus_lr_ratio=4"]), trainer=trainer
-        ).check()
-    write_run(folder, tiny, layer_lr_deacy=0.8)
-    with pytest.raises(
-        UserError, match=r"unknown key layer_lr_deacy; did you mean layer_lr_decay\?"
-    ):
-        config.load("layer_decay", run)
-    write_run(folder, tiny)
-    defaults = folder / "layer_decay.yaml"
-    defaults.write_text(defaults.read_text().replace("0.9", "???"))
-    with pytest.raises(UserError, match="layer_lr_decay must be set"):
-        config.load("layer_decay", run)
-
-
-@pytest.mark.parametrize(
-    ("defaults", "message"),
-    [
-        ("extends: lora_finetune_rocm\n", r"layer_decay.yaml says recipe: None; expected recipe: layer_decay"),
-        ("recipe: layer_decay\nextends: lora_finetune\n", "lora_finetune is unknown.*did you mean lora_finetune_rocm"),
-        ("recipe: layer_decay\nextends: layer_decay\n", "layer_decay extends itself"),
-        ("recipe: layer_decay\ninclude: [commn]", "commn.yaml"),
-        ("- recipe\n", "holds a list; expected keys"),
-    ],
-)  # fmt: skip
-def test_defaults_that_are_none(folder, defaults, message):
-    (folder / "layer_decay.yaml").write_text(defaults)
-    with pytest.raises(UserError, match=message) as caught:
-        config.load("layer_decay", str(folder / "my_run.yaml"))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -186,17 +131,6 @@ def test_a_recipe_that_extends_none_of_ours(folder, monkeypatch, capsys):
         )
 
 
-@pytest.mark.wide
-def test_bench_reads_a_config_that_names_a_file(folder, tiny):
-    from rocm_ext.bench.probes import Bench
-    from rocm_ext.bench.sweep import Spec
-
-    (folder / "configs").mkdir()
-    run = write_run(folder, tiny, name="configs/run.yaml", recipe="../layer_decay.py")
-    bench = Bench(Spec(str(run), ("hardware=cpu", "layer_lr_decay=0.7"), 2**30, seconds=0.1))
-    assert bench.cfg.layer_lr_decay == 0.7
-
-
 def test_a_trainer_inside_raft_sees_its_keys():
     cfg = config.load("raft_rocm", "cpu_pocket_raft", ["hardware=cpu"])
     cfg.layer_lr_decay = 0.8  # as the defaults of a recipe that extends raft_rocm would add it
@@ -205,87 +139,6 @@ def test_a_trainer_inside_raft_sees_its_keys():
     assert (training.recipe, training.dataset) == ("lora_finetune_rocm", None)
     assert (training.eval_prompts, training.verifier) == (None, None)
     assert not {"cycles", "prompts"} & set(training)
-
-
-@pytest.mark.wide(always=1)
-@pytest.mark.parametrize("stated", ["layer_decay", "layer_decay.py", "nothing"])
-def test_plan_finds_its_defaults_beside_the_config(
-    folder, tiny, stated, capsys, as_configured, cpu_of_known_speed
-):
-    run = str(write_run(folder, tiny, recipe=None if stated == "nothing" else stated))
-    override = ["recipe=layer_decay.py"] if stated == "nothing" else []
-    assert rocm_ext(["plan", "--config", run, "--json", "layer_lr_decay=0.7", *override]) == 0
-    assert json.loads(capsys.readouterr().out)["rollout"] is None
-    line = fails(
-        capsys, lambda: rocm_ext(["plan", "--config", run, "layer_lr_deca=0.7", *override])
-    )
-    assert "did you mean layer_lr_decay" in line
-    write_run(folder, tiny, recipe="layer_decays")
-    line = fails(capsys, lambda: rocm_ext(["plan", "--config", run]))
-    assert one_line_has(line, "recipe layer_decays is unknown", str(folder))
-
-
-def test_a_run_keeps_every_key_of_the_optimizer_and_its_folder_tells_the_recipe(
-    folder, tiny, monkeypatch, capsys
-):
-    optimizer = {"_component_": "torch.optim.AdamW", "lr": 1e-3, "weight_decay": 0.3, "betas": [0.8, 0.9],
-                 "fused": True}  # fmt: skip
-    start = ["--config", write_run(folder, tiny, optimizer=optimizer)]
-    made, real = [], torch.optim.AdamW.__init__
-
-    def noted(self, *args, **options):
-        real(self, *args, **options)
-        made.append(self)
-
-    monkeypatch.setattr(torch.optim.AdamW, "__init__", noted)
-    assert (
-        run_in_process(
-            folder / "layer_decay.py", *start, "layer_lr_decay=0.8", monkeypatch=monkeypatch
-        )
-        == 0
-    )
-    last, first = made[-1].param_groups  # the plan makes one, too
-    assert (last["lr"], first["lr"]) == (1e-3, 0.8e-3)
-    for group in (last, first):
-        assert (group["weight_decay"], list(group["betas"]), group["fused"]) == (
-            0.3,
-            [0.8, 0.9],
-            True,
-        )
-    assert len(last["params"]) == len(first["params"]) > 0
-
-    out = folder / "out"
-    saved = OmegaConf.load(out / "config.yaml")
-    assert (saved.recipe, saved.layer_lr_decay) == ("layer_decay", 0.8)
-    run = RunFolder(out)
-    assert (run.recipe, run.family) == ("layer_decay", "lora_finetune_rocm")
-    assert rocm_ext(["report", str(out), "--output", str(folder / "report.html")]) == 0
-    assert "<dd>layer_decay</dd>" in (folder / "report.html").read_text()
-    # the saved config of a run is a config, where the recipe's file is at hand
-    monkeypatch.chdir(folder)
-    assert config.load("layer_decay", str(out / "config.yaml")) == saved
-    # and the run goes on only as what it was begun as
-    start.append("resume_from_checkpoint=True")
-    line = fails(
-        capsys, lambda: run_in_process(folder / "layer_decay.py", *start, monkeypatch=monkeypatch)
-    )
-    assert "layer_lr_decay: was 0.8, is 0.9" in line
-
-
-@pytest.mark.wide
-def test_compare_takes_recipes_of_one_family_and_names_the_difference(
-    folder, tiny, monkeypatch, capsys
-):
-    from rocm_ext.recipes import lora_finetune_rocm
-
-    plain = write_yaml(folder / "plain.yaml", run_config(*tiny, folder / "plain"))
-    script = Path(lora_finetune_rocm.__file__)
-    assert run_in_process(script, "--config", plain, monkeypatch=monkeypatch) == 0
-    run = folder / "my_run.yaml"
-    assert run_in_process(folder / "layer_decay.py", "--config", run, monkeypatch=monkeypatch) == 0
-    rocm_ext(["compare", str(folder / "plain"), str(folder / "out"), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["settings"]["recipe"] == ["lora_finetune_rocm", "layer_decay"]
 
 
 @pytest.fixture
@@ -335,16 +188,6 @@ def test_a_package_registers_recipes_and_configs(package, monkeypatch, capsys):
     assert capsys.readouterr().err == "", "once is enough"
 
 
-def test_files_beside_a_packaged_recipe_that_are_no_configs(package):
-    (package / "list.yaml").write_text("- recipe\n")
-    (package / "torn.yaml").write_text("recipe: [layer_decay\n")
-    (package / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    (package / "folder.yaml").mkdir()
-    assert [path.name for path in registry.recipes()["layer_decay"].configs] == [
-        "pocket_decay.yaml"
-    ]
-
-
 # one write, which lines of other ranks cannot split
 MARK = "import os\nos.write(1, f\"top {os.getpid()} {os.environ.get('GOMP_SPINCOUNT')}\\n\".encode())\n"
 
@@ -361,7 +204,7 @@ def bare() -> dict[str, str]:
 
 @pytest.mark.wide  # test_startup.py has it without a process
 @pytest.mark.parametrize("how", ["one process", pytest.param("two ranks", marks=several_ranks)])
-def test_tune_run_sets_the_environment_before_the_script_begins_and_runs_it_once(folder, how):
+def test_tune_run_sets_the_environment_and_runs_a_script_once(folder, how):
     script = folder / "layer_decay.py"
     script.write_text(MARK + script.read_text())
     ranks = ["--nproc_per_node", "2"] if how == "two ranks" else []
@@ -386,19 +229,6 @@ def test_tune_run_sets_the_environment_before_the_script_begins_and_runs_it_once
     assert "environment: GOMP_SPINCOUNT=20000 " in err
     assert "torchao" not in out + err
     assert OmegaConf.load(folder / "out" / "config.yaml").layer_lr_decay == 0.8
-
-
-@pytest.mark.wide
-def test_a_script_that_is_started_without_tune_is_told_what_comes_late(folder):
-    script = folder / "layer_decay.py"
-    script.write_text(MARK + script.read_text())
-    command = [sys.executable, str(script), "--config", "my_run.yaml"]
-    run = subprocess.run(
-        command, cwd=folder, env={**bare(), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("top") == 1
-    assert "or: export GOMP_SPINCOUNT=20000" in run.stderr
 
 
 @pytest.mark.wide

@@ -15,8 +15,6 @@ import time
 from collections import Counter, deque
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
-from email.utils import format_datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -31,9 +29,7 @@ from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.pocket import load_tokenizer
 from rocm_ext.sampling.engine import Request, Sampling
 from rocm_ext.sampling.server import openai
-from rocm_ext.sampling.server import session as openai_session
 from rocm_ext.sampling.server.openai import OpenAIEngine
-from rocm_ext.sampling.server.session import OpenAISession
 from tests.kit.families import CHATML
 from tests.kit.forks import start, wait
 from tests.kit.lines import one_line_has
@@ -261,7 +257,7 @@ def test_everything_that_decides_the_distribution_is_sent(vllm, tokenizer):
     assert fake.bodies() == [plain, {**plain, **chosen, "max_tokens": 12, "stop": ["\n\n", "Q:"]}]
 
 
-def test_every_request_is_answered_once_by_servers_that_share_the_load(vllm, tokenizer):
+def test_servers_share_the_load_and_answer_once(vllm, tokenizer):
     def slowly(body):
         time.sleep(0.02)
 
@@ -302,20 +298,12 @@ def test_server_errors_cut_connections_and_time_outs_are_retried(vllm, tokenizer
     assert len({json.dumps(body) for body in fake.bodies()}) == 1
 
 
-@pytest.mark.parametrize("form", ["seconds", "date"])
-def test_retry_after_is_honoured(vllm, tokenizer, form):
+def test_retry_after_is_honoured(vllm, tokenizer):
     times = []
 
     def reply(body):
         times.append(time.monotonic())
-        until = format_datetime(
-            datetime.now(timezone.utc) + timedelta(seconds=1.5), usegmt=True
-        )  # in whole seconds
-        return (
-            (429, "slow down", {"Retry-After": "0.5" if form == "seconds" else until})
-            if len(times) == 1
-            else None
-        )
+        return (429, "slow down", {"Retry-After": "0.5"}) if len(times) == 1 else None
 
     run(OpenAIEngine(tokenizer, urls=[vllm(reply).url]), requests_for(tokenizer, "a"))
     assert 0.4 < times[1] - times[0] < 30
@@ -351,7 +339,7 @@ def test_the_share_of_a_server_that_fails_moves_to_the_others(
     assert one_line_has(messages, f"giving up {bad.url}", says)
 
 
-def test_when_no_server_is_left_what_had_finished_has_been_yielded(vllm, tokenizer):
+def test_what_finished_is_yielded_when_no_server_is_left(vllm, tokenizer):
     seen = []
 
     def dying(body):
@@ -383,11 +371,8 @@ def test_when_no_server_is_left_what_had_finished_has_been_yielded(vllm, tokeniz
 
 RUBBISH = {
     "html": ("<html>\n<body>Welcome to nginx!", "not answer with a JSON object.*Welcome to nginx"),
-    "list": ([1, 2], r"not answer with a JSON object.*\[1, 2\]"), "deep": ("[" * 100_000, "not answer with a JSON"),
-    "no choices": ({"id": 1}, 'no choices: {"id": 1}'), "empty choices": ({"choices": []}, "no choices"),
-    "a choice of another type": ({"choices": ["text"]}, "no choices"),
+    "no choices": ({"id": 1}, 'no choices: {"id": 1}'),
     "no text": ({"choices": [{"finish_reason": "stop"}]}, "no text"),
-    "long": ({"choices": [{"text": ["x" * 10000], "finish_reason": "stop"}]}, "no text"),
     "half a character": ({"choices": [{"text": "\ud800", "finish_reason": "stop"}]}, "not valid Unicode"),
     "reason": ({"choices": [{"text": "a", "finish_reason": "tool_calls"}]}, "the finish_reason 'tool_calls'"),
     "reasoning": ({"choices": [{"text": "a", "reasoning_content": "b"}]}, "without a reasoning parser"),
@@ -402,14 +387,10 @@ def of_values(*values):
 
 NO_NUMBERS = {
     "nan": (of_values(-1, math.nan), "the log-prob NaN, not a number up to 0"),
-    "infinity": (of_values(math.inf), "log-prob Infinity"), "positive": (of_values(5.0), r"log-prob 5\.0"),
-    "400 digits": (of_values(10**400), "log-prob 1000000000000000000000000000000?,"),
-    "text": (of_values("-1"), 'log-prob "-1"'), "bool": (of_values(False), "log-prob false"),
-    "one number": ({"logprobs": {"token_logprobs": -1.0}}, r"log-prob \[-1\.0\]"),
-    "chat's form": ({"logprobs": {"content": [{"logprob": math.nan}] * 9}}, "log-prob NaN"),
+    "positive": (of_values(5.0), r"log-prob 5\.0"),
+    "text": (of_values("-1"), 'log-prob "-1"'),
     "first id too many": ({"token_ids": [1, 400]}, "the token id 400, not an id from 0 to 399"),
-    "negative id": ({"token_ids": [-1]}, "token id -1"), "text for an id": ({"token_ids": ["1"]}, 'token id "1"'),
-    "bool for an id": ({"token_ids": [True]}, "token id true"), "one id": ({"token_ids": 7}, r"token id \[7\]"),
+    "text for an id": ({"token_ids": ["1"]}, 'token id "1"'),
     "too many ids": ({"token_ids": [1] * 18}, "18 tokens to a request for 16"),
     "too many words": ({"token_ids": None, "text": "word " * 100}, "tokens to a request for 16"),
     "too many characters": ({"text": "x" * 20_000}, "20002 characters to a request for 16 tokens"),
@@ -417,9 +398,7 @@ NO_NUMBERS = {
 
 
 @pytest.mark.parametrize("case", [*RUBBISH, *NO_NUMBERS])
-def test_what_training_cannot_use_is_refused_in_one_short_line_and_not_asked_again(
-    vllm, tokenizer, case
-):
+def test_what_training_cannot_use_is_refused_in_one_line(vllm, tokenizer, case):
     answer, message = RUBBISH.get(case) or NO_NUMBERS[case]
     fake = vllm(lambda body: answer if case in RUBBISH else vllm_answer(tokenizer, body, **answer))
     decoder = SimpleNamespace(tok_embeddings=SimpleNamespace(num_embeddings=400))
@@ -445,9 +424,7 @@ def forever(part: bytes, pause: float):
         time.sleep(pause)
 
 
-def test_a_body_without_an_end_is_refused_and_one_byte_by_byte_has_a_deadline(
-    vllm, tokenizer, monkeypatch
-):
+def test_an_endless_body_is_refused_and_a_slow_one_ends(vllm, tokenizer, monkeypatch):
     monkeypatch.setattr(openai_http, "MAX_BODY", 100_000)
     endless, slow = (
         vllm(lambda body, way=way: (200, forever(*way), {}))
@@ -472,7 +449,7 @@ def engine_threads():
 
 
 @pytest.mark.parametrize("how", ["close", "throw"])
-def test_an_answer_is_yielded_while_others_are_under_way_which_closing_ends(vllm, tokenizer, how):
+def test_an_answer_is_yielded_while_others_are_under_way(vllm, tokenizer, how):
     gate = threading.Event()
     fake = vllm(lambda body: None if body["seed"] == 0 else gate.wait(30) and None)
     with OpenAIEngine(tokenizer, urls=[fake.url], concurrency=4).session(None) as session:
@@ -561,7 +538,7 @@ def llama_answer(ids, completion_tokens):
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_ids_in_llama_cpps_logprobs_are_exact_if_they_are_all_there(vllm, tokenizer, exact):
+def test_ids_in_llama_cpps_logprobs_are_exact_if_complete(vllm, tokenizer, exact):
     text = tokenizer.encode("So it is.", add_bos=False, add_eos=False)
     ids = [*text, tokenizer.stop_tokens[1]]
     sent = ids if exact else ids[:-1]
@@ -576,11 +553,8 @@ def test_ids_in_llama_cpps_logprobs_are_exact_if_they_are_all_there(vllm, tokeni
     assert (engine.exact_tokens, engine.has_logprobs) == (exact, exact)
 
 
-@pytest.mark.parametrize("ids", [None, []])
-def test_without_ids_the_text_is_encoded_again_and_that_is_told_once(
-    vllm, tokenizer, ids, messages
-):
-    fake = vllm(paths={COMPLETIONS: lambda body: vllm_answer(tokenizer, body, token_ids=ids)})
+def test_without_ids_the_text_is_encoded_again(vllm, tokenizer, messages):
+    fake = vllm(paths={COMPLETIONS: lambda body: vllm_answer(tokenizer, body, token_ids=None)})
     engine = OpenAIEngine(tokenizer, urls=[fake.url])
     completions, _ = run(engine, requests_for(tokenizer, *"abc"))
     for completion in completions:
@@ -591,9 +565,7 @@ def test_without_ids_the_text_is_encoded_again_and_that_is_told_once(
     assert "\n".join(messages).count("sends no token ids") == 1
 
 
-@pytest.mark.parametrize(
-    "logprobs", [None, [], {"token_logprobs": [-1.0]}, {"token_logprobs": [None, -1.0]}]
-)
+@pytest.mark.parametrize("logprobs", [None, [], {"token_logprobs": [-1.0]}])
 def test_logprobs_that_do_not_fit_the_tokens_are_none(vllm, tokenizer, logprobs):
     fake = vllm(lambda body: vllm_answer(tokenizer, body, logprobs=logprobs))
     engine = OpenAIEngine(tokenizer, urls=[fake.url])
@@ -609,9 +581,7 @@ def test_logprobs_that_do_not_fit_the_tokens_are_none(vllm, tokenizer, logprobs)
     [({"finish_reason": "length"}, (), "It is 7. 0", "length"), ({"text": "It is"}, (" is",), "It", "stop"),
      ({"text": "It is", "stop_reason": " 7"}, (" 7",), "It is 0", "stop")],
 )  # fmt: skip
-def test_an_answer_cut_by_length_or_a_stop_string_gets_no_stop_token(
-    vllm, tokenizer, choice, stops, text, reason
-):
+def test_a_cut_answer_gets_no_stop_token(vllm, tokenizer, choice, stops, text, reason):
     fake = vllm(lambda body: vllm_answer(tokenizer, body, token_ids=None, **choice))
     engine = OpenAIEngine(tokenizer, urls=[fake.url])
     (cut,), _ = run(engine, requests_for(tokenizer, "a"), Sampling(16, stop_strings=stops))
@@ -639,7 +609,7 @@ def test_another_chat_template_than_ours_is_told(vllm, tokenizer, messages):
     assert "\n".join(messages).count("its chat template differs") == 1
 
 
-def test_chat_sends_messages_tools_and_the_variables_of_the_template(tokenizer):
+def test_chat_sends_messages_tools_and_template_variables(tokenizer):
     args = {"enable_thinking": False}
     chat = ChatTokenizer(
         tokenizer, TorchtuneRenderer(tokenizer), [tokenizer.eos_id], template_args=args
@@ -718,11 +688,9 @@ def refusal(status, message):
 
 CHECKS = {  # what a server answers, arguments, and what the check says
     "several models": ({MODELS: {"data": [{"id": "a"}, {"id": "b"}, "c", {}]}}, {}, "serves a, b; set model"),
-    "no model": ({MODELS: {"data": None}}, {}, "serves no model; set model"),
     "models not listed": ({MODELS: refusal(500, "no cache")}, {}, "list its models: HTTP 500: no cache.*; set model"),
     "another model": ({COMPLETIONS: refusal(404, "No `x`.")}, {"model": "x"}, "No `x`.; it serves base, not x"),
     "no token ids": ({COMPLETIONS: refusal(400, "no list")}, {}, "HTTP 400: no list; if .* set endpoint: chat"),
-    "still loading": ({COMPLETIONS: refusal(503, "Loading")}, {}, "not answer the first request: HTTP 503: Loading"),
     "no key": ({MODELS: refusal(401, "Unauthorized")}, {"model": "base"}, "HTTP 401: Unauthorized; set api_key_env"),
     "no message": ({CHAT: {"choices": [{"text": "a"}]}}, {"endpoint": "chat"}, "answers with no message"),
 }  # fmt: skip
@@ -771,16 +739,16 @@ def test_the_key_is_read_from_the_environment_and_sent(vllm, tokenizer, monkeypa
 
 
 BAD_ARGUMENTS = [
-    ({"urls": "http://x"}, "urls must be a list"), ({"urls": []}, "urls must be a list"),
-    ({"urls": [8000]}, "8000 in urls is not a"), ({"urls": ["localhost:8000"]}, "is not a server's address"),
-    ({"urls": ["http://x?key=1"]}, "not a server's"), ({"urls": ["http://x", "http://x/v1/"]}, "names http://x twice"),
+    ({"urls": "http://x"}, "urls must be a list"),
+    ({"urls": ["localhost:8000"]}, "is not a server's address"),
+    ({"urls": ["http://x", "http://x/v1/"]}, "names http://x twice"),
     ({"endpoint": "chats"}, "endpoint 'chats' is unknown; did you mean chat"),
     ({"concurrency": 0}, "engine.concurrency is 0; expected a whole number from 1 to 1024"),
-    ({"patience": -1}, "patience is -1; expected seconds, or a time such as"), ({"patience": True}, "patience is True"),
-    ({"patience": "10 days"}, "is '10 days'"), ({"patience": "long"}, "patience is 'long'"),
-    ({"timeout": 0}, "engine.timeout is 0; expected seconds above 0"), ({"timeout": math.nan}, "timeout is nan"),
+    ({"patience": -1}, "patience is -1; expected seconds, or a time such as"),
+    ({"patience": "long"}, "patience is 'long'"),
+    ({"timeout": 0}, "engine.timeout is 0; expected seconds above 0"),
     ({"lora_name": "a b"}, "lora_name is 'a b'"), ({"api_key_env": "NO_SUCH_VARIABLE_HERE"}, "is not set; export it"),
-    ({"api_key_env": "sk-abc"}, "variable, not the key"), ({"api_key_env": "sk abc"}, "variable, not the key"),
+    ({"api_key_env": "sk-abc"}, "variable, not the key"),
 ]  # fmt: skip
 
 
@@ -817,7 +785,7 @@ def test_an_adapter_is_loaded_by_all_used_by_name_and_unloaded(
     assert sum(len(fake.bodies()) for fake in fakes) == 6
 
 
-def test_requests_are_taken_as_servers_get_free_each_with_its_adapter(vllm, tokenizer, adapter):
+def test_requests_are_taken_as_servers_get_free(vllm, tokenizer, adapter):
     """A session answers an iterator that lets it wait, while another session with the same adapter opens and ends."""
     taken, go_on = [], threading.Event()
 
@@ -851,24 +819,8 @@ def test_requests_are_taken_as_servers_get_free_each_with_its_adapter(vllm, toke
     assert [verb for verb, _ in fake.adapter_calls()] == ["unload", "load", "unload"]
 
 
-def test_other_weights_have_another_name_and_go_after_an_error_too(vllm, tokenizer, adapter):
-    fake = vllm()
-    engine = OpenAIEngine(tokenizer, urls=[fake.url])
-    for weights in (b"1", b"2", b"1"):
-        (adapter / "adapter_model.safetensors").write_bytes(weights)
-        with pytest.raises(ZeroDivisionError), engine.session(adapter):
-            raise ZeroDivisionError
-    names = [body["lora_name"] for verb, body in fake.adapter_calls() if verb == "load"]
-    assert names[0] == names[2] != names[1]
-    assert [verb for verb, _ in fake.adapter_calls()] == ["unload", "load", "unload"] * 3
-
-
-@pytest.mark.parametrize(
-    ("status", "told"), [(404, "Not Found"), (400, "Rank 64 is above 16"), (500, "No LoRA")]
-)
-def test_a_server_that_takes_no_adapters_is_found_before_sampling(
-    vllm, tokenizer, adapter, status, told
-):
+@pytest.mark.parametrize(("status", "told"), [(404, "Not Found")])
+def test_a_server_without_adapters_is_found_before_sampling(vllm, tokenizer, adapter, status, told):
     willing, fake = vllm(), vllm(paths={LOAD: (status, {"detail": told}, {})})
     message = rf"{fake.url}.* does not load the adapter {adapter} \(HTTP {status}: {told}\).*RUNTIME_LORA_UPDATING=True"
     with pytest.raises(UserError, match=message):
@@ -885,57 +837,6 @@ def test_a_server_that_refuses_an_adapter_is_left_out(vllm, tokenizer, adapter, 
         messages
     )
     assert fake.bodies() == []
-    with (
-        pytest.raises(UserError, match=f"{fake.url} does not load the adapter"),
-        OpenAIEngine(tokenizer, urls=[fake.url]).session(adapter),
-    ):
-        pytest.fail("the adapter was taken")
-
-
-def test_a_server_that_is_gone_when_an_adapter_is_loaded_is_left_out(
-    vllm, tokenizer, adapter, messages
-):
-    gone, fake = vllm(), vllm()
-    engine = OpenAIEngine(tokenizer, urls=[gone.url, fake.url], patience=0.02)
-    engine.check()
-    gone.die()
-    for _ in range(2):
-        with engine.session(adapter) as session:
-            assert len(list(session.generate(requests_for(tokenizer, *"abc"), PLAIN))) == 3
-    assert (
-        len(
-            [
-                line
-                for line in messages
-                if f"{gone.url} fails to load or unload an adapter: " in line
-            ]
-        )
-        == 1
-    )
-    fake.die()
-    with (
-        pytest.raises(UserError, match=f"no server is left: .*{fake.url}: ConnectError"),
-        engine.session(adapter) as session,
-    ):
-        list(session.generate(requests_for(tokenizer, "a"), PLAIN))
-
-
-def test_a_check_of_all_servers_does_not_wait_for_one_that_is_gone(
-    vllm, tokenizer, monkeypatch, messages
-):
-    monkeypatch.setattr(openai_session, "_CHECK_PATIENCE", 0.02)
-    gone, fake = vllm(), vllm()
-    requests = requests_for(tokenizer, *"abc")
-    with OpenAIEngine(tokenizer, urls=[gone.url, fake.url]).session(None) as session:
-        both = session.ask_each(requests, PLAIN)
-        gone.die()
-        one = session.ask_each(requests, PLAIN)
-    assert [c.request for c in both[gone.url]] == [c.request for c in both[fake.url]] == requests
-    assert list(one) == [fake.url]
-    assert session.stats()["tokens"] == 0
-    assert f"nothing checks the adapter in this phase of {gone.url}: ConnectError" in "\n".join(
-        messages
-    )
 
 
 def test_a_restarted_server_gets_its_adapter_again(vllm, tokenizer, adapter, messages):
@@ -969,34 +870,6 @@ def test_a_server_that_comes_back_on_its_port_goes_on(vllm, tokenizer, adapter):
         got += completions
     assert wanted(c.request for c in got) == wanted(requests)
     assert [verb for verb, _ in second.adapter_calls()] in (["load", "unload"], ["unload"])
-
-
-def test_patience_counts_pauses_that_double(tokenizer, monkeypatch, messages, caplog):
-    """The pauses are 0.5, 1, 2, 4 … 30, 30 s, up to ten minutes in all."""
-    caplog.set_level("INFO", logger="rocm_ext")
-    pauses = []
-
-    async def sleep(seconds):
-        pauses.append(seconds)
-
-    engine = OpenAIEngine(tokenizer, urls=["http://127.0.0.1:1"], concurrency=1)
-    assert engine.terms.patience == 600
-    monkeypatch.setattr(
-        openai_session, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep})
-    )
-    monkeypatch.setattr(openai_session, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    session = OpenAISession(
-        engine.terms, [openai.Server(engine._servers[0].url, "base", "plain")], None
-    )
-    with pytest.raises(
-        UserError, match=r"no server is left: .* for 10m00s \(prompt p0, sample 0\)"
-    ):
-        list(session.generate(requests_for(tokenizer, "a"), PLAIN))
-    assert pauses[:7] == [0.5, 1, 2, 4, 8, 16, 30]
-    assert set(pauses[6:-1]) == {30}
-    assert sum(pauses) == 600
-    (said,) = messages  # one line in 30 s
-    assert said.startswith("waiting for http://127.0.0.1:1, 0s of 10m00s so far: ConnectError")
 
 
 def test_a_stop_ends_waiting_at_once(vllm, tokenizer):
@@ -1050,26 +923,6 @@ def logprob_server(vllm, kind: str):
 
 
 @pytest.mark.parametrize(
-    "logprobs",
-    [
-        {"content": [{"logprob": -1.0, "top_logprobs": tops}]}
-        for tops in ([1], "a", [[]], [{"logprob": math.nan}])
-    ]
-    + [
-        {"token_logprobs": [-1.0], "top_logprobs": tops}
-        for tops in ([1], "a", [{"t": math.nan}], [{"t": []}])
-    ],
-    ids=str,
-)
-def test_malformed_top_log_probs_show_nothing(vllm, tokenizer, logprobs):
-    fake = vllm(
-        paths={COMPLETIONS: lambda body: vllm_form(body, "a", [1], [-1.0], logprobs=logprobs)}
-    )
-    with pytest.raises(UserError, match="does not show of which temperature"):
-        OpenAIEngine(tokenizer, urls=[fake.url]).check_logprobs(Sampling(8, temperature=0.7))
-
-
-@pytest.mark.parametrize(
     ("kind", "sampling", "refused"),
     [
         ("raw", Sampling(8, temperature=0.7, top_p=0.9), None),
@@ -1079,22 +932,10 @@ def test_malformed_top_log_probs_show_nothing(vllm, tokenizer, logprobs):
             "--logprobs-mode processed_logprobs",
         ),
         ("llama.cpp", Sampling(8, temperature=0.7, top_k=5), None),
-        (
-            "llama.cpp",
-            Sampling(8, temperature=0.7, logprobs_temperature=0.7),
-            "or set temperature to 1",
-        ),
         ("sglang", Sampling(8, temperature=0.7, top_p=0.9, logprobs_temperature=0.7), None),
         ("sglang", Sampling(8, temperature=1.3), "SGLANG_RETURN_ORIGINAL_LOGPROB=1"),
-        ("processed", Sampling(8, temperature=0.7, top_p=1.0, logprobs_temperature=0.7), None),
-        (
-            "processed",
-            Sampling(8, temperature=0.7, top_k=5, logprobs_temperature=0.7),
-            "after truncation",
-        ),
         ("processed", Sampling(8, min_p=0.1), "after truncation"),
         ("processed", Sampling(8, temperature=0.7), "raw_logprobs"),
-        ("silent", Sampling(8), None),
         ("silent", Sampling(8, temperature=0.7), "does not show"),
         (
             "raw",

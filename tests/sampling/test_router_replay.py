@@ -22,7 +22,7 @@ from rocm_ext.sampling import Completion, LocalEngine, Request, Sampling
 from tests.kit.families import folder_config
 from tests.kit.forks import forked, succeed, succeed_on_ranks
 from tests.kit.grpo_runs import assert_equal, lines, write_run
-from tests.kit.hf_models import CARE, write_common
+from tests.kit.hf_models import write_common
 from tests.kit.parity import our_model
 from tests.kit.raft_runs import WEIGHTS, write_world
 from tests.kit.replay import Recorded, capture
@@ -120,18 +120,6 @@ def test_log_probs_are_those_of_sampling(folder_of, name):
     found = logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
     told = torch.tensor([value for sample in samples for value in sample.logprobs])
     torch.testing.assert_close(found, told, atol=2e-5, rtol=0)
-
-
-@pytest.mark.wide(always=1)
-@pytest.mark.parametrize("name", NAMES)
-def test_shared_prompts_and_single_rows_are_equal(folder_of, name):
-    samples = sampled(with_other_routers(folder_of(name)))
-    decoder = our_model(folder_of(name)).eval()
-    decoder.replay_routes()
-    with torch.no_grad():
-        together, _ = computed(decoder, batch_of(samples))
-        alone = torch.cat([computed(decoder, batch_of([sample]))[0] for sample in samples])
-    torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
 
 
 def test_a_shared_token_has_the_experts_of_its_first_answer(folder_of):
@@ -240,21 +228,6 @@ def test_two_ranks_equal_one(make):
     assert mine == theirs
     for name in ("routing_mismatch", "loss", "grad_norm"):
         assert metrics(found, name) == pytest.approx(metrics(expected, name), abs=1e-4)
-
-
-def test_padded_rows(make, tmp_path):
-    """The kind that transformers alone computes with a mask of its own gets padded rows."""
-    samples = sampled(
-        decoder := our_model(write_common(tmp_path / "jamba", "jamba", **CARE["jamba"]))
-    )
-    assert not decoder.packs
-    decoder.replay_routes()
-    rows = rows_of(samples, join=False)
-    batch = collate(rows, list(range(len(rows))), packed=False, pad_id=0, multiple=8)
-    batch.routes[batch.routes >= 0] = batch.routes[batch.routes >= 0].flip(0)
-    with torch.no_grad():
-        _, used = computed(decoder, batch)
-    assert torch.equal(used.flatten(1), batch.routes.flatten(0, 1)[batch.index].to(used))
 
 
 SERVERS = (

@@ -13,22 +13,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from omegaconf import OmegaConf
 from rocm_ext.recipes.raft_rocm import main as raft_main
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rocm_ext import cli, config
+from rocm_ext import cli
 from rocm_ext.base.errors import UserError
-from rocm_ext.model.build import build_model
 from rocm_ext.model.hf.decoder import TransformersDecoder
 from rocm_ext.model.hf.sampler import TransformersSlots
 from rocm_ext.model.lora import adapters
-from rocm_ext.model.sampler import copied_bytes, sampler_of
+from rocm_ext.model.sampler import sampler_of
 from rocm_ext.model.token_rows import token_rows
-from rocm_ext.plan.planner import SamplingPlanner
-from rocm_ext.plan.speeds import Figures
-from rocm_ext.plan.workload import Questions
 from rocm_ext.sampling import LocalEngine, Sampling, local
 from rocm_ext.sampling.local import LocalSession
 from rocm_ext.sampling.slots import Graphs
@@ -36,13 +31,11 @@ from tests.kit.families import folder_config
 from tests.kit.forks import forked, several_ranks, succeed, succeed_on_ranks
 from tests.kit.hf_models import CARE, COMMON, MORE, write_common, write_theirs, write_wider
 from tests.kit.lines import one_line_has
-from tests.kit.multimodal_models import MODELS as MULTIMODAL
-from tests.kit.multimodal_models import write_multimodal
 from tests.kit.parity import our_model
 from tests.kit.plans import planned_and_measured_sampling
 from tests.kit.raft_runs import WEIGHTS, held_out, kill_at_record, write_run
 from tests.kit.replay import Recorded, capture
-from tests.kit.samples import Words, answers_of, train
+from tests.kit.samples import Words, answers_of
 from tests.kit.samples import ask as any_ask
 from tests.kit.samples import prompts as any_prompts
 from tests.kit.tiny import SHAPE, write_rows, write_yaml
@@ -190,20 +183,6 @@ def test_logprobs_are_those_of_the_model_under_training(folder_of, lora, merge):
         check_logprobs(decoder, completion)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "gemma 3" else pytest.param(name, marks=pytest.mark.wide)
-        for name in MULTIMODAL
-    ],
-)
-@torch.no_grad()
-def test_text_parts_of_multimodal_models(tmp_path, name):
-    decoder = trained(write_multimodal(tmp_path / "base", name)).eval()
-    for completion in sampled(engine(decoder), ask(prompts(*LENGTHS)), Sampling(12)).values():
-        check_logprobs(decoder, completion)
-
-
 @pytest.mark.parametrize("name", some("qwen3.5"))
 @torch.no_grad()
 def test_a_seed_gives_the_same_answer_in_any_batch(folder_of, name):
@@ -270,20 +249,6 @@ def test_prompts_may_run_together(folder_of, monkeypatch):
 
 
 # ---- memory
-def test_memory_decides_on_the_slots(folder_of, caplog):
-    caplog.set_level(logging.INFO, "rocm_ext")
-    decoder = our_model(folder_of("gemma 3"))
-    plenty = sampled(engine(decoder), requests := ask(prompts(9), 40), Sampling(24))
-    copied = copied_bytes(decoder)
-    found = sampled(engine(decoder, free=copied + 500_000), requests, Sampling(24))
-    assert "the most that fit" in caplog.text
-    assert {key: c.tokens for key, c in found.items()} == {
-        key: c.tokens for key, c in plenty.items()
-    }
-    with pytest.raises(UserError, match="Lower max_new_tokens"):
-        sampled(engine(decoder, free=copied + 1000), requests, Sampling(24))
-    with pytest.raises(UserError, match="a copy of weights"):
-        sampled(engine(decoder, free=copied - 1000), requests, Sampling(24))
 
 
 @pytest.mark.wide
@@ -471,60 +436,4 @@ def test_a_model_that_needs_the_host_takes_no_graphs(folder_of, tmp_path, monkey
     assert sampled(engine(decoder), ask(prompts(4)), Sampling(2))
 
 
-@pytest.mark.wide
-def test_without_graphs_a_plan_counts_kernels(folder_of):
-    def plan(name: str, **options):
-        engine = {"_component_": "rocm_ext.sampling.LocalEngine", **options}
-        cfg = OmegaConf.merge(
-            config.defaults("raft_rocm"), {"max_new_tokens": 64, "engine": engine}
-        )
-        node = {
-            "_component_": "rocm_ext.model.from_checkpoint",
-            "checkpoint_dir": str(folder_of(name)),
-        }
-        empty = build_model(OmegaConf.create(node), torch.bfloat16, 0, torch.device("meta"))
-        figures = Figures("", True, {"fp32": 1e12, "bf16": 1e12}, 1e12, launch=1e-5)
-        asked = Questions(8, 0, 20, 20, 32, "test")
-        return SamplingPlanner(
-            cfg, empty, torch.device("cuda"), asked, ranks=1, figures=figures
-        ).plan(2**36)
-
-    replayed, started = plan("gpt-oss"), plan("gpt-oss", graphs=False)
-    assert replayed.launches == 0
-    assert 100 < started.launches < 250  # two layers
-    assert started.tokens_per_second == pytest.approx(started.slots / (started.launches * 1e-5))
-    assert replayed.tokens_per_second > 2 * started.tokens_per_second
-
-
 # ---- a session stays open while the model is trained
-@pytest.mark.wide(always=1)
-@pytest.mark.parametrize(
-    ("name", "lora", "merge"),
-    [
-        ("gemma 3", {"use_dora": True}, None),
-        ("gemma 3", {"use_dora": True, "trainable_tokens": list(range(100, 200))}, False),
-        ("qwen3.5", {}, None),
-        ("gpt-oss", {"target_modules": ["o_proj", "lm_head"]}, None),
-        ("gpt-oss", {"target_parameters": "all-experts"}, False),
-    ],
-    ids=str,
-)
-def test_a_session_that_stays_open_samples_like_new_ones(folder_of, name, lora, merge):
-    decoder = trained(folder_of(name), **lora)
-    made = engine(decoder, Words(), merge=merge)
-    places = None
-    with made.session(None) as session:
-        for step, (texts, samples) in enumerate(
-            [(prompts(*LENGTHS), 4), (prompts(9, 2), 2), (prompts(33, 40), 9)]
-        ):
-            train(decoder, step)
-            session.refresh()
-            found = answers_of(session, ask(texts, samples), TWELVE)
-            assert found == sampled(made, ask(texts, samples), TWELVE)
-            assert len(found) == len(texts) * samples
-            now = [p.data_ptr() for p in session._decoder.decoder.parameters()]
-            assert places in (None, now)
-            places = now
-
-
-TWELVE = Sampling(12, temperature=0.8)

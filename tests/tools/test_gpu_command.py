@@ -121,7 +121,7 @@ def test_a_part_that_cannot_run_here_is_skipped(runner, tmp_path):
 
 # ---- the command
 @pytest.mark.wide
-def test_both_files_hold_everything_and_a_failure_is_the_exit_code(runner, tmp_path, capsys):
+def test_both_files_hold_everything(runner, tmp_path, capsys):
     output = tmp_path / "found.md"
     parts = [
         part("good"),

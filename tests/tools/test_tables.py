@@ -37,7 +37,7 @@ def test_the_table_of_plans_is_what_plan_computes(config):
     )
 
 
-def test_the_newest_figures_are_of_today_s_peers_and_of_all_comparisons():
+def test_the_newest_figures_are_of_todays_peers():
     """So whoever pins another peer, changes the version or adds a comparison measures anew."""
     machine, rows = next(iter(tables.measured().items()))
     for row in rows:

@@ -65,7 +65,7 @@ def test_a_judges_reply_is_a_score_or_an_error(serve, reply, reward):
     ([(429, {}, {"retry-after": "0"}), (503, {}, {}), replied("score: 10")], 3, ""),
     ([(500, {"error": {"message": "ill"}}, {})], 3, "ill"), ([(429, {}, {"retry-after": "600"})], 1, "429"),
     ([(401, {}, {})], 1, "set api_key_env"),
-    ([(200, "rubbish", {})], 1, "JSON object"),
+    ([(200, "rubbish", {})], 1, "JSON object"), ([{}], 1, "without a message"),
     ([replied("score: 1", "length")], 1, "cut off"),
 ])  # fmt: skip
 def test_a_judge_that_fails_is_asked_again_and_then_an_error(serve, replies, asked, says):
