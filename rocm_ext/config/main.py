@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from rocm_ext.base import registry, supervised
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log, setup_logging
 from rocm_ext.base.process import end_with_parent, stop_signals, survive_terminal, tell_launcher
 from rocm_ext.config.layers import find, load
@@ -78,7 +78,6 @@ def guarded(action: Callable[[], Any]) -> int:
     try:
         action()
     except UserError as error:
-        _tell_others(str(error))
         supervised.note(error=str(error), code=error.code)
         if not tell_launcher(f"error: {error}"):
             print(
@@ -86,24 +85,16 @@ def guarded(action: Callable[[], Any]) -> int:
                 file=sys.stderr,
             )
         return error.code
-    except Exception as error:
-        if (
-            rank is not None
-        ):  # if another rank failed first, the launcher ends this one before it prints
+    except Exception:
+        # if another rank failed first, the launcher ends this one before it prints
+        if rank is not None:
             time.sleep(2)
-            _tell_others(one_line(error)[:500])
         raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     supervised.note(complete=int(rank or 0), ranks=int(os.environ.get("WORLD_SIZE", 1)))
     return 0
-
-
-def _tell_others(text: str) -> None:
-    from rocm_ext.distributed.ranks import tell_others  # imports torch.distributed
-
-    tell_others(text)
 
 
 def _terminate(signum: int, frame: Any) -> None:

@@ -9,7 +9,6 @@ import itertools
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,10 +22,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.distributed import watch
 
 _GLOO = "GLOO_SOCKET_IFNAME"
-_MEET = 300.0  # seconds between the first rank to start and the last
+_MEET = 300.0  # seconds between the first rank that starts and the last
 _counters = itertools.count()
 
 
@@ -60,16 +58,6 @@ def machine_index() -> int:
     return int(os.environ.get("GROUP_RANK", 0))
 
 
-def tell_others(text: str) -> None:
-    """Tell the ranks on other machines why this rank ends; on one machine torchrun's launcher does it."""
-    if not several_machines():
-        return
-    if watch.tell(text) or dist.is_initialized():
-        return
-    with suppress(Exception):  # the other machines may have ended
-        _store(5).set(_key("failed"), f"rank {rank()} on {socket.gethostname()}: {text}")
-
-
 @dataclass(frozen=True)
 class Ranks:
     """This process as one of the ranks.
@@ -87,42 +75,36 @@ class Ranks:
     mesh: DeviceMesh | None = None
 
     @classmethod
-    def from_env(cls, device: torch.device, patience: float = 60.0) -> "Ranks":
+    def from_env(cls, device: torch.device, timeout: float = 86400.0) -> "Ranks":
         """Join the process group that torchrun describes in the environment; without torchrun, use one rank.
 
         Args:
             device: this rank's device.
-            patience: seconds without an answer after which another machine counts as lost and this process ends.
+            timeout: seconds that a rank waits for the others in a collective before it fails. A healthy rank may wait
+                long for another one's last answers.
 
         Raises:
-            UserError: several ranks run on a torch older than 2.7, or a rank on another machine is missing.
+            UserError: several ranks run on a torch older than 2.7, or a rank is missing.
         """
         if world_size() == 1:
             return cls(device)
-        if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (
-            2,
-            7,
-        ):  # fully_shard(ignored_params=…)
+        version = tuple(int(n) for n in torch.__version__.split(".")[:2])
+        if version < (2, 7):  # fully_shard(ignored_params=…)
             raise UserError(f"several ranks need torch 2.7 or newer, found {torch.__version__}")
         # gloo beside RCCL/NCCL: counts and flags must not wait for the GPU
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        # A rank may wait long for another rank's last answers. torchrun detects dead ranks on its machine,
-        # rocm_ext.distributed.watch detects them on other machines.
-        forever = timedelta(days=1)
-        if _GLOO not in os.environ and sys.platform == "linux" and (name := _interface()):
-            os.environ[_GLOO] = name
-        if several_machines():
-            store = dist.PrefixStore("default_pg", _meet())
-            dist.init_process_group(
-                backend, timeout=forever, store=store, rank=rank(), world_size=world_size()
-            )
-        else:
-            dist.init_process_group(backend, timeout=forever)
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        ranks = cls(device, dist.get_rank(), dist.get_world_size(), mesh)
-        if several_machines():
-            watch.begin(ranks.rank, machine_index(), ranks.gather, patience)
-        return ranks
+        if sys.platform == "linux" and _GLOO not in os.environ:
+            interface = _interface()
+            if interface is not None:
+                os.environ[_GLOO] = interface
+        patience = timedelta(seconds=timeout)
+        store = _meet()
+        store.set_timeout(patience)
+        dist.init_process_group(
+            backend, timeout=patience, store=store, rank=rank(), world_size=world_size()
+        )
+        mesh = init_device_mesh(device.type, (world_size(),))
+        return cls(device, rank(), world_size(), mesh)
 
     @property
     def is_main(self) -> bool:
@@ -228,45 +210,30 @@ class Ranks:
         """Leave the process group."""
         if self.mesh is not None:
             self.barrier()  # if a rank leaves early, the others' last collective fails
-            watch.close()
             dist.destroy_process_group()
 
 
 def _meet() -> dist.Store:
-    """Wait for the ranks of all machines; return their store.
+    """torchrun's store, once every rank has come.
 
     Raises:
-        UserError: a rank has failed, or is missing.
+        UserError: a rank is missing.
     """
-    store, end = _store(_MEET), time.monotonic() + _MEET
-    store.set(_key(f"rank {rank()}"), socket.gethostname())
-    everyone = {number: _key(f"rank {number}") for number in range(world_size())}
-    while not store.check(list(everyone.values())):
-        if store.check([failed := _key("failed")]):
-            said = " ".join(store.get(failed).decode(errors="replace").split())
-            raise UserError("".join(c if c.isprintable() else "?" for c in said))
-        if time.monotonic() > end:
-            missing = ", ".join(
-                str(number) for number, key in everyone.items() if not store.check([key])
-            )
-            raise UserError(
-                f"no sign of rank {missing} on other machines for {_MEET:.0f} s; look at the messages there"
-            )
-        time.sleep(0.1)
+    store = next(dist.rendezvous("env://", timeout=timedelta(seconds=_MEET)))[0]
+    keys = [f"rocm_ext/rank/{number}" for number in range(world_size())]
+    store.set(keys[rank()], "")
+    try:
+        store.wait(keys)
+    except dist.DistStoreError as error:
+        missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
+        raise UserError(
+            f"no sign of rank {', '.join(missing)} for {_MEET:.0f} s; look at the messages on the other machines"
+        ) from error
     return store
 
 
-def _store(seconds: float) -> dist.Store:
-    """torchrun's store, which the ranks of all machines reach."""
-    return next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))[0]
-
-
-def _key(name: str) -> str:
-    return f"rocm_ext/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}"
-
-
 def _interface() -> str | None:
-    """The network interface that leads to rank 0; None: unknown.
+    """The network interface that leads to rank 0; None if it is unknown.
 
     By default gloo takes the interface of this machine's name, which often is the loopback on several machines, and a
     network on one machine.

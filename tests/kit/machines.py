@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 REPO = Path(__file__).parents[2]
 PORT = 29500
 
@@ -64,12 +62,6 @@ class Machine:
         return subprocess.Popen(
             command, env=environ, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
-
-    def cut(self) -> None:
-        """Cut the link; skips the test where there is none."""
-        if self._namespace is None:
-            pytest.skip("this system allows no network namespaces, so there is no link to cut")
-        _ip("-n", self._namespace, "link", "set", "veth", "down")
 
 
 def _ip(*arguments: str) -> None:
