@@ -90,7 +90,7 @@ def seconds_of(value: Any, name: str) -> float:
     Raises:
         UserError: ``value`` is not a time of at least 0; the message has ``name``.
     """
-    seconds: Any = None
+    seconds = None
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", value)
         if match and match[2] in _SECONDS:

@@ -306,7 +306,7 @@ def collate(
         picked = [part[at] for part, at in zip(parts, predicted, strict=True)]
         return torch.from_numpy(np.concatenate(picked).astype(dtype))
 
-    columns: dict[str, Tensor] = {}
+    columns = {}
     for c, name in enumerate(rows.columns):
         dtype = np.int16 if name == ROUTES else np.float32
         columns[name] = at_labels((sequence.columns[c] for sequence in sequences), dtype)

@@ -128,7 +128,7 @@ def asked(fields: Row) -> list[Message]:
     if fields.get("input"):
         text += "\n\n" + string(fields["input"], "input")
     history = listed(fields.get("history") or [], "history")
-    messages: list[Message] = []
+    messages = []
     for exchange in history:
         if not isinstance(exchange, list) or len(exchange) != 2:
             raise ValueError(
@@ -240,7 +240,7 @@ def conversation(value: Any, tools: list[Json] | None = None) -> Any:
     """
     if not isinstance(value, list | Mapping):
         return value
-    schemas: Json = {}
+    schemas = {}
     for tool in tools or ():
         function = tool.get("function", tool)
         if isinstance(function, Mapping):

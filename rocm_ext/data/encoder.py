@@ -126,7 +126,7 @@ class TextEncoder:
             int
         ] = []  # tokens before the last cut that a token spanned, where `text` now begins
         begun = 0
-        positions: list[int] = []
+        positions = []
         tokens = self.encode(text) if encoded is None else encoded
         anchors = self._anchors(text, tokens)
         for cut in cuts:

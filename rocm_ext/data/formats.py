@@ -147,7 +147,7 @@ def _apps(row: Row) -> Json | None:
         fields["solution"] = solutions[0]
     starter = string(row.get("starter_code") or "", "starter_code")
     name = tests.get("fn_name")
-    cases: list[Json] = []
+    cases = []
     if name:
         for given, value in zip(inputs, outputs, strict=True):
             arguments = given if isinstance(given, list) else [given]
@@ -185,7 +185,7 @@ def _livecodebench(row: Row) -> Json | None:
     fields["tolerance"] = 0
     question = row["question_content"]
     kinds = {test.get("testtype") for test in tests}
-    cases: list[Json] = []
+    cases = []
     if kinds == {"stdin"}:
         for test in tests:
             cases.append({"input": test["input"], "output": test["output"]})

@@ -275,8 +275,8 @@ def local_files(source: str) -> list[str]:
 
 def _read_json(files: list[str], split: str) -> tuple[list[Any], list[str]]:
     """Read a split's rows and their origins from JSON lines, which :func:`row_at` parses, or from .json files."""
-    rows: list[Any] = []
-    origins: list[str] = []
+    rows = []
+    origins = []
     for file in files:
         origin = file
         try:

@@ -106,7 +106,7 @@ def of_rows(
     origin = _origin_in(rows, origins[0])
     steps = Steps(len(rows), rows_per_step(cfg, ranks), cfg.max_steps_per_epoch)
     tokens = lengths(rows)
-    content: Json = {
+    content = {
         "dataset": _described(rows, tokens, origin),
         "steps_per_epoch": steps.per_epoch,
         "rows_per_step": steps.per_step,
@@ -126,7 +126,7 @@ def of_rows(
         content["validation"] = held_out
 
     def show(row: int) -> Json:
-        shown: Json = {"row": row, "origin": origin(row)}
+        shown = {"row": row, "origin": origin(row)}
         if ROW_WEIGHT in rows.columns:
             shown["weight"] = float(rows.columns[ROW_WEIGHT][row][0])
         shown["sequences"] = sequences(rows, row, tokenizer)
@@ -144,7 +144,7 @@ def _origin_in(rows: Rows, origin: Origin) -> Origin:
 def _described(rows: Rows, tokens: Mapping[str, list[int]], origin: Origin) -> Json:
     """Describe the rows of a data set; ``tokens`` are their :func:`lengths`."""
     trained = sum(sum(tokens.get(name, ())) for name in ("trained", *SIDES))
-    content: Json = {
+    content = {
         "rows": rows.counts["rows"],
         "counts": rows.counts,
         "first": rows.first,
@@ -242,7 +242,7 @@ def keys(rows: Rows) -> list[bytes]:
 
 def prompt_keys(rows: Rows) -> list[bytes | None]:
     """Return hashes of the tokens before a row's first trained token; None for packs, and for rows without them."""
-    hashes: list[bytes | None] = []
+    hashes = []
     for tokens, labels, row in zip(rows.tokens, rows.labels, rows.lengths, strict=True):
         pack = len(row) > 1 and SIDE not in rows.columns
         count = int(np.argmax(labelled(labels, row)))

@@ -89,8 +89,8 @@ class PreferenceDataset(SourceDataset):
             shared = _last(turns, "user", -1) + 1
         else:
             sides, shared = _sides(fields, self.system_prompt)
-        conversations: list[Conversation | None] = []
-        noted: list[Turn] = []
+        conversations = []
+        noted = []
         for turns in sides:
             prompt = [turn._replace(masked=True) for turn in turns[:shared]]
             answer = turns[shared:]
@@ -101,7 +101,7 @@ class PreferenceDataset(SourceDataset):
     def _item(self, index: int, row: ReadRow, rendered: Sequence[Labelled | Exception]) -> Row:
         sides = [returned(side) for side in rendered]
         self._note(index, row.turns)
-        item: Json = {}
+        item = {}
         if "completion" in row.fields:
             ((tokens, labels),) = sides
             item = {"tokens": tokens, "labels": labels, SIDE: 1 if row.fields["label"] else -1}

@@ -108,9 +108,9 @@ def prompt_dataset(
         require_known("format", format, FORMATS)
     check({"limit": limit, "bad_rows": bad_rows, "system_prompt": system_prompt}, _KINDS)
     rows, origin, mapping = open_source(source, split, data_files, name, column_map)
-    prompts: list[Prompt] = []
-    bad: list[str] = []
-    unused: list[str] = []
+    prompts = []
+    bad = []
+    unused = []
     count = len(rows) if limit is None else min(limit, len(rows))
     for index in range(count):
         try:
@@ -146,7 +146,7 @@ def check_disjoint(train: Iterable[Prompt], held_out: Sequence[Prompt]) -> None:
     overlap if their last turns are, and one of them has a single user's turn: this covers examples in front of the
     question. The same short last turn ("go on") after different turns does not count.
     """
-    trained: dict[str, list[Prompt]] = defaultdict(list)
+    trained = defaultdict(list)
     for prompt in train:
         trained[_turns(prompt)[-1]].append(prompt)
     pairs = []
@@ -184,7 +184,7 @@ def _prompt(
     """Return the row's prompt, or None if the format leaves it out."""
     values = present(row)
     taken = {*mapping, *mapping.values()}
-    fields: Json = {key: value for key, value in values.items() if key not in taken}
+    fields = {key: value for key, value in values.items() if key not in taken}
     for ours, yours in mapping.items():
         if yours in values:
             fields[ours] = values[yours]

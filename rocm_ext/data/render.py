@@ -147,7 +147,7 @@ def each(function: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
         By row the function's result, or an exception: the one that the function raises, or the first among the values.
         So one bad row does not stop the others.
     """
-    results: list[Any] = []
+    results = []
     for values in zip(*columns, strict=True):
         errors = [value for value in values if isinstance(value, Exception)]
         try:
@@ -338,7 +338,7 @@ class TemplateRenderer:
     def _nested(self, turns: Turns, tools: Tools) -> tuple[str, Spans]:
         """Return the text and the spans of trained turns, by rendering the conversation up to them."""
         text = self.template.render(turns, tools)
-        spans: Spans = []
+        spans = []
         for i, turn in enumerate(turns):
             if turn.masked or i == 0:
                 continue
@@ -386,7 +386,7 @@ class TemplateRenderer:
                 f"chat template {self.template.origin} marked {len(blocks)} parts of a conversation with "
                 f"{len(answers)} assistant turns; expected one generation block per turn"
             )
-        spans: Spans = []
+        spans = []
         for i, (start, end) in zip(answers, blocks, strict=True):
             if turns[i].masked or i == 0:
                 continue

@@ -276,7 +276,7 @@ class Rows:
         for i, group in enumerate(groups):
             members.setdefault(group, []).append(i)
         parts: list[list[int]] = []  # indices of the rows that a joined row consists of
-        of_part: list[str] = []
+        of_part = []
         for group, rows in members.items():
             tokens = 0
             for i in rows:
@@ -513,7 +513,7 @@ class _RowBuilder:
         """Add the column of weights, views of one number per row, unless all weights are 1."""
         if all(weight == 1 for weight in self._weights):
             return
-        column: list[np.ndarray] = []
+        column = []
         for row, weight in enumerate(self._weights):
             length = len(self.rows.tokens[row])
             column.append(np.broadcast_to(np.float32(weight), length))
@@ -590,7 +590,7 @@ class _Reader(ABC):
 
     def add_side(self, values: np.ndarray) -> None:
         """Add the values ``[s]`` of the last row to the column :data:`SIDE`."""
-        column: Any = self._rows.columns.setdefault(SIDE, [])
+        column = self._rows.columns.setdefault(SIDE, [])
         column.append(values)
 
     @abstractmethod

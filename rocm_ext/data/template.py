@@ -126,7 +126,7 @@ class ChatTemplate:
         """Render a conversation; also return start and end of the generation blocks, in characters."""
         text = ""
         start = 0
-        spans: Spans = []
+        spans = []
         for part in re.split(f"({_BEGIN}|{_END})", self._render(turns, tools, prompt=False)):
             if part == _BEGIN:
                 start = len(text)
@@ -200,7 +200,7 @@ def read_template(setting: str, folder: Path, args: Json, today: date) -> ChatTe
         UserError: a file cannot be read, or the template is not valid Jinja.
     """
     config = _json(folder / _CONFIG)
-    variables: Json = {}
+    variables = {}
     for name in _SPECIAL_TOKENS:
         token = config.get(name)  # text, or an object with ``content``
         text = token.get("content") if isinstance(token, Mapping) else token

@@ -68,7 +68,7 @@ def _rows(
     cfg: DictConfig, key: str, tokenizer: Any, positions: int, cached: bool, progress: bool
 ) -> Rows:
     component = cfg[key]
-    policies: dict[str, Any] = {
+    policies = {
         "max_seq_len": getattr(tokenizer, "max_seq_len", None),
         "positions": positions,
         "too_long": cfg.too_long,

@@ -165,7 +165,7 @@ class Ranks:
         """
         if self.mesh is None:
             return [value]
-        values: list[Any] = [None] * self.world
+        values = [None] * self.world
         dist.all_gather_object(values, value)
         return values
 

@@ -98,7 +98,7 @@ class Environment:
         Returns:
             The messages that follow it, a :class:`Ask`, or the conversation's result, as :meth:`judge` returns it.
         """
-        replies: list[Message] = []
+        replies = []
         for call in message.get("tool_calls") or ():
             function = call["function"]
             name = function["name"]

@@ -135,13 +135,13 @@ def _pairs(pattern: re.Pattern, close: str, text: str) -> list[tuple[str, str]]:
 
 def _typed(name: str, pairs: Sequence[tuple[str, str]], schemas: Schemas) -> Call:
     """Read arguments that are texts: as JSON if the tool takes its type, else as the text."""
-    parameters: Json = {}
+    parameters = {}
     for schema in schemas:
         function = schema.get("function", schema)
         if function.get("name") == name:
             parameters = function.get("parameters", {})
             break
-    arguments: Json = {}
+    arguments = {}
     for key, text in pairs:
         arguments[key] = text
         with suppress(Exception):  # a program sends the schema, which may be anything

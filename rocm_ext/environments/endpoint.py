@@ -102,7 +102,7 @@ class Exchange:
             text, cut, _ = text.partition(stop)
             if cut:
                 ends = "stop"
-        message: Message = {"role": "assistant", "content": text}
+        message = {"role": "assistant", "content": text}
         calls = response.get("tool_calls")
         if calls:
             ends = "tool_calls"
@@ -143,7 +143,7 @@ def _events(completion: Json, sizes: bool) -> bytes:
     if "tool_calls" in message:
         calls = enumerate(message["tool_calls"])
         message["tool_calls"] = [{"index": number, **call} for number, call in calls]
-    contents: list[Json] = [
+    contents = [
         {"choices": [{"index": 0, "delta": message, "finish_reason": None}]},
         {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
     ]

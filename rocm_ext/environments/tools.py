@@ -111,7 +111,7 @@ def schema_of(function: Callable[..., Any]) -> Json:
         raise UserError(
             f"tools: {name}'s parameters cannot be read: {one_line(error)}; write type hints"
         ) from error
-    properties: Json = {}
+    properties = {}
     required = []
     for key, parameter in signature.parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -159,7 +159,7 @@ def _described(doc: str) -> tuple[str, dict[str, str]]:
     summary, *sections = re.split(
         r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", doc, flags=re.M
     )
-    described: dict[str, str] = {}
+    described = {}
     for title, body in zip(sections[::2], sections[1::2], strict=True):
         if title in ("Args", "Arguments", "Parameters"):
             parts = re.findall(

@@ -59,7 +59,7 @@ class Trl(Environment):
             )
         self.tools = [_at_once(getattr(environment, name)) for name in methods if name not in _OWN]
         if reward is None:
-            function: Callable[..., Any] = lambda **_: [now(environment.get_reward())]  # noqa: E731
+            function = lambda **_: [now(environment.get_reward())]  # noqa: E731
         else:
             function = functools.partial(import_component(reward), environments=[environment])
         self._reward = RewardFunction(function, threshold, scale, conversational=True)

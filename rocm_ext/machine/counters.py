@@ -99,7 +99,7 @@ class Counters:
 
     def read(self) -> Reading:
         """Take a reading."""
-        gpus: list[dict[str, str | float]] = []
+        gpus = []
         for card in cards(self.root):
             # another vendor's GPU and a partition of a listed GPU have no such vendor
             if read_text(card / "device/vendor") == "0x1002":
@@ -160,7 +160,7 @@ class Counters:
     def _host(self) -> dict[str, float]:
         if not self._live:
             return {}
-        values: _Values = {}
+        values = {}
         now = time.monotonic()
         if now - self._cpu_asked >= 0.05:  # processor time is counted in hundredths of a second
             values["cpu"] = _attempt(psutil.cpu_percent)

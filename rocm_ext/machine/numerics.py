@@ -197,7 +197,7 @@ def dtype_leaks(model: nn.Module, dtype: torch.dtype) -> Iterator[list[str]]:
     Yields:
         A list. Forward passes add "name: dtype" once for a module that returns floating-point tensors of another dtype.
     """
-    leaks: list[str] = []
+    leaks = []
 
     def hook(name: str, module: nn.Module, args: object, output: object) -> None:
         for tensor in _tensors(output):

@@ -406,8 +406,8 @@ def check_locked(profile: Profile, settings: Config, overrides: list[str]) -> li
     Raises:
         UserError: a locked key has another value and is not in ``overrides``; the message names all of them.
     """
-    refused: dict[str, str] = {}
-    lines: list[str] = []
+    refused = {}
+    lines = []
     for key, lock in profile.locked.items():
         allowed = (lock.value, *lock.also)
         if key not in settings or settings[key] in allowed:
@@ -443,8 +443,8 @@ def find_chip(name: str, hardware: str | None = None) -> tuple[str, str]:
         UserError: no profile has the chip, or ``hardware`` lacks it.
     """
     wanted = _short(name)
-    matches: list[tuple[str, str]] = []  # profiles and chips of this name
-    similar: list[str] = []
+    matches = []  # profiles and chips of this name
+    similar = []
     known: set[str] = set()
     for profile in map(load_profile, profile_names()):
         for chip_name, chip in profile.chips.items():

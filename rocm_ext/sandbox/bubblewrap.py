@@ -129,7 +129,7 @@ def command_line(
     and starts the program once the other end of the pipe ``block`` is closed.
     """
     mode = usable_mode()
-    opened: list[int] = []
+    opened = []
 
     def holding(content: bytes) -> str:
         fd = os.memfd_create("box")
@@ -160,7 +160,7 @@ def command_line(
         options += ["--remount-ro", "/proc"]  # a process could lower its oom_score_adj
     for folder, size in (("/tmp", limits.tmp_mb << 20), ("/dev/shm", 16 << 20)):
         options += ["--perms", "1777", "--size", str(size), "--tmpfs", folder]
-    made: set[str] = set()
+    made = set()
     for folder in readable:
         if not folder.startswith("/usr/"):
             # bwrap would create missing parents that only their owner can read

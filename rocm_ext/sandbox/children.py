@@ -275,7 +275,7 @@ def marked(mark: str) -> list[int]:
 
 def descendants(pid: int) -> list[int]:
     """The running descendants of process ``pid``; none without /proc."""
-    pids: list[int] = []
+    pids = []
     todo = [pid]
     while todo:
         children = children_of(todo.pop())

@@ -42,7 +42,7 @@ CHECKS: dict[str, Callable[[Facts], Finding | Iterator[Finding] | None]] = {
 
 def judge(facts: Facts) -> list[Finding]:
     """The findings of all checks."""
-    findings: list[Finding] = []
+    findings = []
     for name, check in CHECKS.items():
         outcome = check(facts)
         if isinstance(outcome, Finding):
