@@ -268,7 +268,6 @@ NO_TORCH = dict.fromkeys(
 )
 UPGRADE = "sudo dnf upgrade --refresh  # then reboot"
 AGAIN = f"pip uninstall -y torch && {STRIX_TORCH}"
-SAVE_AGAIN = ("warning", "rocm-ext doctor --save DIR")
 MISSING_GPU = {"GPU count": ("warning", "sudo dmesg | grep -i amdgpu")}
 CPU_BUILD = {"version": "2.13.0+cpu", "hip": None, "gpus": [], "kernels": []}
 CARD, NODE = "sys/class/drm/card1/device", "sys/class/kfd/kfd/topology/nodes/1"
@@ -372,7 +371,7 @@ BREAKS = {
         {"hardware profile": ("warning", "unset HIP_VISIBLE_DEVICES"), "canaries": "not recorded"}),
     "a GPU chosen that is not here": (says(torch={"gpus": []}, canaries=None, environment={"HIP_VISIBLE_DEVICES": "1"}),
         {"torch": ("error", "unset HIP_VISIBLE_DEVICES"), "canaries": "not recorded"}),
-    "a damaged kernel version": (kernel("\0\1" * 900), {"kernel": "not recorded", "system files": SAVE_AGAIN}),
+    "a damaged kernel version": (kernel("\0\1" * 900), {"kernel": "not recorded"}),
     "attention on the math path": (
         canary("fused attention", "warning", "slow math path", "torch 2.12"), {"attention": "warning"}),
     "wrong results": (canary("bf16 matmul", "error", "relative error 9.9e-01", "try another"),
@@ -390,7 +389,7 @@ BREAKS = {
     "no memory left": (lambda t: t.swap("proc/meminfo", "126310544", "6310544"), {"memory budget": "error"}),
     "a container's limit": (says(memory_limit=32 * GIB), {"host memory": "warning"}),
     "a damaged file": (lambda t: t.file(f"{CARD}/mem_info_vram_total", "53687x91\n"),
-        {"system files": SAVE_AGAIN, "carve-out": "not recorded"}),
+        {"carve-out": "not recorded"}),
     "a GPU without a profile": (lambda t: (change_gpu(t, arch="gfx1150", name="AMD Radeon 890M Graphics"),
                    t.swap(f"{NODE}/properties", "110501", "110500"), t.say(torch={"kernels": ["gfx1150"]})),
         {"hardware profile": ("error", "hardware=strix_halo"), "environment": "not recorded"}),

@@ -38,6 +38,7 @@ class Facts:
         amd_linux: both of these.
         cards: the folders of the AMD GPUs that may train.
         gpu_nodes: the GPU's files in /dev.
+        render_nodes: the number of them that are render nodes.
         visible_by: set variables that select GPUs.
         listed_gpus: number of GPUs like the one that trains, as KFD lists them.
         unified: whether the GPU shares the host's memory.
@@ -69,6 +70,7 @@ class Facts:
         self.cards = self._training_cards()
         nodes = recorded.device_nodes or {}
         self.gpu_nodes = {path: node for path, node in nodes.items() if _GPU_NODE.fullmatch(path)}
+        self.render_nodes = sum("renderD" in path for path in self.gpu_nodes)
         self.visible_by = [name for name in VISIBLE_VARIABLES if self.environment.get(name)]
         self.listed_gpus = files.amd_gpus.count(self.intended.arch or "")
         self._measure_unified_memory()
@@ -80,9 +82,8 @@ class Facts:
         )
         cpu = self.files.cpu or recorded.cpu
         if not machine.amd_archs and re.search("Ryzen AI Max", cpu, re.IGNORECASE):
-            machine = replace(
-                machine, amd_archs=("gfx1151",)
-            )  # sold with this GPU only; Windows has no KFD
+            # sold with this GPU only; Windows has no KFD
+            machine = replace(machine, amd_archs=("gfx1151",))
         self.machine = machine
         self.intended, self.profile = intended_machine(machine)
         if recorded.torch is None and self.intended.backend == "cpu" and self.nvidia:

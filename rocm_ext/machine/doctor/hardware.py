@@ -10,7 +10,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.machine.budget import HostMemory, before_6_16, budget_from, gib
 from rocm_ext.machine.detect import STRIX_HALO
 from rocm_ext.machine.doctor.facts import ENOUGH, Facts
-from rocm_ext.machine.doctor.recorded import DeviceNode, Finding, error, ok, unrecorded, warning
+from rocm_ext.machine.doctor.recorded import Finding, error, ok, unrecorded, warning
 from rocm_ext.machine.doctor.system import AMD, NVIDIA
 from rocm_ext.machine.profile import below_floor, choose_profile, nearest_profile, profile_of
 
@@ -128,12 +128,12 @@ def device_files(facts: Facts) -> Finding | None:
     missing = []
     if "/dev/kfd" not in facts.gpu_nodes:
         missing.append("/dev/kfd")
-    if not _render_nodes(facts):
+    if facts.render_nodes == 0:
         missing.append("/dev/dri/renderD*")
     if missing:
         fix = _in_container(facts, "sudo modprobe amdgpu")
         return error(f"{' and '.join(missing)} missing", "ROCm reaches the GPU through them", fix)
-    access = {path: _can_open(facts, node) for path, node in facts.gpu_nodes.items()}
+    access = {path: node.allows(facts.recorded.user) for path, node in facts.gpu_nodes.items()}
     closed = [path for path, can_open in access.items() if can_open is False]
     if closed:
         why, fix = _no_access(facts, closed)
@@ -141,14 +141,6 @@ def device_files(facts: Facts) -> Finding | None:
     if None in access.values():
         return unrecorded(f"{_permissions(facts)}; the user is not recorded")
     return ok(_permissions(facts))
-
-
-def _render_nodes(facts: Facts) -> list[str]:
-    return [path for path in facts.gpu_nodes if "renderD" in path]
-
-
-def _can_open(facts: Facts, node: DeviceNode) -> bool | None:
-    return node.allows(facts.recorded.user) if node.access is None else node.access
 
 
 def _permissions(facts: Facts) -> str:
@@ -302,17 +294,6 @@ def numa_balancing(facts: Facts) -> Finding | None:
     return ok("off")
 
 
-def system_files(facts: Facts) -> Finding | None:
-    """Whether all files of the system could be read."""
-    if not facts.files.unreadable:
-        return None
-    return warning(
-        f"cannot read {', '.join(facts.files.unreadable)}",
-        "the copy may be incomplete or changed; the checks above ignore these files",
-        "record it again: rocm-ext doctor --save DIR",
-    )
-
-
 def host_memory(facts: Facts) -> Finding:
     """The host's memory, and a limit on it."""
     if facts.host_total is None:
@@ -388,9 +369,8 @@ def carve_out(facts: Facts) -> Finding | None:
         return ok(f"{gib(facts.carve_out)}; small is right on unified memory")
     why = "the GPU maps host memory, which is larger, so neither it nor the host uses the carve-out"
     fix = "BIOS: UMA frame buffer (dedicated graphics memory) 512 MB, or the smallest"
-    if (
-        facts.in_carve_out
-    ):  # pages_limit alone would move the GPU to the little memory that the host has left
+    # pages_limit alone would move the GPU to the little memory that the host has left
+    if facts.in_carve_out:
         why = "the GPU uses this memory only, and the host cannot use it"
         fix += f"; only then boot with {facts.memory_parameters}"
     return warning(f"the BIOS reserves {gib(facts.carve_out)} for the GPU", why, fix)
@@ -450,9 +430,8 @@ def _installed_gpus(facts: Facts) -> int:
     if largest and largest.device:
         equal = sum(card.device == largest.device for card in facts.cards)
     installed = max(facts.listed_gpus, equal, facts.files.accelerators)
-    given = len(_render_nodes(facts))
-    if facts.recorded.container and given:
-        return min(installed, given)
+    if facts.recorded.container and facts.render_nodes:
+        return min(installed, facts.render_nodes)
     return installed
 
 

@@ -16,7 +16,6 @@ CHECKS: dict[str, Callable[[Facts], Finding | Iterator[Finding] | None]] = {
     "kernel parameters": hardware.kernel_parameters,
     "firmware": hardware.firmware,
     "NUMA balancing": hardware.numa_balancing,
-    "system files": hardware.system_files,
     "host memory": hardware.host_memory,
     "GPU memory": hardware.gpu_memory,
     "carve-out": hardware.carve_out,

@@ -41,9 +41,8 @@ def main() -> None:
     if machine.backend != "cpu":
         free, total = torch.cuda.mem_get_info()
         _tell(hip_memory={"available": free, "total": total})
-        with suppress(
-            OSError, RuntimeError
-        ):  # no room for a temporary file; the canaries matter more
+        # no room for a temporary file; the canaries matter more
+        with suppress(OSError, RuntimeError):
             _tell(copies=_copies(torch.device("cuda")))
     if profile:
         _tell(canaries=[asdict(canary) for canary in _canaries(machine, profile)])
@@ -101,9 +100,8 @@ def _copies(device: Any, size: int = 2**24) -> dict[str, float]:
         to[-1].item()  # waits for the copy
         return time.perf_counter() - began
 
-    with tempfile.TemporaryDirectory(
-        ignore_cleanup_errors=True
-    ) as folder:  # Windows keeps mapped files
+    # Windows keeps mapped files
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "weights"
         path.write_bytes(b"\1" * size)
         content = torch.empty(size, dtype=torch.uint8)

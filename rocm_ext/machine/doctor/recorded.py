@@ -73,7 +73,9 @@ class DeviceNode:
     access: bool | None = None  # the user's access, if an ACL decides
 
     def allows(self, user: User | None) -> bool | None:
-        """Whether owner, group and mode let the user read and write it; None if the user's groups are unknown."""
+        """Whether the user can read and write it; None if the user's groups are unknown."""
+        if self.access is not None:
+            return self.access
         bits = int(self.mode, 8) if re.fullmatch("[0-7]{1,4}", self.mode) else 0
         if bits & 0o006 == 0o006:
             return True
@@ -132,9 +134,8 @@ class Recorded:
     environment: dict[str, str] | None = None  # only the variables that matter here
     user: User | None = None
     device_nodes: dict[str, DeviceNode] | None = None  # "/dev/kfd", …
-    packages: dict[str, str | None] | None = (
-        None  # torchtune, torchao, torch: version; null: not installed
-    )
+    # torchtune, torchao, torch: version; null: not installed
+    packages: dict[str, str | None] | None = None
     commands: tuple[str, ...] | None = None  # installed programs, of those that verifiers call
     sandbox: SandboxState | None = None
     disk_free: dict[str, int] | None = None  # bytes: "current folder", "Hugging Face cache"

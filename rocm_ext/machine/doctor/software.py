@@ -154,9 +154,8 @@ def environment(facts: Facts) -> Iterator[Finding]:
         level: Level = "error" if conflict.fatal else "warning"
         fix = facts.unset(*conflict.variables)
         yield Finding(" ".join(conflict.variables), level, conflict.setting, conflict.why, fix)
-    ours = environment_for(
-        profile, facts.intended, {"WORLD_SIZE": str(facts.gpu_count)}
-    )  # nothing set by the user
+    # nothing set by the user
+    ours = environment_for(profile, facts.intended, {"WORLD_SIZE": str(facts.gpu_count)})
     taken = set(environ)
     if not taken.isdisjoint(ALLOCATOR_VARIABLES):
         taken.update(ALLOCATOR_VARIABLES)

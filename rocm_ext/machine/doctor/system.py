@@ -1,10 +1,10 @@
 """The system's files, of this machine or of a recorded one."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from rocm_ext.machine.detect import amd_gpus, kernel_release, ttm_module
+from rocm_ext.machine.detect import amd_gpus, ttm_module
 from rocm_ext.machine.doctor.recorded import Process
 from rocm_ext.machine.sysfs import cards, listing, read_number, read_text, to_number
 
@@ -34,7 +34,6 @@ class Card:
 class System:
     """The content of Linux's files; empty on other systems."""
 
-    kernel: str
     distribution: dict[str, str]  # /etc/os-release
     parameters: dict[str, str] | None  # of the kernel's command line
     memory: dict[str, int]  # /proc/meminfo, bytes
@@ -49,100 +48,80 @@ class System:
     processes: tuple[Process, ...]  # on AMD GPUs
     groups: dict[str, tuple[str, ...]] | None  # /etc/group: members
     nvidia: str  # the driver's version
-    unreadable: tuple[str, ...] = field(default=())  # files with unexpected content
 
 
 def read_system(root: Path) -> System:
-    """Parse the files below ``root``, without the missing ones; list damaged ones in ``unreadable``."""
-    reader = _Reader(root)
-    cpu = re.search(r"^model name\s*:\s*(.+)$", reader.text("proc/cpuinfo"), re.MULTILINE)
+    """Parse the files below ``root``; a missing or damaged one leaves its facts unknown."""
+
+    def text(path: str) -> str:
+        return read_text(root / path)
+
+    cpu = re.search(r"^model name\s*:\s*(.+)$", text("proc/cpuinfo"), re.MULTILINE)
     distribution = {}
-    release = reader.text("etc/os-release") or reader.text("usr/lib/os-release")
+    release = text("etc/os-release") or text("usr/lib/os-release")
     for key, value in re.findall(r"^(\w+)=(.*)$", release, re.MULTILINE):
         distribution[key] = value.strip("\"'")
-    nvidia = reader.text("proc/driver/nvidia/version") + " "
-    nvidia_version = re.search(r"Kernel Module[^\n]*?\s(\d+\.\d+(\.\d+)?)\s", nvidia)
-    command_line = reader.text("proc/cmdline")
+    nvidia = re.search(
+        r"Kernel Module[^\n]*?\s(\d+\.\d+(\.\d+)?)(\s|$)", text("proc/driver/nvidia/version")
+    )
+    command_line = text("proc/cmdline")
+    sizes = re.findall(r"^(\w+):\s+([0-9]{1,15}) kB$", text("proc/meminfo"), re.MULTILINE)
+    displays = _displays(root)
+    accelerators = [vendor for kind, vendor in displays.values() if kind.startswith("0x12")]
     ttm = ttm_module(root)
     return System(
-        kernel=reader.kernel(),
         distribution=distribution,
         parameters=_parameters(command_line) if command_line else None,
-        memory=reader.meminfo(),
+        memory={key: int(number) * 1024 for key, number in sizes},
         cpu=cpu[1] if cpu else "",
         amd_gpus=tuple(amd_gpus(root)),
-        cards=tuple(reader.card(card.relative_to(root) / "device") for card in cards(root)),
-        displays=reader.displays("0x(03|12)"),  # MI300X: processing accelerator
-        accelerators=list(reader.displays("0x12").values()).count(AMD),
+        cards=tuple(_card(card / "device") for card in cards(root)),
+        displays={name: vendor for name, (_, vendor) in displays.items()},
+        accelerators=accelerators.count(AMD),
         ttm=ttm,
-        pages_limit=reader.number(f"sys/module/{ttm}/parameters/pages_limit"),
-        numa_balancing=reader.number("proc/sys/kernel/numa_balancing"),
-        processes=tuple(reader.processes()),
-        groups=_groups(reader.text("etc/group")),
-        nvidia=nvidia_version[1] if nvidia_version else "",
-        unreadable=tuple(reader.unreadable),
+        pages_limit=read_number(root / f"sys/module/{ttm}/parameters/pages_limit"),
+        numa_balancing=read_number(root / "proc/sys/kernel/numa_balancing"),
+        processes=tuple(_processes(root)),
+        groups=_groups(text("etc/group")),
+        nvidia=nvidia[1] if nvidia else "",
     )
 
 
-class _Reader:
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.unreadable: list[str] = []
+def _displays(root: Path) -> dict[str, tuple[str, str]]:
+    """The PCI class and vendor of all GPUs by address; MI300X is a processing accelerator."""
+    folder = root / "sys/bus/pci/devices"
+    displays = {}
+    for name in listing(folder):
+        kind = read_text(folder / name / "class")
+        if kind.startswith(("0x03", "0x12")):
+            displays[name] = kind, read_text(folder / name / "vendor")
+    return displays
 
-    def text(self, path: str | Path) -> str:
-        return read_text(self.root / path)
 
-    def number(self, path: str | Path) -> int | None:
-        number = read_number(self.root / path)
-        if number is None and self.text(path):
-            self.unreadable.append(str(path))
-        return number
+def _card(device: Path) -> Card:
+    return Card(
+        read_text(device / "vendor"),
+        read_text(device / "device"),
+        read_number(device / "mem_info_vram_total"),
+        read_number(device / "mem_info_gtt_total"),
+        read_number(device / "fw_version/mes_fw_version"),
+        read_text(device / "vbios_version"),
+    )
 
-    def kernel(self) -> str:
-        kernel = kernel_release(self.root)
-        if not kernel and self.text("proc/sys/kernel/osrelease"):
-            self.unreadable.append("proc/sys/kernel/osrelease")
-        return kernel
 
-    def meminfo(self) -> dict[str, int]:
-        text = self.text("proc/meminfo")
-        sizes = re.findall(r"^(\w+):\s+([0-9]{1,15}) kB$", text, re.MULTILINE)
-        memory = {key: int(number) * 1024 for key, number in sizes}
-        if text and "MemTotal" not in memory:
-            self.unreadable.append("proc/meminfo")
-        return memory
-
-    def card(self, device: Path) -> Card:
-        return Card(
-            self.text(device / "vendor"),
-            self.text(device / "device"),
-            self.number(device / "mem_info_vram_total"),
-            self.number(device / "mem_info_gtt_total"),
-            self.number(device / "fw_version/mes_fw_version"),
-            self.text(device / "vbios_version"),
-        )
-
-    def displays(self, classes: str) -> dict[str, str]:
-        folder = Path("sys/bus/pci/devices")
-        vendors = {}
-        for name in listing(self.root / folder):
-            if re.match(classes, self.text(folder / name / "class")):
-                vendors[name] = self.text(folder / name / "vendor")
-        return vendors
-
-    def processes(self) -> list[Process]:
-        folder = Path("sys/class/kfd/kfd/proc")
-        processes = []
-        for name in listing(self.root / folder):
-            pid = to_number(name) if name.isdecimal() else None
-            if pid is None:
-                continue
-            memory = 0
-            for file in listing(self.root / folder / name):
-                if file.startswith("vram_"):
-                    memory += self.number(folder / name / file) or 0
-            processes.append(Process(pid, self.text(f"proc/{name}/comm"), memory))
-        return processes
+def _processes(root: Path) -> list[Process]:
+    folder = root / "sys/class/kfd/kfd/proc"
+    processes = []
+    for name in listing(folder):
+        pid = to_number(name) if name.isdecimal() else None
+        if pid is None:
+            continue
+        memory = 0
+        for file in listing(folder / name):
+            if file.startswith("vram_"):
+                memory += read_number(folder / name / file) or 0
+        processes.append(Process(pid, read_text(root / f"proc/{name}/comm"), memory))
+    return processes
 
 
 def _parameters(text: str) -> dict[str, str]:

@@ -37,9 +37,8 @@ from rocm_ext.machine.sysfs import cgroups, listing, read_number, read_text
 
 ROOT = Path("/")
 PROBE = ("-m", "rocm_ext.machine.doctor.probe")
-PATIENCE = (
-    180  # seconds for the probe; the first import of torch from a cold disk takes most of a minute
-)
+# seconds for the probe; the first import of torch from a cold disk takes most of a minute
+PATIENCE = 180
 _GROUPS = ("render", "video")
 _VARIABLES = (
     "HSA_ENABLE_INTERRUPT",
