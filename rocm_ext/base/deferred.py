@@ -116,14 +116,11 @@ class _Deferred(ModuleType):
     _lock: threading.RLock
 
     def __getattr__(self, name: str) -> Any:
-        if not (
-            name.startswith("__") and name not in ("__all__", "__version__")
-        ):  # imports look for the others
+        # imports look for the others
+        if not (name.startswith("__") and name not in ("__all__", "__version__")):
             with self._lock:
-                execute, self._execute = (
-                    self._execute,
-                    None,
-                )  # the __init__ itself reads attributes that are missing
+                execute = self._execute
+                self._execute = None  # the __init__ itself reads attributes that are missing
                 try:
                     if execute is not None:
                         execute(self)
@@ -137,9 +134,8 @@ def _before(loader: Any, action: Callable[[], None]) -> None:
     """Let ``loader`` call ``action`` before it executes a module."""
     execute = loader.exec_module
 
-    def act_and_execute(
-        module: ModuleType,
-    ) -> None:  # not in find_spec, which holds the lock of all imports
+    # not in find_spec, which holds the lock of all imports
+    def act_and_execute(module: ModuleType) -> None:
         action()
         execute(module)
 

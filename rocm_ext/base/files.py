@@ -214,10 +214,8 @@ def disk_errors(path: Path) -> Iterator[None]:
             f"cannot write {path}: {error.strerror or error}; choose another folder or output_dir"
         )
         raise UserError(_FULL.format(path) if full else message) from error
-    except (
-        RuntimeError,
-        SafetensorError,
-    ) as error:  # torch.save and safetensors wrap the system's error
+    except (RuntimeError, SafetensorError) as error:
+        # torch.save and safetensors wrap the system's error
         signs = ("No space left", "File too large", "unexpected pos", "file write failed")
         if any(sign in str(error) for sign in signs):
             raise UserError(_FULL.format(path)) from error
@@ -231,18 +229,16 @@ def flush(path: Path) -> None:
     """
     if os.name == "nt" and path.is_dir():
         return  # Windows cannot open a folder
-    descriptor = os.open(
-        path, os.O_RDWR if os.name == "nt" else os.O_RDONLY
-    )  # fsync needs write access on Windows
+    # fsync needs write access on Windows
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
         if hasattr(os, "posix_fadvise") and path.is_file():  # neither on Windows nor on macOS
             with suppress(OSError):  # advice: the file is on the disk
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
-        if (
-            error.errno != errno.EINVAL or not path.is_dir()
-        ):  # a file system that cannot flush folders
+        # a file system that cannot flush folders
+        if error.errno != errno.EINVAL or not path.is_dir():
             raise
     finally:
         os.close(descriptor)

@@ -10,9 +10,8 @@ from typing import Any
 from rocm_ext.base.errors import UserError, nearest, one_line
 
 COMPONENT = "_component_"
-Component = Mapping[
-    str, Any
-]  # a component's configuration: its dotted name under COMPONENT, and its arguments
+# a component's configuration: its dotted name under COMPONENT, and its arguments
+Component = Mapping[str, Any]
 
 
 def import_component(path: Any) -> Callable:
@@ -67,9 +66,8 @@ def _import_module(path: str, here: str) -> tuple[Any, list[str]]:
             return importlib.import_module(module), parts[end:]
         except Exception as error:  # modules may raise anything
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            if not missing or not f"{module}.".startswith(
-                f"{missing}."
-            ):  # the error comes from inside the module
+            # the error comes from inside the module
+            if not missing or not f"{module}.".startswith(f"{missing}."):
                 raise UserError(
                     f"{path!r} cannot be imported: importing {module}: {one_line(error)}"
                 ) from error

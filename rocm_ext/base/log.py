@@ -56,9 +56,8 @@ class Progress:
         self._enabled = enabled
         self._began = time.monotonic()
         self._spoke = self._began if brief else 0.0
-        self._ends: tuple[int, ...] = (
-            () if brief else (start + 1, total)
-        )  # units that get a line in any case
+        # units that get a line in any case
+        self._ends: tuple[int, ...] = () if brief else (start + 1, total)
         self._bar = None
         if enabled and sys.stderr.isatty():
             self._bar = tqdm(total=total, initial=start, unit=unit, dynamic_ncols=True)

@@ -55,9 +55,8 @@ def parse(kind: Any, value: Any, where: str) -> Any:
         expected = kind.__name__
         if kind is float and type(value) is int and abs(value) < 2**53:
             value = float(value)
-        if type(value) is kind and (
-            kind not in (int, float) or 0 <= value < 2**63
-        ):  # NaN fails too
+        # NaN fails too
+        if type(value) is kind and (kind not in (int, float) or 0 <= value < 2**63):
             return value
     raise UserError(f"{where} is {repr(value)[:60]}, expected {expected}")
 

@@ -8,9 +8,8 @@ from rocm_ext.base.errors import UserError
 
 _SECONDS = 1.0
 
-_compiled = cache(
-    regex.compile
-)  # regex itself keeps 500 patterns, fewer than the keys of a model with one per layer
+# regex itself keeps 500 patterns, fewer than the keys of a model with one per layer
+_compiled = cache(regex.compile)
 
 
 def matches(pattern: str, text: str) -> bool:

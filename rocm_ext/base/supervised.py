@@ -9,9 +9,8 @@ from contextlib import contextmanager, suppress
 
 NOTES = "ROCM_EXT_SUPERVISED"  # environment variable: a file; its time shows that the run lives, its lines are notes
 APART = "ROCM_EXT_EVALUATE_APART"  # environment variable: no process both trains and evaluates
-RETRY = (
-    75  # exit code (EX_TEMPFAIL of sysexits.h) of errors after which the same command may succeed
-)
+# exit code (EX_TEMPFAIL of sysexits.h) of errors after which the same command may succeed
+RETRY = 75
 
 _next_beat = 0.0
 

@@ -270,9 +270,8 @@ def collate(
     """
     sequences = [sequence for i in piece for sequence in _sequences(rows, i, share)]
     real = sum(sequence.length for sequence in sequences)
-    if (
-        not sequences
-    ):  # no row is left for this rank; one token without a label keeps it in step with the others
+    # no row is left for this rank; one token without a label keeps it in step with the others
+    if not sequences:
         sequences = [_nothing(1, pad_id, rows)]
     if packed:
         width = sum(sequence.length for sequence in sequences)
@@ -294,9 +293,8 @@ def collate(
             first = first if shared else at
             tokens[b, at:end] = sequence.tokens[shared:]
             positions[b, at:end] = np.arange(shared, len(sequence.tokens))
-            before = np.flatnonzero(
-                sequence.labels[1:] != IGNORE
-            )  # a token predicts the next one in its sequence
+            # a token predicts the next one in its sequence
+            before = np.flatnonzero(sequence.labels[1:] != IGNORE)
             predicting.append(b * width + before + np.where(before < shared, first, at - shared))
             predicted.append(before + 1)
             at = end

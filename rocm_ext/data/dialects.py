@@ -7,10 +7,8 @@ from typing import Any
 
 from rocm_ext.base.types import Json, Message, Row
 
-CALLS = (
-    "function_call",
-    "tool_call",
-)  # LLaMA-Factory, ms-swift: the text is a call, or a list of calls, in JSON
+# LLaMA-Factory, ms-swift: the text is a call, or a list of calls, in JSON
+CALLS = ("function_call", "tool_call")
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 ROLES |= {
     "human": "user",
@@ -30,18 +28,10 @@ FLAGS = {  # 0 or false keeps a message out of the loss -> whether the author's 
     "trainable": True,  # Tinker
 }
 DETAILS = ("train_detail", "training_detail")  # axolotl: parts of a message
-PAIRED = (
-    "chosen",
-    "rejected",
-    "rejected_response",
-    "rejected_messages",
-    "preferred_output",
-)  # a pair's answers
-KTO = (
-    "label",
-    "kto_tag",
-    "thumbs",
-)  # TRL and ms-swift, LLaMA-Factory, logs of chats: whether an answer is good
+# a pair's answers
+PAIRED = ("chosen", "rejected", "rejected_response", "rejected_messages", "preferred_output")
+# TRL and ms-swift, LLaMA-Factory, logs of chats: whether an answer is good
+KTO = ("label", "kto_tag", "thumbs")
 _WORDS = {"true": True, "up": True, "thumbs_up": True, "good": True, "👍": True}
 _WORDS |= {"false": False, "down": False, "thumbs_down": False, "bad": False, "👎": False}
 # In rows of SFT, a number may be the label of a class.

@@ -122,9 +122,8 @@ class TextEncoder:
             The tokens, and the number of tokens before each cut. They equal :meth:`encode`'s unless a token spans a
             cut; the text behind that cut is then tokenised separately.
         """
-        done: list[
-            int
-        ] = []  # tokens before the last cut that a token spanned, where `text` now begins
+        # tokens before the last cut that a token spanned, where `text` now begins
+        done: list[int] = []
         begun = 0
         positions = []
         tokens = self.encode(text) if encoded is None else encoded

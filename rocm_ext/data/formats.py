@@ -128,9 +128,8 @@ def _apps(row: Row) -> Json | None:
     try:
         tests = _json(row, "input_output", {}) or {}
     except ValueError as error:
-        if "integer string conversion" in str(
-            error
-        ):  # a few rows have numbers that Python refuses to read
+        # a few rows have numbers that Python refuses to read
+        if "integer string conversion" in str(error):
             return None
         raise
     inputs = tests.get("inputs", []) if isinstance(tests, dict) else None

@@ -150,9 +150,8 @@ def mixed_order(mixture: Mixture, epoch: int, length: int, seed: int | None) -> 
     """Return the ``length`` rows of an epoch under weights; without a ``seed``, rows stay in the order of the data."""
     # row j of the n that a data set gives comes after (j + 1/2) / n of the epoch
     times = [(np.arange(share) + 0.5) / max(1, share) for share in mixture.shares]
-    sets = np.repeat(
-        np.arange(len(times)), mixture.shares
-    )  # data set of each row, one data set after another
+    # data set of each row, one data set after another
+    sets = np.repeat(np.arange(len(times)), mixture.shares)
     sets = sets[np.argsort(np.concatenate(times), kind="stable")]
     sets = sets[:length]
     order = np.empty(length, np.int64)

@@ -51,9 +51,8 @@ class TokenText(TypedDict, total=False):
     tokens: int
     trained_tokens: int
     text: str  # with special tokens
-    trained: list[
-        list[int]
-    ]  # start and end of trained parts, in characters; one across an edge is in the later part
+    # start and end of trained parts, in characters; one across an edge is in the later part
+    trained: list[list[int]]
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,8 @@ _SPLITS = {  # expressions of tokenizer.json, and llama.cpp's names
 TAKES_WORDS = ("llama-bpe", "tekken")
 WHOLE_WORDS = (*TAKES_WORDS, "gpt-4o")
 BEGINS = ("llama-bpe", "tekken")  # texts begin with BOS, unless the file says otherwise
-_SAME = {
-    "llama3": "llama-bpe",
-    "llama-v3": "llama-bpe",
-    "deepseek-r1-qwen": "qwen2",
-}  # other names of the same rules
+# other names of the same rules
+_SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 
 
 def name_of(pre: Json) -> str | None:

@@ -160,9 +160,8 @@ def _sides(fields: Row, system_prompt: str | None) -> tuple[list[list[Turn]], in
                 raise ValueError(
                     f"the prompts of chosen and rejected differ: message {shared} is of the {role}, and not the same"
                 )
-    elif len(chosen) == len(
-        rejected
-    ):  # equal sides: show the last answers, so that the pair is counted as equal
+    elif len(chosen) == len(rejected):
+        # equal sides: show the last answers, so that the pair is counted as equal
         shared = _last(chosen, "assistant", shared)
     return sides, shared
 

@@ -253,9 +253,8 @@ class TemplateRenderer:
         return each(self._labelled, texts, tokens)
 
     def _text_of(self, conversation: Conversation) -> _Text:
-        if all(
-            turn.masked for turn in conversation.turns[1:]
-        ):  # nothing prompts a turn that begins a conversation
+        # nothing prompts a turn that begins a conversation
+        if all(turn.masked for turn in conversation.turns[1:]):
             raise UserError("no assistant turn to train on: the only one begins the conversation")
         find_spans = self._marked if self.template.marked else self._nested
         text, spans = find_spans(conversation.turns, conversation.tools)
@@ -266,9 +265,8 @@ class TemplateRenderer:
         batch = [text.text for text in texts if isinstance(text, _Text)]
         try:
             encoded = iter(self._encoder.encode_all(batch))
-        except (
-            Exception
-        ):  # any tokenizer's; the faulty text raises it again when it is tokenised alone
+        except Exception:
+            # any tokenizer's; the faulty text raises it again when it is tokenised alone
             return [None] * len(texts)
         return [next(encoded) if isinstance(text, _Text) else None for text in texts]
 
@@ -285,9 +283,8 @@ class TemplateRenderer:
                 end += len(self._up_to_stop(tokens[end:]))
             stopped.append(self._has_stop(tokens[start:end]))
             _label(labels, tokens, range(start, end), self._stops)
-        if any(stopped) and not all(
-            stopped
-        ):  # gpt-oss: <|return|> is <|end|> once there are later turns
+        # gpt-oss: <|return|> is <|end|> once there are later turns
+        if any(stopped) and not all(stopped):
             raise UserError(
                 f"chat template {self.template.origin} ends trained assistant turn {stopped.index(False) + 1} with no "
                 "stop token, which would teach the model to run on; train on the last turn alone (assistant_turns: "
@@ -391,9 +388,8 @@ class TemplateRenderer:
             if turns[i].masked or i == 0:
                 continue
             prompted = self._prompted(text, turns[:i], tools)
-            spans.append(
-                (max(start, prompted), end)
-            )  # a block may include the header, which the prompt contains
+            # a block may include the header, which the prompt contains
+            spans.append((max(start, prompted), end))
         return text, spans
 
     def _prompted(self, text: str, before: Turns, tools: Tools) -> int:
@@ -511,9 +507,8 @@ class TorchtuneRenderer(TokenizerRenderer):
 
     def _render(self, turns: Turns, unmasked: Sequence[int]) -> tuple[list[int], list[bool]]:
         """Return tokens and mask; only the turns at these indices are unmasked."""
-        from torchtune.data import (
-            Message,
-        )  # here, because it takes seconds, and most models bring a chat template
+        # here, because it takes seconds, and most models bring a chat template
+        from torchtune.data import Message
 
         messages = []
         for i, turn in enumerate(turns):

@@ -44,13 +44,8 @@ _PACKAGES = (
     "pyarrow",
     "numpy",
 )
-_TOKENIZERS = (
-    ".json",
-    ".jinja",
-    ".model",
-    ".txt",
-    ".tiktoken",
-)  # suffixes of files that may decide tokens
+# suffixes of files that may decide tokens
+_TOKENIZERS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _META = "rows.json"
 
 
@@ -81,10 +76,8 @@ def cached_rows(make_key: Callable[[], Any], read: Callable[[], Rows]) -> Rows:
         with suppress(Timeout, OSError), beating(), lock.acquire(timeout=_PATIENCE):
             pass
         return _load(folder) or read()
-    except (
-        OSError,
-        NotImplementedError,
-    ):  # a folder of another user, or a file system without locks
+    except (OSError, NotImplementedError):
+        # a folder of another user, or a file system without locks
         return read()
     try:
         rows = _load(folder)

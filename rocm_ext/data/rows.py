@@ -224,9 +224,8 @@ class Rows:
         by_prompt: dict[bytes, list[int]] = {}
         for row, prompt in enumerate(self._prompts()):
             by_prompt.setdefault(prompt, []).append(row)
-        order = [
-            row for rows in by_prompt.values() for row in rows
-        ]  # rows of one prompt are neighbours
+        # rows of one prompt are neighbours
+        order = [row for rows in by_prompt.values() for row in rows]
         # past all of a prompt's rows, so by as many as any prompt has
         shift = max(map(len, by_prompt.values())) % len(self) or 1
         other = {row: order[at - shift] for at, row in enumerate(order)}
@@ -496,9 +495,8 @@ class _RowBuilder:
     def _reader_of(self, item: Row, origin: Callable[[], str]) -> "_Reader":
         """Return the reader of an item; WrongRow: earlier items are of another kind."""
         kind: type[_Reader] = _SequenceReader
-        if any(
-            f"{side}_input_ids" in item for side in SIDES
-        ):  # as in torchtune's PreferenceDataset
+        # as in torchtune's PreferenceDataset
+        if any(f"{side}_input_ids" in item for side in SIDES):
             kind = _PairReader
         elif SIDE in item:
             kind = _LabelledReader
@@ -697,9 +695,8 @@ class _PairReader(_Reader):
                 return
             cut = True
             pair = [(tokens[:limit], labels[:limit]) for tokens, labels in pair]
-            if _reason_to_drop(
-                pair
-            ):  # if a side has no label left, both sides are the beginning of the prompt
+            # if a side has no label left, both sides are the beginning of the prompt
+            if _reason_to_drop(pair):
                 self._counts["dropped_equal_when_cut"] += 1
                 return
         self._counts["truncated"] += cut

@@ -44,11 +44,8 @@ SCHEMAS = {  # required columns; the others of ALPACA are optional
     "text": ("text",),
 }
 ROW_WEIGHT = "weight"  # column of any schema
-EXTRAS = (
-    "system",
-    "tools",
-    ROW_WEIGHT,
-)  # optional columns of every schema; text has only the weight
+# optional columns of every schema; text has only the weight
+EXTRAS = ("system", "tools", ROW_WEIGHT)
 FIELDS = (*ALPACA, *EXTRAS, *(field for fields in SCHEMAS.values() for field in fields))
 _BATCH = 128  # rows that are tokenised at once
 _NO_TOKENS: Labelled = ([], [])
@@ -164,13 +161,11 @@ class SourceDataset(Dataset, ABC):
     source: str
     _seen: set[str] = field(default_factory=set)  # columns of the rows read so far
     _used: set[str] = field(default_factory=set)  # columns that a row has used
-    _unread: set[str] = field(
-        default_factory=set
-    )  # keys of messages that the template does not read
+    # keys of messages that the template does not read
+    _unread: set[str] = field(default_factory=set)
     _reserved: dict[int, str] = field(default_factory=dict)  # row -> a special token in its text
-    _unreasoned: set[int] = field(
-        default_factory=set
-    )  # rows that close at once the reasoning that the prompt opens
+    # rows that close at once the reasoning that the prompt opens
+    _unreasoned: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self.rows)

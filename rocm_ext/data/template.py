@@ -78,9 +78,8 @@ class ChatTemplate:
         try:
             tree = environment.parse(text)
             self._template = environment.from_string(text)
-            self._template.globals = dict(
-                self._template.globals
-            )  # each rendering copies them; a ChainMap is slow
+            # each rendering copies them; a ChainMap is slow
+            self._template.globals = dict(self._template.globals)
         except TemplateError as error:
             raise UserError(
                 f"chat template {origin} is not valid Jinja: {one_line(error)}"

@@ -147,9 +147,8 @@ def now(value: Any) -> Any:
     return _loop().run_until_complete(value) if inspect.isawaitable(value) else value
 
 
-_loop = functools.cache(
-    asyncio.new_event_loop
-)  # one for the process, so that connections outlive an await
+# one for the process, so that connections outlive an await
+_loop = functools.cache(asyncio.new_event_loop)
 
 
 def checked_reply(environment: Environment, value: Any) -> Reply:

@@ -245,6 +245,5 @@ _NOTATIONS: list[tuple[re.Pattern, Reader]] = [
     (re.compile(r"<\|python_tag\|>(.*?)(?:<\|eom_id\|>|<\|eot_id\|>|\Z)", re.S), _json_behind),
 ]
 _REASONING = re.compile(r".*(?:</think>|\[/THINK\])", re.S)
-_MESSAGE = re.compile(
-    r"(?:<\|start\|>assistant|<\|channel\|>\w+\s*<\|message\|>|<\|end\|>)+"
-)  # gpt-oss's marks
+# gpt-oss's marks
+_MESSAGE = re.compile(r"(?:<\|start\|>assistant|<\|channel\|>\w+\s*<\|message\|>|<\|end\|>)+")

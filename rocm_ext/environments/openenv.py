@@ -12,9 +12,8 @@ from rocm_ext.environments.base import Environment
 from rocm_ext.verifiers.base import Result
 from rocm_ext.verifiers.reward_function import checked_scale, scaled
 
-_REFUSED = re.compile(
-    r"\(code: (VALIDATION_ERROR|INVALID_JSON)\)"
-)  # the server's error for an unreadable action
+# the server's error for an unreadable action
+_REFUSED = re.compile(r"\(code: (VALIDATION_ERROR|INVALID_JSON)\)")
 
 
 class OpenEnv(Environment):

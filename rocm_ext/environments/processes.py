@@ -163,9 +163,8 @@ class Environments:
             talk = self._open.get(key)
             if talk is None:
                 return done(error("the conversation has ended"))
-            talk.deadline = (
-                time.monotonic() + self._timeout
-            )  # before the future: _listen reads them in reverse
+            # before the future: _listen reads them in reverse
+            talk.deadline = time.monotonic() + self._timeout
             talk.future = future
             if not talk.registered:
                 self._selector.register(talk.socket, selectors.EVENT_READ, key)
@@ -237,9 +236,8 @@ class _Talk:
         """Kill the process with its descendants, and resolve a waiting future with an ERROR."""
         with contextlib.suppress(KeyError, ValueError):
             selector.unregister(self.socket)
-        if (
-            self.pid
-        ):  # before the socket closes: then the process ends, and its children get another parent
+        # before the socket closes: then the process ends, and its children get another parent
+        if self.pid:
             below = descendants(self.pid)
             with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)

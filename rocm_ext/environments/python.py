@@ -109,10 +109,8 @@ class _Interpreter:
         self._stdout = process.stdout
         process.stderr.close()
         process.stderr = None  # the interpreter's stderr goes to stdout
-        self._pids = [
-            process.pid,
-            *descendants(process.pid),
-        ]  # bwrap's processes, and last the interpreter
+        # bwrap's processes, and last the interpreter
+        self._pids = [process.pid, *descendants(process.pid)]
         self._rest()
 
     def run(self, code: bytes) -> tuple[bytes, str]:

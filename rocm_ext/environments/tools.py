@@ -75,9 +75,8 @@ class Tools:
             result = function(**call.arguments)
             if not isinstance(result, str):
                 result = json.dumps(result, ensure_ascii=False, default=str)
-            return shortened(
-                result.encode("utf-8", "replace").decode(), _MOST
-            )  # no halves of surrogate pairs
+            # no halves of surrogate pairs
+            return shortened(result.encode("utf-8", "replace").decode(), _MOST)
         except Fault:
             raise
         except (Exception, SystemExit) as problem:  # whatever a tool raises

@@ -91,9 +91,8 @@ class Trl(Environment):
 
     def cut(self, message: Message) -> Result:
         answers = [turn for turn in self._turns if turn["role"] == "assistant"]
-        if (
-            not answers or answers[-1] != message
-        ):  # else the tools' results after it reached the limit
+        # else the tools' results after it reached the limit
+        if not answers or answers[-1] != message:
             self._turns.append(dict(message))
         return self._judged()
 

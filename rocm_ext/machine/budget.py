@@ -182,9 +182,8 @@ def open_device(
     if kind == "cpu":
         if memory_fraction is not None:
             raise UserError("memory_fraction caps a GPU's memory; on the CPU leave it null")
-        os.environ.setdefault(
-            "TRANSFORMERS_VERBOSITY", "error"
-        )  # it warns about missing GPU kernels on a CPU
+        # it warns about missing GPU kernels on a CPU
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         return torch.device("cpu")
     if kind != "cuda" or local_rank >= machine.gpu_count:
         raise UserError(

@@ -30,18 +30,15 @@ HARDWARE_LOG = "hardware.jsonl"  # in a run's folder; a line is what Counters.re
 _Values = dict[str, float | None]  # unreadable counters are None
 _NvidiaGpu = tuple[str, str, Callable[[], _Values]]  # PCI address, name and reader
 _TAIL = 1 << 20  # bytes; a line is a few kB at most
-_PATIENCE = (
-    2  # seconds to wait for the last reading; the files of a GPU that hangs may block for long
-)
+# seconds to wait for the last reading; the files of a GPU that hangs may block for long
+_PATIENCE = 2
 
 _NO_PYNVML = (
     "an NVIDIA driver is here, but the package that reads its counters is missing: pip install nvidia-ml-py "
     "(or torchtune-rocm[nvidia])"
 )
-_NVIDIA = (
-    "/proc/driver/nvidia/version",
-    "/usr/lib/wsl/lib/libnvidia-ml.so.1",
-)  # the second on WSL2
+# the second on WSL2
+_NVIDIA = ("/proc/driver/nvidia/version", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
 _ID_FILES = ("usr/share/libdrm/amdgpu.ids", "opt/amdgpu/share/libdrm/amdgpu.ids")
 _MEMORY = ("vram_used", "vram_total", "gtt_used", "gtt_total")
 _MOST = {  # larger values are impossible
@@ -151,9 +148,8 @@ class Counters:
                     self.notes.append(f"NVIDIA GPU {index} does not answer")
         except ImportError:
             self.notes.append(_NO_PYNVML)
-        except (
-            Exception
-        ) as error:  # NVMLError, or an error of ctypes where the library has another version
+        except Exception as error:
+            # NVMLError, or an error of ctypes where the library has another version
             self.notes.append(f"the counters of the NVIDIA GPUs cannot be read: {one_line(error)}")
         return gpus
 
@@ -179,9 +175,8 @@ class Counters:
 def _read_amd(device: Path) -> _Values:
     """Files and units: docs.kernel.org/gpu/amdgpu/thermal.html and driver-misc.html."""
     values: _Values = {key: read_number(device / f"mem_info_{key}") for key in _MEMORY}
-    if (
-        read_text(device / "power/runtime_status") == "suspended"
-    ):  # older kernels wake it up: rocm-systems#8024
+    # older kernels wake it up: rocm-systems#8024
+    if read_text(device / "power/runtime_status") == "suspended":
         return values
     values["busy"] = read_number(device / "gpu_busy_percent")
     monitors = listing(device / "hwmon")
@@ -234,9 +229,8 @@ def _nvidia_gpu(nvml: Any, index: int) -> _NvidiaGpu:
             ),
         }
 
-    address = _string(
-        nvml.nvmlDeviceGetPciInfo(handle).busId
-    ).lower()  # 00000000:0F:00.0, with four zeros too many
+    # 00000000:0F:00.0, with four zeros too many
+    address = _string(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()
     return address[-12:], _string(nvml.nvmlDeviceGetName(handle)), read
 
 

@@ -68,9 +68,8 @@ class Machine:
     bf16: bool  # computed natively, not emulated
     arch: str | None = None  # "gfx1151", "sm_90"
     name: str | None = None
-    gpu_count: int = (
-        0  # the first GPU and the equal ones that follow it: ranks can use these together
-    )
+    # the first GPU and the equal ones that follow it: ranks can use these together
+    gpu_count: int = 0
     unified: bool = False  # host and device share one memory
     kernel: str = ""  # Linux: "6.18.4-arch1-1"
     wsl: bool = False

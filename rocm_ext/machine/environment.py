@@ -44,9 +44,8 @@ def environment_for(profile: Profile, machine: Machine, environ: Environ) -> dic
 def _missing(profile: Profile, environ: Environ) -> dict[str, Variable]:
     """The profile's variables that the user has not set."""
     taken = set(environ)
-    if not taken.isdisjoint(
-        ALLOCATOR_VARIABLES
-    ):  # the user configures the allocator under one of its names
+    # the user configures the allocator under one of its names
+    if not taken.isdisjoint(ALLOCATOR_VARIABLES):
         taken.update(ALLOCATOR_VARIABLES)
     return {name: variable for name, variable in profile.environment.items() if name not in taken}
 
@@ -195,8 +194,7 @@ def replace_process(command: list[str]) -> None:
     sys.stderr.flush()
     if os.name == "nt":  # Windows' exec starts a second process, and the shell does not wait for it
         process = subprocess.Popen(command)
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # Ctrl-C reaches both; the program decides when it ends
+        # Ctrl-C reaches both; the program decides when it ends
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.exit(process.wait())
     os.execve(sys.executable, command, os.environ)

@@ -228,9 +228,8 @@ def first_non_finite(model: nn.Module) -> Iterator[list[tuple[str, bool]]]:
         bad = [tensor for tensor in _tensors(output) if _overflows(tensor)]
         if origins or not bad:
             return
-        if any(
-            map(_overflows, _tensors([args, kwargs]))
-        ):  # the module around this one has computed its inputs
+        # the module around this one has computed its inputs
+        if any(map(_overflows, _tensors([args, kwargs]))):
             name = name.rpartition(".")[0]
         kind = type(modules[name]).__name__
         attention = "att" in f"{name.rpartition('.')[2]} {kind}".lower()
@@ -271,10 +270,8 @@ def _check(
         ok, found = probe(*arguments)
     except torch.OutOfMemoryError:  # says nothing about results
         raise
-    except (
-        RuntimeError,
-        NotImplementedError,
-    ) as error:  # such as "HIP error: invalid device function"
+    except (RuntimeError, NotImplementedError) as error:
+        # such as "HIP error: invalid device function"
         return Check(name, False, str(error).strip().split("\n")[0], fix)
     return Check(name, ok, found, fix, fatal)
 
@@ -316,9 +313,8 @@ class _Canary:
 
     def round_trip(self) -> Outcome:
         x = torch.randn(2**14, generator=self.rng)
-        expected = x.to(
-            self.dtype
-        ).float()  # the host rounds to nearest even, as every GPU here does
+        # the host rounds to nearest even, as every GPU here does
+        expected = x.to(self.dtype).float()
         converted = x.to(self.device).to(self.dtype)
         actual = converted.float().cpu()
         wrong = int((actual != expected).sum())
@@ -345,9 +341,8 @@ class _Canary:
 
     def convolution(self) -> Outcome:
         """A causal convolution per channel, as in hybrid models, and the gradient of its input."""
-        x_and_grad = self.draw(
-            2, 2, 64, 128
-        )  # input, and gradient of the output; batch, channels, length
+        # input, and gradient of the output; batch, channels, length
+        x_and_grad = self.draw(2, 2, 64, 128)
         weight = self.draw(64, 1, 4)
 
         def convolve(x_and_grad: Tensor, weight: Tensor) -> Tensor:
@@ -411,9 +406,8 @@ class _Canary:
         usable = []
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
             with sdpa_kernel(backend), warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # torch warns about every reason that a backend cannot run
+                # torch warns about every reason that a backend cannot run
+                warnings.simplefilter("ignore")
                 try:
                     (scaled_dot_product_attention(q, q, q, is_causal=True) + 1).cpu()
                 except RuntimeError:  # "No available kernel", or one that cannot start
@@ -454,11 +448,8 @@ def _allocator(device: torch.device) -> Outcome:
     live: list[Tensor] = []
     for _ in range(3):
         passing = []
-        for size in (
-            1,
-            24,
-            64,
-        ):  # in the allocator's small blocks, in its large blocks, in separate segments
+        # in the allocator's small blocks, in its large blocks, in separate segments
+        for size in (1, 24, 64):
             live.append(filled((size * unit,), len(live) + 1))
             passing.append(filled((size * unit // 2,), -1))
         del passing

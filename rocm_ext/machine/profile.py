@@ -55,9 +55,8 @@ class Variable:
 
     value: str
     reason: str
-    when: Literal["always", "arch_missing", "several_ranks"] = (
-        "always"  # see rocm_ext.machine.environment
-    )
+    # see rocm_ext.machine.environment
+    when: Literal["always", "arch_missing", "several_ranks"] = "always"
 
 
 @dataclass(frozen=True)
@@ -267,9 +266,8 @@ def intended_machine(machine: Machine) -> tuple[Machine, Profile | None]:
 
 def nearest_profile(machine: Machine) -> str:
     """The name of the profile to try on an AMD GPU without a profile."""
-    if machine.unified and (machine.arch or "").startswith(
-        "gfx10"
-    ):  # two compute units and no bf16
+    # two compute units and no bf16
+    if machine.unified and (machine.arch or "").startswith("gfx10"):
         return "cpu"
     if machine.unified:
         return "strix_halo_windows" if machine.system == "Windows" else "strix_halo"

@@ -17,14 +17,10 @@ import torch
 
 from rocm_ext.machine.sysfs import CpuQuota, cpu_quota
 
-USERS = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-)  # torchrun sets the first for several ranks of a machine
-LOOKS, SECONDS = (
-    5,
-    0.04,
-)  # the median of these looks decides, so a program that ends meanwhile costs no thread
+# torchrun sets the first for several ranks of a machine
+USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+# the median of these looks decides, so a program that ends meanwhile costs no thread
+LOOKS, SECONDS = (5, 0.04)
 _TORCHS = torch.get_num_threads()  # before a run chooses
 
 

@@ -165,11 +165,8 @@ class Trace:
         events = []
         for number, part in enumerate(recording.parts):
             for event in part["traceEvents"]:
-                if event.get("ph") in (
-                    "s",
-                    "t",
-                    "f",
-                ):  # arrows; every recording numbers them from 1
+                # arrows; every recording numbers them from 1
+                if event.get("ph") in ("s", "t", "f"):
                     event = {**event, "id": f"{number}.{event['id']}"}
                 events.append(event)
         trace = {**recording.parts[0], "traceEvents": events}

@@ -23,13 +23,8 @@ from rocm_ext.machine.detect import detect
 
 Call = Callable[[], Tensor]  # of a kernel or its reference
 _TIMEOUT = 300  # seconds
-_CRASHES = (
-    signal.SIGSEGV,
-    signal.SIGABRT,
-    signal.SIGILL,
-    signal.SIGBUS,
-    signal.SIGFPE,
-)  # they would happen again
+# they would happen again
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGBUS, signal.SIGFPE)
 
 
 @cache
@@ -61,9 +56,8 @@ def _failure(name: str, what: str, module: str) -> str:
             return known["failure"]
     failure, final = _tried(what, module)
     if final:
-        with suppress(
-            UserError
-        ):  # the cache folder cannot be written, or another rank writes to it
+        # the cache folder cannot be written, or another rank writes to it
+        with suppress(UserError):
             replace_text(file, json.dumps({"machine": machine, "failure": failure}))
     return failure
 
@@ -107,9 +101,8 @@ def compare(what: str, pairs: list[tuple[Call, Call]], largest: float) -> str:
     """
     for kernel, reference in pairs:
         expected = reference()
-        torch.full_like(
-            expected, torch.nan
-        )  # in the memory that the next call gets: it must write all of it
+        # in the memory that the next call gets: it must write all of it
+        torch.full_like(expected, torch.nan)
         actual = kernel()
         repeated = kernel()
         difference = actual.float() - expected.float()

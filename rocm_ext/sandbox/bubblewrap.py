@@ -148,12 +148,8 @@ def command_line(
         *_system(),
     ]
     options += ["--perms", "0755", "--dir", "/dev"]
-    for device in (
-        "null",
-        "full",
-        "random",
-        "urandom",
-    ):  # a shared map of zero is memory that no limit counts
+    # a shared map of zero is memory that no limit counts
+    for device in ("null", "full", "random", "urandom"):
         options += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     if mode.proc:
         options += ["--proc", "/proc", "--symlink", "/proc/self/fd", "/dev/fd"]

@@ -17,18 +17,15 @@ MARK = "ROCM_EXT_RUN"  # an environment variable
 DYING = 5.0  # seconds that killed processes may take to end
 POLL = 0.05  # seconds between checks of the children's memory
 CHUNK = 1 << 16
-HELD = re.compile(
-    rb"^(?:VmRSS|VmSwap|VmPTE|HugetlbPages):\s*(\d+) kB$", re.MULTILINE
-)  # in /proc/PID/status
+# in /proc/PID/status
+HELD = re.compile(rb"^(?:VmRSS|VmSwap|VmPTE|HugetlbPages):\s*(\d+) kB$", re.MULTILINE)
 MAP = 320  # bytes that the kernel keeps of a map
-SOCKETS = re.compile(
-    rb"used (\d+)\nTCP:.* mem (\d+)\n"
-)  # in /proc/net/sockstat: sockets, and pages of the machine
+# in /proc/net/sockstat: sockets, and pages of the machine
+SOCKETS = re.compile(rb"used (\d+)\nTCP:.* mem (\d+)\n")
 SOCKET = 1 << 18  # bytes that a socket may hold: its default buffer, and a message beyond
 TCP = 4096  # pages of the machine's TCP buffers, which grow by themselves, up to which no run's are counted
-QUEUES = re.compile(
-    rb" ([0-9A-F]{8}):([0-9A-F]{8}) "
-)  # in /proc/net/tcp: bytes to send, and received
+# in /proc/net/tcp: bytes to send, and received
+QUEUES = re.compile(rb" ([0-9A-F]{8}):([0-9A-F]{8}) ")
 
 
 @dataclass
@@ -220,9 +217,8 @@ def held(pid: int) -> int:
     maps = 0
     with contextlib.suppress(OSError):  # it ends
         for task in Path(f"/proc/{pid}/task").iterdir():
-            sizes = sizes or HELD.findall(
-                _content(task / "status")
-            )  # a thread that has ended shows none
+            # a thread that has ended shows none
+            sizes = sizes or HELD.findall(_content(task / "status"))
             maps = maps or _content(task / "maps").count(b"\n")
     return (sum(map(int, sizes)) << 10) + maps * MAP
 

@@ -191,9 +191,8 @@ class Sandbox:
                 mark,
             )
             if status is not None:
-                most = max(
-                    map(len, data.values()), default=0
-                )  # bwrap writes the files under the limits
+                # bwrap writes the files under the limits
+                most = max(map(len, data.values()), default=0)
                 _limit(child, status, replace(limits, file_mb=max(limits.file_mb, -(-most >> 20))))
             return RunningProgram(child, status, ours.pop_all())
 
