@@ -222,7 +222,8 @@ class GRPO(Loop):
         """Convert the answers to rows with the columns that sampling and selection know; return their prompts, too."""
         samples = selected.trained
         rows, pieces = to_rows(samples, self.prompts.tokens)
-        rows.counts.update(answers=selected.answers or len(samples), trained=len(samples))
+        if selected.answers:
+            rows = replace(rows, trained_share=len(samples) / selected.answers)
         advantages = list(selected.advantages.values())
         rows.add_labels_column(
             "advantages", [[advantages[i]] * (piece.stop - piece.start) for i, piece in pieces]

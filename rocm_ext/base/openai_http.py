@@ -139,26 +139,21 @@ async def exchange(client: Any, method: str, url: str, seconds: float, json: Any
         httpx.RequestError: the server cannot be reached, or has not answered in time.
         UserError: the body is larger than :data:`MAX_BODY`.
     """
+    body = bytearray()
+    # a few compressed bytes could become gigabytes
+    plain = {"Accept-Encoding": "identity"}
     try:
         # before Python 3.12, asyncio.wait_for loses a cancellation that arrives with the answer
         with anyio.fail_after(seconds):
-            return await _received(client, method, url, json)
+            async with client.stream(method, url, json=json, headers=plain) as response:
+                async for part in response.aiter_bytes():
+                    body += part
+                    if len(body) > MAX_BODY:
+                        raise UserError(
+                            f"{url} answers with more than {MAX_BODY} bytes; is it an OpenAI-compatible server?"
+                        )
     except TimeoutError:
         raise httpx.ReadTimeout(f"no complete answer within {seconds:g} s") from None
-
-
-async def _received(client: Any, method: str, url: str, json: Any) -> Any:
-    body = bytearray()
-    # a few compressed bytes could become gigabytes
-    async with client.stream(
-        method, url, json=json, headers={"Accept-Encoding": "identity"}
-    ) as response:
-        async for part in response.aiter_bytes():
-            body += part
-            if len(body) > MAX_BODY:
-                raise UserError(
-                    f"{url} answers with more than {MAX_BODY} bytes; is it an OpenAI-compatible server?"
-                )
     headers = {}
     if "retry-after" in response.headers:
         headers["retry-after"] = response.headers["retry-after"]

@@ -31,9 +31,11 @@ def wrong_pins(versions: dict[str, str | None] | None = None) -> str | None:
     torchtune = versions.get("torchtune") or "none"
     torchao = versions.get("torchao") or "none"
     torch = versions.get("torch")
-    (low, below), with_torch = TORCHAO_PIN, ""
+    low, below = TORCHAO_PIN
+    with_torch = ""
     if torch is not None and _numbers(torch) < _numbers(OLD_TORCH):
-        (low, below), with_torch = OLD_TORCH_PIN, f" with torch {torch}"
+        low, below = OLD_TORCH_PIN
+        with_torch = f" with torch {torch}"
     fits = _numbers(low) <= _numbers(torchao) < _numbers(below)
     if fits and _numbers(torchtune) == _numbers(TORCHTUNE_PIN):
         return None

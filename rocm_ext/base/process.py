@@ -122,7 +122,8 @@ def _report(kind: type[BaseException], error: Any, traceback: Any) -> None:
     if kind.__name__ != "ChildFailedError":
         sys.__excepthook__(kind, error, traceback)
         return
-    lines, causes = [], []
+    lines = []
+    causes = []
     for rank, failure in sorted(error.failures.items()):
         causes.append(_cause(rank, failure.exitcode))
         if failure.error_file_data.get(_REPORTS):

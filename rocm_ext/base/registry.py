@@ -18,6 +18,7 @@ Every program that imports torch imports this file, so functions import the modu
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ _CALL = re.compile(
 DECIDED = "ROCM_EXT_ENVIRONMENT"
 
 
+@dataclass(eq=False)
 class Recipe:
     """A recipe.
 
@@ -49,8 +51,9 @@ class Recipe:
         defaults: YAML file of all keys.
     """
 
-    def __init__(self, name: str, file: Path, defaults: Path) -> None:
-        self.name, self.file, self.defaults = name, file, defaults
+    name: str
+    file: Path
+    defaults: Path
 
     @property
     def title(self) -> str:

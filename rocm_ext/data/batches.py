@@ -233,7 +233,8 @@ def shared_beginnings(tokens: np.ndarray, lengths: Sequence[int]) -> list[int]:
     """
     if len(lengths) == 1:
         return [0]
-    shared, first = [], tokens[:0]
+    shared = []
+    first = tokens[:0]
     for sequence in np.split(tokens, np.cumsum(lengths)[:-1]):
         most = min(len(first), len(sequence) - 1)
         differ = np.flatnonzero(first[:most] != sequence[:most])
@@ -285,11 +286,13 @@ def collate(
     tokens = np.full((len(grid), width), pad_id, dtype=np.int64)
     positions = np.zeros((len(grid), width), dtype=np.int64)
     # per sequence: indices in the grid that predict a label, and indices in the sequence of the labels
-    predicting, predicted = [], []
+    predicting = []
+    predicted = []
     for b, row in enumerate(grid):
         at = first = 0
         for sequence in row:
-            shared, end = sequence.shared, at + sequence.length
+            shared = sequence.shared
+            end = at + sequence.length
             first = first if shared else at
             tokens[b, at:end] = sequence.tokens[shared:]
             positions[b, at:end] = np.arange(shared, len(sequence.tokens))

@@ -63,25 +63,18 @@ def to_turns(turns: Any, blank: bool = False) -> list[Turn]:
         expect(turns, (list, tuple), "a conversation must be a list of messages")
     ):
         turn = _to_turn(message, f"message {number}", blank)
-        if checked and _is_call(message) and _continues(turn, checked[-1]):
-            turn = _with_calls_of(checked.pop(), turn)
-        checked.append(turn)
+        last = checked[-1] if checked else None
+        # ms-swift writes several calls of a turn as messages
+        if last and _is_call(message) and last.role == turn.role and last.masked == turn.masked:
+            calls = [*last.more.get("tool_calls", ()), *turn.more["tool_calls"]]
+            checked[-1] = last._replace(more={**last.more, "tool_calls": calls})
+        else:
+            checked.append(turn)
     return checked
 
 
 def _is_call(message: Mapping[str, Any]) -> bool:
     return message.get("role", message.get("from")) in CALLS
-
-
-def _continues(turn: Turn, last: Turn) -> bool:
-    """Return whether a call belongs to the turn before it; ms-swift writes several calls of a turn as messages."""
-    return turn.role == last.role and turn.masked == last.masked
-
-
-def _with_calls_of(last: Turn, turn: Turn) -> Turn:
-    """Return turn ``last`` with the calls of both."""
-    calls = [*last.more.get("tool_calls", ()), *turn.more["tool_calls"]]
-    return last._replace(more={**last.more, "tool_calls": calls})
 
 
 def _to_turn(message: Any, where: str, blank: bool) -> Turn:

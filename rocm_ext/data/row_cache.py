@@ -109,8 +109,11 @@ def cache_key(cfg: DictConfig, dataset: Any, **policies: Any) -> Json | None:
     if not isinstance(components, list):
         components = [components]
     tokenizer: Any = OmegaConf.to_container(cfg.tokenizer, resolve=True)
-    if not _is_ours(tokenizer) or not all(_is_known(component) for component in components):
+    if not _is_ours(tokenizer):
         return None
+    for component in components:
+        if not isinstance(component, dict) or component.get(COMPONENT) not in _KNOWN:
+            return None
     chat = [cfg.chat_template, cfg.chat_template_args, str(cfg.chat_template_date)]
     code = sorted(Path(__file__).parent.glob("*.py"))
     try:
@@ -140,10 +143,6 @@ def _is_ours(tokenizer: Json) -> bool:
     if tokenizer.get("prompt_template") is not None:  # it may be the user's code
         return False
     return component.startswith(("torchtune.", "rocm_ext."))
-
-
-def _is_known(component: Any) -> bool:
-    return isinstance(component, dict) and component.get(COMPONENT) in _KNOWN
 
 
 def _model_files(cfg: DictConfig, tokenizer: Json) -> list[Path]:

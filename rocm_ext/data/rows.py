@@ -3,11 +3,10 @@
 import copy
 import hashlib
 import math
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any
@@ -32,6 +31,21 @@ ROUTES = "routes"  # column with the experts of sampling, see `MicroBatch.routes
 SIDES = ("chosen", "rejected")
 _NO_WEIGHT = "dropped_weight_0"
 _LEAST_WEIGHT = 1e-30  # least weight above 0; fp32 can hold it and its reciprocal
+_SINGLE = "single answers"
+_WITH_LABEL = "answers with a label"
+_PAIRS = "pairs"
+_OF_ANSWERS = ("truncated", "dropped_too_long", "dropped_without_labels")
+_COUNTED = {  # what is counted besides the rows, by kind of items
+    _SINGLE: _OF_ANSWERS,
+    _WITH_LABEL: (*_OF_ANSWERS, "good", "bad"),
+    _PAIRS: (
+        "truncated",
+        "dropped_too_long",
+        "dropped_equal",
+        "dropped_empty",
+        "dropped_equal_when_cut",
+    ),
+}
 _ALL_BAD = 100  # reading ends if so many first rows are all bad
 SIDE = "side"  # column: 1 in chosen and good answers, -1 in rejected and bad ones
 
@@ -133,15 +147,14 @@ class Rows:
         labels: labels by row, ``[s]`` int32: the token, or -100 for no loss.
         lengths: lengths of the sequences by row; they add up to ``s``.
         counts: what happened to the items of a data set, from :func:`tokenize`: the number of ``rows`` read, of rows
-            ``truncated`` and dropped, by reason, as the reader of that kind of item counts them. Rows of sampled
-            answers have no data set: there it is the number of ``answers`` and of those ``trained``, see
-            :class:`rocm_ext.rl.selection.Selected`.
+            ``truncated`` and dropped, by reason, and of ``good`` and ``bad`` answers.
         columns: further values per token, by name (``old_logprobs``, ``advantages``, …): by row, ``[s]`` float32.
         said: warnings from reading the rows.
         numbers: numbers of the rows in their dataset, from 0, for :func:`origin_of`; empty without a dataset.
         first: origin of the first counted row, by name of the count; not for ``rows``.
         ends: number of the last row plus 1, by data set.
         known: :meth:`fingerprint` by the names of the columns, if it was stored with the rows.
+        trained_share: share of the sampled answers that the rows are, see :class:`rocm_ext.rl.selection.Selected`.
         beside: other rows for the same training, see :func:`rocm_ext.train.scoring.set_baseline`.
     """
 
@@ -154,6 +167,7 @@ class Rows:
     numbers: Sequence[int] | np.ndarray = field(default_factory=lambda: array("q"))
     first: dict[str, str] = field(default_factory=dict)
     ends: Sequence[int] = ()
+    trained_share: float = 1.0
     known: dict[tuple[str, ...], str] = field(default_factory=dict, init=False)
     beside: dict[str, "Rows"] = field(default_factory=dict, init=False)
 
@@ -259,6 +273,7 @@ class Rows:
             numbers=take(self.numbers) if len(self.numbers) else [],
             first=self.first,
             ends=self.ends,
+            trained_share=self.trained_share,
         )
 
     def join_groups(self, groups: Sequence[str], most: float) -> tuple["Rows", list[str]]:
@@ -291,7 +306,8 @@ class Rows:
 
         lengths = [tuple(chain.from_iterable(self.lengths[i] for i in part)) for part in parts]
         columns = {name: join(column) for name, column in self.columns.items()}
-        return Rows(join(self.tokens), join(self.labels), lengths, self.counts, columns), of_part
+        joined = Rows(join(self.tokens), join(self.labels), lengths, self.counts, columns)
+        return replace(joined, trained_share=self.trained_share), of_part
 
     def add_labels_column(self, name: str, values: Sequence[np.ndarray | Sequence[float]]) -> None:
         """Add a column with values at labels, see :func:`labelled`, and 0 elsewhere.
@@ -389,13 +405,13 @@ def tokenize(
     ours = [part for part in parts if isinstance(part, SourceDataset)]
     limits = _LengthLimits(max_seq_len, positions, too_long, foreign=len(ours) < len(parts))
     chosen = range(0, len(dataset), every)
-    builder = _RowBuilder(dataset, len(chosen), limits)
+    reader = _Reader(dataset, len(chosen), limits)
     bar = tqdm(chosen, desc="tokenize", unit="row", disable=not progress)
     for index, item in zip(bar, _items(dataset, chosen), strict=True):
         beat()
-        builder.add(index, item)
-    rows = builder.rows
-    bad = builder.bad
+        reader.add(index, item)
+    rows = reader.rows
+    bad = reader.bad
     if bad and bad_rows == "error":
         raise UserError(
             about_bad_rows(
@@ -415,8 +431,8 @@ def tokenize(
         )
     warn(rows.said)
     if not len(rows):
-        raise UserError(f"{name}: 0 of {len(chosen)} rows left{builder.dropped()}")
-    builder.add_weights()
+        raise UserError(f"{name}: 0 of {len(chosen)} rows left{reader.dropped()}")
+    reader.add_weights()
     if limits.foreign and max_seq_len and all(labels[-1] == IGNORE for labels in rows.labels):
         log.warning(
             "the last token of every row is masked, so the model will not learn to stop: torchtune's tokenizers mask "
@@ -446,72 +462,171 @@ class WrongRow(UserError):
     """An error that ends the run under every policy of ``bad_rows``."""
 
 
-class _RowBuilder:
-    """Adds items of a dataset to ``rows``, and keeps messages about ``bad`` ones, see :func:`tokenize`."""
+class _Reader:
+    """Adds items of a dataset to ``rows``, and keeps messages about ``bad`` ones, see :func:`tokenize`.
+
+    All items have one kind: single answers, answers with a label, or pairs.
+    """
 
     def __init__(self, dataset: Any, count: int, limits: "_LengthLimits") -> None:
         ends = list(getattr(dataset, "cumulative_sizes", [len(dataset)]))
         self._numbers = array("q")
         self._weights = array("f")
-        counts = {"rows": count}
-        self.rows = Rows(Ragged(), Ragged(), [], counts, numbers=self._numbers, ends=ends)
+        self._counts = {"rows": count}
+        self.rows = Rows(Ragged(), Ragged(), [], self._counts, numbers=self._numbers, ends=ends)
         self.bad: list[str] = []
         self._dataset = dataset
         self._limits = limits
-        self._reader: _Reader | None = None  # of the first item; all have one kind
+        self._kind = ""
 
     def add(self, index: int, item: Any) -> None:
         """Add item ``index``, or the exception in its stead; UserError: it ends the run, or many first ones are bad."""
         try:
-            self._add(index, item)
+            self._add(index, returned(item))
         except WrongRow:
             raise
         except UserError as error:  # its message names the row already
             self.bad.append(str(error))
         except Exception as error:
             self.bad.append(f"{origin_of(self._dataset, index)}: {one_line(error)}")
-        if self._reader is None and len(self.bad) == min(_ALL_BAD, self.rows.counts["rows"]):
+        if not self._kind and len(self.bad) == min(_ALL_BAD, self._counts["rows"]):
             cure = "none of these first rows is good: do the dataset's keys fit them?"
             raise UserError(about_bad_rows(self.bad, len(self.bad), cure))
 
-    def _add(self, index: int, item: Any) -> None:
-        item = returned(item)
+    def _add(self, index: int, item: Row) -> None:
         origin = partial(origin_of, self._dataset, index)
-        reader = self._reader_of(item, origin)
-        counts = self.rows.counts
-        before = dict(counts)
+        self._check_kind(item, origin)
+        before = dict(self._counts)
         weight = _weight(item)
-        if weight:
-            reader.add(item, origin)
+        if not weight:
+            self._count(_NO_WEIGHT)
+        elif self._kind == _PAIRS:
+            self._add_pair(item, origin)
         else:
-            counts[_NO_WEIGHT] = counts.get(_NO_WEIGHT, 0) + 1
+            self._add_answer(item, origin)
         if len(self.rows) > len(self._numbers):
             self._numbers.append(index)
             self._weights.append(weight)
-        for what, count in counts.items():
+        for what, count in self._counts.items():
             if count != before.get(what, 0):
                 self.rows.first.setdefault(what, origin())
 
-    def _reader_of(self, item: Row, origin: Callable[[], str]) -> "_Reader":
-        """Return the reader of an item; WrongRow: earlier items are of another kind."""
-        kind: type[_Reader] = _SequenceReader
+    def _check_kind(self, item: Row, origin: Callable[[], str]) -> None:
+        """Raise a WrongRow if earlier items are of another kind."""
+        kind = _SINGLE
         # as in torchtune's PreferenceDataset
         if any(f"{side}_input_ids" in item for side in SIDES):
-            kind = _PairReader
+            kind = _PAIRS
         elif SIDE in item:
-            kind = _LabelledReader
-        if self._reader is None:
-            self._reader = kind(self.rows, self._limits)
-        if type(self._reader) is not kind:
-            mixed = " and ".join(sorted((self._reader.what, kind.what)))
+            kind = _WITH_LABEL
+        if not self._kind:
+            self._kind = kind
+            self._counts.update(dict.fromkeys(_COUNTED[kind], 0))
+        if kind != self._kind:
+            mixed = " and ".join(sorted((self._kind, kind)))
             raise WrongRow(f"{origin()}: {mixed} in one dataset; train on them in separate runs")
-        return self._reader
+
+    def _count(self, what: str) -> None:
+        self._counts[what] = self._counts.get(what, 0) + 1
+
+    def _add_row(
+        self, tokens: np.ndarray, labels: np.ndarray, lengths: tuple[int, ...], cut: bool
+    ) -> None:
+        self._counts["truncated"] += cut
+        self.rows.tokens.append(tokens)
+        self.rows.labels.append(labels)
+        self.rows.lengths.append(lengths)
+
+    def _add_side(self, values: np.ndarray) -> None:
+        """Add the values ``[s]`` of the last row to the column :data:`SIDE`."""
+        column: Any = self.rows.columns.setdefault(SIDE, [])
+        column.append(values)
+
+    def _add_answer(self, item: Row, origin: Callable[[], str]) -> None:
+        """Add an item of ``tokens``, ``labels``, for packs ``seq_lens``, and perhaps ``side``.
+
+        Raises:
+            UserError: a sequence is too long under ``error``, or too long for the model in a pack.
+            ValueError: the item is malformed.
+        """
+        side = float(item.get(SIDE, 0))
+        tokens, labels, lengths = _read_item(item)
+        max_seq_len = self._limits.max_seq_len
+        positions = self._limits.positions
+        limit = len(tokens) if max_seq_len is None else max_seq_len
+        if positions is not None and max(lengths, default=0) > positions:
+            if len(lengths) > 1:
+                raise WrongRow(
+                    f"{origin()}: a packed sequence has {max(lengths)} tokens, but the model takes {positions}; lower "
+                    "tokenizer.max_seq_len"
+                )
+            limit = min(limit, positions)
+        cut = len(tokens) > limit
+        if cut:
+            if self._limits.drops(origin, len(tokens), limit):
+                self._count("dropped_too_long")
+                return
+            tokens = tokens[:limit]
+            labels = labels[:limit]
+            ends = np.minimum(np.cumsum(lengths), limit)
+            left = np.diff(ends, prepend=0).tolist()
+            lengths = tuple(filter(None, left))
+        if not len(labels) or not labelled(labels, lengths).any():
+            self._count("dropped_without_labels")
+            return
+        # torchtune's components truncate rows, and then mask the last token
+        already = self._limits.foreign and len(tokens) == max_seq_len and labels[-1] == IGNORE
+        self._add_row(tokens, labels, lengths, cut or bool(already))
+        if self._kind == _WITH_LABEL:
+            self._count("good" if side > 0 else "bad")
+            self._add_side(np.full(len(tokens), side, np.float32))
+
+    def _add_pair(self, item: Row, origin: Callable[[], str]) -> None:
+        """Add a row of a chosen and a rejected sequence, both with labels.
+
+        Kept pairs may be ``truncated``; dropped are those with equal sides, also if they are equal up to the limit, and
+        those with a side without an answer.
+
+        Raises:
+            UserError: a sequence is too long under ``error``.
+            ValueError: the item is malformed, or the prompts of the sides differ.
+        """
+        pair = [_tokens_and_labels(item, f"{side}_input_ids", f"{side}_labels") for side in SIDES]
+        longest = max(len(tokens) for tokens, _ in pair)
+        # torchtune's tokenizers cut at max_seq_len
+        cut = self._limits.foreign and longest == self._limits.max_seq_len
+        reason = _reason_to_drop(pair)
+        if reason is not None:
+            equal_when_cut = cut and reason == "dropped_equal"
+            self._count("dropped_equal_when_cut" if equal_when_cut else reason)
+            return
+        prompts = [tokens[: int(np.argmax(labels != IGNORE))] for tokens, labels in pair]
+        if not np.array_equal(prompts[0], prompts[1]):
+            raise ValueError("the prompts of the chosen and the rejected answer differ")
+        limit = self._limits.least() or longest
+        if longest > limit:
+            if self._limits.drops(origin, longest, limit):
+                self._count("dropped_too_long")
+                return
+            cut = True
+            pair = [(tokens[:limit], labels[:limit]) for tokens, labels in pair]
+            # if a side has no label left, both sides are the beginning of the prompt
+            if _reason_to_drop(pair):
+                self._count("dropped_equal_when_cut")
+                return
+        (chosen, chosen_labels), (rejected, rejected_labels) = pair
+        tokens = np.concatenate([chosen, rejected])
+        labels = np.concatenate([chosen_labels, rejected_labels])
+        self._add_row(tokens, labels, (len(chosen), len(rejected)), cut)
+        side = np.ones(len(tokens), np.float32)
+        side[len(chosen) :] = -1
+        self._add_side(side)
 
     def add_weights(self) -> None:
         """Add the column of weights, views of one number per row, unless all weights are 1."""
         if all(weight == 1 for weight in self._weights):
             return
-        column = []
+        column: list[np.ndarray] = []
         for row, weight in enumerate(self._weights):
             length = len(self.rows.tokens[row])
             column.append(np.broadcast_to(np.float32(weight), length))
@@ -519,9 +634,20 @@ class _RowBuilder:
 
     def dropped(self) -> str:
         """Return the end of a message that no rows are left: why they were dropped."""
-        why = "" if self._reader is None else f": {self._reader.dropped()}"
-        weightless = self.rows.counts.get(_NO_WEIGHT)
-        return f"{why}, {weightless} have weight 0" if weightless else why
+        reasons = []
+        if self._kind == _PAIRS:
+            for what, count in self._counts.items():
+                if what.startswith("dropped") and what != _NO_WEIGHT:
+                    reasons.append(f"{count} {what.replace('_', ' ')}")
+            reasons[-1] += f" ({self._limits})"
+        elif self._kind:
+            too_long = self._counts["dropped_too_long"]
+            reasons.append(f"{too_long} over {self._limits} were dropped")
+            unlabelled = self._counts["dropped_without_labels"]
+            reasons.append(f"{unlabelled} had nothing to train on within that length")
+        if _NO_WEIGHT in self._counts:
+            reasons.append(f"{self._counts[_NO_WEIGHT]} have weight 0")
+        return f": {', '.join(reasons)}" if reasons else ""
 
 
 @dataclass(frozen=True)
@@ -563,157 +689,6 @@ class _LengthLimits:
                 f"{origin()}: {length} tokens, but {problem} too_long to truncate or drop"
             )
         return self.too_long == "drop"
-
-
-class _Reader(ABC):
-    """Adds items of a dataset to ``rows``, or counts the reasons to drop them, see :func:`tokenize`."""
-
-    counted: tuple[str, ...]
-    what: str
-
-    def __init__(self, rows: Rows, limits: _LengthLimits) -> None:
-        self._rows = rows
-        self._limits = limits
-        self._counts = rows.counts
-        rows.counts.update(dict.fromkeys(self.counted, 0))
-
-    @abstractmethod
-    def add(self, item: Row, origin: Callable[[], str]) -> None:
-        """Add an item, or count the reason to drop it; ``origin`` returns the item's origin, for messages.
-
-        Raises:
-            UserError: a sequence is too long under ``error``, or too long for the model in a pack.
-            ValueError: the item is malformed, or the prompts of a pair's sides differ.
-        """
-
-    def add_side(self, values: np.ndarray) -> None:
-        """Add the values ``[s]`` of the last row to the column :data:`SIDE`."""
-        column = self._rows.columns.setdefault(SIDE, [])
-        column.append(values)
-
-    @abstractmethod
-    def dropped(self) -> str:
-        """Describe the dropped items."""
-
-
-class _SequenceReader(_Reader):
-    """Reads ``tokens``, ``labels`` and, for packs, ``seq_lens``."""
-
-    counted: tuple[str, ...] = ("truncated", "dropped_too_long", "dropped_without_labels")
-    what = "single answers"
-
-    def add(self, item: Row, origin: Callable[[], str]) -> None:
-        tokens, labels, lengths = _read_item(item)
-        max_seq_len = self._limits.max_seq_len
-        positions = self._limits.positions
-        limit = len(tokens) if max_seq_len is None else max_seq_len
-        if positions is not None and max(lengths, default=0) > positions:
-            if len(lengths) > 1:
-                raise WrongRow(
-                    f"{origin()}: a packed sequence has {max(lengths)} tokens, but the model takes {positions}; lower "
-                    "tokenizer.max_seq_len"
-                )
-            limit = min(limit, positions)
-        cut = len(tokens) > limit
-        if cut:
-            if self._limits.drops(origin, len(tokens), limit):
-                self._counts["dropped_too_long"] += 1
-                return
-            tokens = tokens[:limit]
-            labels = labels[:limit]
-            ends = np.minimum(np.cumsum(lengths), limit)
-            left = np.diff(ends, prepend=0).tolist()
-            lengths = tuple(filter(None, left))
-        if not len(labels) or not labelled(labels, lengths).any():
-            self._counts["dropped_without_labels"] += 1
-            return
-        # torchtune's components truncate rows, and then mask the last token
-        already = self._limits.foreign and len(tokens) == max_seq_len and labels[-1] == IGNORE
-        self._counts["truncated"] += cut or bool(already)
-        self._rows.tokens.append(tokens)
-        self._rows.labels.append(labels)
-        self._rows.lengths.append(lengths)
-
-    def dropped(self) -> str:
-        return (
-            f"{self._counts['dropped_too_long']} over {self._limits} were dropped, "
-            f"{self._counts['dropped_without_labels']} had nothing to train on within that length"
-        )
-
-
-class _LabelledReader(_SequenceReader):
-    """Reads and counts single answers that are ``good`` or ``bad``; their ``side`` becomes a column."""
-
-    counted = (*_SequenceReader.counted, "good", "bad")
-    what = "answers with a label"
-
-    def add(self, item: Row, origin: Callable[[], str]) -> None:
-        side = float(item[SIDE])
-        before = len(self._rows)
-        super().add(item, origin)
-        if len(self._rows) > before:
-            self._counts["good" if side > 0 else "bad"] += 1
-            length = sum(self._rows.lengths[-1])
-            self.add_side(np.full(length, side, np.float32))
-
-
-class _PairReader(_Reader):
-    """Reads pairs: rows of a chosen and a rejected sequence, both with labels. The rows get the column ``side``.
-
-    It counts ``rows`` read, kept pairs that were ``truncated``, and dropped pairs: ``dropped_too_long``,
-    ``dropped_equal`` (equal sides), ``dropped_empty`` (a side without an answer) and ``dropped_equal_when_cut`` (sides
-    that are equal up to the limit).
-    """
-
-    counted = (
-        "truncated",
-        "dropped_too_long",
-        "dropped_equal",
-        "dropped_empty",
-        "dropped_equal_when_cut",
-    )
-    what = "pairs"
-
-    def add(self, item: Row, origin: Callable[[], str]) -> None:
-        pair = [_tokens_and_labels(item, f"{side}_input_ids", f"{side}_labels") for side in SIDES]
-        longest = max(len(tokens) for tokens, _ in pair)
-        # torchtune's tokenizers cut at max_seq_len
-        cut = self._limits.foreign and longest == self._limits.max_seq_len
-        reason = _reason_to_drop(pair)
-        if reason is not None:
-            self._counts[
-                "dropped_equal_when_cut" if cut and reason == "dropped_equal" else reason
-            ] += 1
-            return
-        prompts = [tokens[: int(np.argmax(labels != IGNORE))] for tokens, labels in pair]
-        if not np.array_equal(prompts[0], prompts[1]):
-            raise ValueError("the prompts of the chosen and the rejected answer differ")
-        limit = self._limits.least() or longest
-        if longest > limit:
-            if self._limits.drops(origin, longest, limit):
-                self._counts["dropped_too_long"] += 1
-                return
-            cut = True
-            pair = [(tokens[:limit], labels[:limit]) for tokens, labels in pair]
-            # if a side has no label left, both sides are the beginning of the prompt
-            if _reason_to_drop(pair):
-                self._counts["dropped_equal_when_cut"] += 1
-                return
-        self._counts["truncated"] += cut
-        (chosen, chosen_labels), (rejected, rejected_labels) = pair
-        self._rows.tokens.append(np.concatenate([chosen, rejected]))
-        self._rows.labels.append(np.concatenate([chosen_labels, rejected_labels]))
-        self._rows.lengths.append((len(chosen), len(rejected)))
-        side = np.ones(len(chosen) + len(rejected), np.float32)
-        side[len(chosen) :] = -1
-        self.add_side(side)
-
-    def dropped(self) -> str:
-        reasons = []
-        for what, count in self._counts.items():
-            if what.startswith("dropped"):
-                reasons.append(f"{count} {what.replace('_', ' ')}")
-        return f"{', '.join(reasons)} ({self._limits})"
 
 
 def _weight(item: Row) -> float:

@@ -1,6 +1,5 @@
 """Open a config's tokenizer together with its renderer of conversations."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -205,7 +204,7 @@ def defused(tokenizer: Any) -> Callable[[Any], Any]:
 
     def defuse(value: Any) -> Any:
         if isinstance(value, str):
-            return pattern.sub(_with_space, value)
+            return pattern.sub(lambda match: f"{match[0][0]} {match[0][1:]}", value)
         if isinstance(value, Turn):
             return value._replace(content=defuse(value.content), more=defuse(value.more))
         if isinstance(value, Mapping):
@@ -215,10 +214,6 @@ def defused(tokenizer: Any) -> Callable[[Any], Any]:
         return value
 
     return defuse
-
-
-def _with_space(match: re.Match[str]) -> str:
-    return f"{match[0][0]} {match[0][1:]}"
 
 
 def special_token_lines(what: str, count: int, special: Sequence[tuple[str, str]]) -> list[str]:
@@ -239,9 +234,9 @@ def _template_args(cfg: DictConfig) -> tuple[Json, date]:
     """Return the config's variables of the template, and the template's date."""
     content: Any = OmegaConf.to_container(cfg, resolve=True)
     check(content, {"chat_template_args": _VARIABLES})
-    args, day = content["chat_template_args"], content["chat_template_date"]
+    day = content["chat_template_date"]
     try:
-        return dict(args), date.fromisoformat(str(day))
+        return content["chat_template_args"], date.fromisoformat(str(day))
     except ValueError as error:
         raise UserError(
             f"chat_template_date is {day!r}; expected a date like 2024-07-26"

@@ -70,7 +70,8 @@ class Environment:
             raise UserError(
                 f"{name_of(verifier)} compares answers of a group; a conversation is judged by itself"
             )
-        self._judged_by, self.needs = verifier, tuple(verifier.needs)
+        self._judged_by = verifier
+        self.needs = tuple(verifier.needs)
 
     def check(self) -> None:
         """Raise UserError if this machine cannot run the environment or the verifier."""

@@ -97,7 +97,8 @@ class Exchange:
         response = self._response.get()
         if isinstance(response, Exception):
             raise response
-        text, ends = response["content"], response["finish_reason"]
+        text = response["content"]
+        ends = response["finish_reason"]
         for stop in self._stop:
             text, cut, _ = text.partition(stop)
             if cut:
@@ -175,7 +176,9 @@ class Endpoint(ThreadingHTTPServer):
     ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler, bind_and_activate=False)
         self.socket.close()
-        self.socket, self.key, self.asked = listening, key, asked
+        self.socket = listening
+        self.key = key
+        self.asked = asked
         self.turn = threading.Lock()  # belongs to the one request whose body is in memory
         thread = threading.Thread(target=self.serve_forever, args=(3600.0,), daemon=True)
         thread.start()
@@ -202,7 +205,8 @@ class _Incoming(io.RawIOBase):
 
     def expect(self, size: int) -> None:
         """Begin to read up to ``size`` bytes."""
-        self.left, self._until = size, time.monotonic() + _PATIENCE
+        self.left = size
+        self._until = time.monotonic() + _PATIENCE
 
     def readable(self) -> bool:
         return True

@@ -63,8 +63,10 @@ class OpenEnv(Environment):
         if total not in ("sum", "last"):
             raise UserError(f"environment: total is {total!r}; expected sum or last")
         self.scale, self.threshold = checked_scale("OpenEnv", scale, threshold)
-        self.total, self.needs = total, tuple(reset)
-        self._action, self._observation = _reader(action), _reader(observation)
+        self.total = total
+        self.needs = tuple(reset)
+        self._action = _reader(action)
+        self._observation = _reader(observation)
         made = import_component(client) if client else GenericEnvClient
         self._client = made(base_url=url, message_timeout_s=timeout).sync()
         self._rewards: list[float] = []

@@ -100,7 +100,8 @@ class _Interpreter:
         with theirs:
             task = {"path": list(packages), "alone": sandbox.kind != "bubblewrap"}
             running = start("interpreter", sandbox, path, task, limits, [theirs.fileno()])
-        self._child, self.close = running.child, weakref.finalize(self, running.close)
+        self._child = running.child
+        self.close = weakref.finalize(self, running.close)
         process = self._child.process
         if not readable(self._link.fileno(), _START) or not self._link.recv(1):
             raise Fault(f"Python did not start in the sandbox: {short(running.last_words())}")
@@ -115,7 +116,8 @@ class _Interpreter:
 
     def run(self, code: bytes) -> tuple[bytes, str]:
         """Run code: its output, and why the interpreter must be closed, or "" if it can go on."""
-        child, seconds = self._child, self._limits.seconds
+        child = self._child
+        seconds = self._limits.seconds
         child.stdout.clear()
         with contextlib.suppress(OSError):  # it has died; reading finds its end
             os.kill(self._pids[-1], signal.SIGCONT)

@@ -105,7 +105,8 @@ def schema_of(function: Callable[..., Any]) -> Json:
         )
     summary, descriptions = _described(doc)
     try:
-        hints, signature = get_type_hints(function), inspect.signature(function)
+        hints = get_type_hints(function)
+        signature = inspect.signature(function)
     except Exception as error:  # whatever an annotation raises
         raise UserError(
             f"tools: {name}'s parameters cannot be read: {one_line(error)}; write type hints"

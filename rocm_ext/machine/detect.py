@@ -164,7 +164,8 @@ def describe(
             arch = amd_archs[0]
         bf16 = _amd_bf16(arch)
     else:
-        arch, bf16 = gpu.kind, gpu.major >= 8
+        arch = gpu.kind
+        bf16 = gpu.major >= 8
     return machine_with(
         build,
         total_memory=gpu.total_memory,

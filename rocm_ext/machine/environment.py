@@ -35,13 +35,13 @@ def environment_for(profile: Profile, machine: Machine, environ: Environ) -> dic
     """
     check_environment(profile, machine, environ)
     needed = {}
-    for name, variable in _missing(profile, environ).items():
+    for name, variable in missing(profile, environ).items():
         if _CONDITIONS[variable.when](profile, machine, environ):
             needed[name] = variable
     return needed
 
 
-def _missing(profile: Profile, environ: Environ) -> dict[str, Variable]:
+def missing(profile: Profile, environ: Environ) -> dict[str, Variable]:
     """The profile's variables that the user has not set."""
     taken = set(environ)
     # the user configures the allocator under one of its names
@@ -113,8 +113,8 @@ def preset(profile: Profile) -> list[str]:
     Returns:
         A line about variables that came after the import of torch, which reads some of them.
     """
-    missing = _missing(profile, os.environ)
-    added = {name: variable for name, variable in missing.items() if variable.when == "always"}
+    unset = missing(profile, os.environ)
+    added = {name: variable for name, variable in unset.items() if variable.when == "always"}
     put(added)
     if not added or "torch" not in sys.modules:
         return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -202,11 +201,7 @@ def load_profile(name: str) -> Profile:
     """
     path = Path(name) if name.endswith(".yaml") else _folder() / f"{name}.yaml"
     if not path.is_file():
-        near = difflib.get_close_matches(name, profile_names(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(
-            f"hardware={name} is unknown; there are auto, {', '.join(profile_names())}{hint}"
-        )
+        raise UserError(f"hardware={name} is unknown{nearest(name, ['auto', *profile_names()])}")
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
     except yaml.YAMLError as error:
@@ -383,10 +378,12 @@ def bad_build(profile: Profile, machine: Machine) -> BadBuild | None:
 def _is_newer_build(kernel: str, other: str) -> bool:
     """Whether a distribution's kernel (6.14.0-1018-oem) has the flavour of ``other`` (oem) and is at least as new."""
     form = re.compile(r"([0-9.]{1,30})-([0-9]{1,9})-([a-z]+)")
-    build, least = form.fullmatch(kernel), form.fullmatch(other)
+    build = form.fullmatch(kernel)
+    least = form.fullmatch(other)
     if not build or not least or build[3] != least[3]:
         return False
-    version, least_version = parse_version(build[1]), parse_version(least[1])
+    version = parse_version(build[1])
+    least_version = parse_version(least[1])
     return (version, int(build[2])) >= (least_version, int(least[2]))
 
 

@@ -210,7 +210,8 @@ def seconds(events: list[Json], kind: str) -> tuple[float, float]:
 
     An annotation whose name begins with ``kind`` spans a step.
     """
-    steps, kernels = [], []
+    steps = []
+    kernels = []
     for event in events:
         category = event.get("cat")
         if "dur" in event and category in _ON_GPU:

@@ -82,12 +82,13 @@ def _tried(what: str, module: str) -> tuple[str, bool]:
 
 def main(trial: Callable[[torch.device], str]) -> None:
     """Run ``trial`` on a GPU; print the failure, and whether it would happen again."""
+    final = True
     try:
-        failure, final = trial(torch.device("cuda", int(sys.argv[1]))), True
-    except NotImplementedError as error:
-        failure, final = one_line(error), True
-    except RuntimeError as error:  # such as memory that is full; the next process tries again
-        failure, final = one_line(error), False
+        failure = trial(torch.device("cuda", int(sys.argv[1])))
+    except RuntimeError as error:
+        failure = one_line(error)
+        # memory may be full: the next process tries again
+        final = isinstance(error, NotImplementedError)
     print(json.dumps({"failure": failure, "final": final}))
 
 

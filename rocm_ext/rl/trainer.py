@@ -182,10 +182,11 @@ class PolicyTrainer(Training):
         loader = StepLoader(
             rows, updates, self.learner.layout, pin_memory=self.cfg.pin_memory, count_shared=True
         )
-        share = rows.counts.get("trained", 1) / rows.counts.get("answers", 1)
         began = time.perf_counter()
         for update in loader.range(self.done, len(updates)):
-            stats = self.train_step(replace(update, sequences=update.sequences / share))
+            stats = self.train_step(
+                replace(update, sequences=update.sequences / rows.trained_share)
+            )
             self.done += 1
             line = stats.line(time.perf_counter() - began)
             self.update_lines.append(

@@ -58,7 +58,8 @@ class RunningProgram:
 
     def __init__(self, child: Child, status: int | None, cleanup: contextlib.ExitStack) -> None:
         self.child = child
-        self._status, self._cleanup = status, cleanup
+        self._status = status
+        self._cleanup = cleanup
 
     def started(self) -> bool:
         """Whether the sandbox was set up; for runs that have ended by themselves."""
@@ -102,7 +103,8 @@ class Sandbox:
                     f"the program needs {folder}, which holds your home; the sandbox hides that"
                 )
                 raise UserError(f"{hidden}, so install the program elsewhere")
-        self.kind, self.readable = kind, tuple(dict.fromkeys(readable))
+        self.kind = kind
+        self.readable = tuple(dict.fromkeys(readable))
 
     def check(self) -> None:
         """Run a tiny program; raises UserError, with advice, if that fails on this machine."""
@@ -145,7 +147,8 @@ class Sandbox:
                 for name, text in (files or {}).items()}  # fmt: skip
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             fds = list(pass_fds)
-            path, status, mark, user = None, None, "", ""
+            path = status = None
+            mark = user = ""
             if self.kind == "bubblewrap":
                 uid = bubblewrap.ids.take()
                 ours.callback(bubblewrap.ids.give_back, uid)

@@ -102,7 +102,8 @@ def gpu_driver(facts: Facts) -> Finding | None:
     if facts.amd and not blocked and not on_bus:
         return unrecorded()
     if facts.amd or (may_train and on_bus):
-        why, fix = "ROCm needs it", "sudo modprobe amdgpu"
+        why = "ROCm needs it"
+        fix = "sudo modprobe amdgpu"
         if blocked:
             why = "nomodeset on the kernel command line blocks it"
             fix = facts.distribution.boot(remove="nomodeset")
@@ -313,7 +314,8 @@ def host_memory(facts: Facts) -> Finding:
 
 def gpu_memory(facts: Facts) -> Finding | None:
     """The GPUs' memory, as the kernel, torch and HIP report it. On unified memory, training uses GTT."""
-    gpus, known = facts.torch.gpus, facts.recorded.torch is not None
+    gpus = facts.torch.gpus
+    known = facts.recorded.torch is not None
     if facts.intended.backend == "cpu" or not (gpus or facts.amd_linux or not known):
         return None
     texts = []
@@ -410,9 +412,11 @@ def copies(facts: Facts) -> Finding | None:
 
 def count_gpus(facts: Facts) -> Finding | None:
     """Whether KFD or torch list fewer GPUs than /sys/class/drm or the bus."""
-    count, source = facts.listed_gpus, "KFD lists"
+    count = facts.listed_gpus
+    source = "KFD lists"
     if facts.machine.backend == "rocm":
-        count, source = facts.machine.gpu_count, "torch sees"
+        count = facts.machine.gpu_count
+        source = "torch sees"
     installed = _installed_gpus(facts)
     if not facts.amd or not 0 < count < installed:
         return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.nested import parse
 from rocm_ext.machine.detect import Torch
 
@@ -161,10 +161,7 @@ def read_recorded(root: Path) -> Recorded:
     except FileNotFoundError:
         return Recorded()
     except (OSError, UserError, ValueError, RecursionError) as problem:
-        if isinstance(problem, UserError):
-            text = str(problem)
-        elif isinstance(problem, (OSError, UnicodeDecodeError)):
-            text = f"{path} cannot be read: {problem}"
-        else:
-            text = f"{path} is not JSON ({' '.join(str(problem).split())})"
+        text = one_line(problem)
+        if not isinstance(problem, UserError):
+            text = f"{path} cannot be read, or is not JSON: {text}"
         raise UserError(f"{text}; record it again with rocm-ext doctor --save") from problem

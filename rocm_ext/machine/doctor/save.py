@@ -60,7 +60,8 @@ def _copy_files(facts: Facts, root: Path, folder: Path) -> None:
 
 
 def _without_name(recorded: Recorded) -> Recorded:
-    user, nodes = recorded.user, recorded.device_nodes
+    user = recorded.user
+    nodes = recorded.device_nodes
     if not user or user.name == "root":
         return recorded
     if nodes is not None:

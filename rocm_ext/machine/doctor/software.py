@@ -11,7 +11,12 @@ from rocm_ext.machine.doctor.facts import Facts
 from rocm_ext.machine.doctor.hardware import within_limits
 from rocm_ext.machine.doctor.recorded import Finding, Level, error, ok, unrecorded, warning
 from rocm_ext.machine.doctor.system import AMD
-from rocm_ext.machine.environment import ALLOCATOR_VARIABLES, environment_conflicts, environment_for
+from rocm_ext.machine.environment import (
+    ALLOCATOR_VARIABLES,
+    environment_conflicts,
+    environment_for,
+    missing,
+)
 from rocm_ext.machine.profile import bad_build
 
 COMPILERS = ("gcc", "clang")
@@ -144,7 +149,8 @@ def pins(facts: Facts) -> Finding:
 
 def environment(facts: Facts) -> Iterator[Finding]:
     """The profile's variables, and the user's that conflict with it or cost speed."""
-    profile, environ = facts.profile, facts.environment
+    profile = facts.profile
+    environ = facts.environment
     if facts.recorded.environment is None or profile is None:
         yield unrecorded()
         return
@@ -156,11 +162,9 @@ def environment(facts: Facts) -> Iterator[Finding]:
         yield Finding(" ".join(conflict.variables), level, conflict.setting, conflict.why, fix)
     # nothing set by the user
     ours = environment_for(profile, facts.intended, {"WORLD_SIZE": str(facts.gpu_count)})
-    taken = set(environ)
-    if not taken.isdisjoint(ALLOCATOR_VARIABLES):
-        taken.update(ALLOCATOR_VARIABLES)
+    unset = missing(profile, environ)
     for name, variable in ours.items():
-        if name not in taken:
+        if name in unset:
             yield Finding(name, "ok", f"not set; the recipe sets {variable.value}", variable.reason)
     for name in sorted(unjudged):
         value = environ[name]
@@ -236,7 +240,8 @@ def sandbox(facts: Facts) -> Finding | None:
 
 def compiler(facts: Facts) -> Finding | None:
     """Whether Triton has a C compiler; verifiers of compiled languages name theirs themselves."""
-    profile, commands = facts.profile, facts.recorded.commands
+    profile = facts.profile
+    commands = facts.recorded.commands
     if not profile or profile.settings.get("compile") is not True:
         return None
     if commands is None:
@@ -254,7 +259,8 @@ def disk(facts: Facts) -> Iterator[Finding]:
         yield unrecorded()
         return
     for folder, free in facts.recorded.disk_free.items():
-        name, found = f"disk: {folder}", f"{gib(free)} free"
+        name = f"disk: {folder}"
+        found = f"{gib(free)} free"
         enough, least = DISK.get(folder, (0, 0))
         if free >= enough:
             yield Finding(name, "ok", found)
