@@ -565,8 +565,10 @@ def _label(
 
     The model does not generate the ``"\\n"`` that a template may put behind it.
     """
-    ends = [n for n, i in enumerate(indices, 1) if tokens[i] in stops] or [len(indices)]
-    for i in indices[: ends[-1]]:
+    end = len(indices)
+    while end and tokens[indices[end - 1]] not in stops:
+        end -= 1
+    for i in indices[: end or len(indices)]:
         labels[i] = tokens[i]
 
 

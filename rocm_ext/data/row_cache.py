@@ -205,7 +205,8 @@ def _mapped(folder: Path) -> Rows:
     for file, expected in meta["sums"].items():
         if _checksum(folder / file) != expected:
             raise ValueError(f"checksum of {file}")
-        arrays[Path(file).stem] = np.asarray(np.load(folder / file, mmap_mode="c"))
+        mapped = np.load(folder / file, mmap_mode="c")
+        arrays[Path(file).stem] = np.asarray(mapped)
     bounds = arrays["bounds"]
     columns: dict[str, Arrays] = {}
     for name in meta["columns"]:

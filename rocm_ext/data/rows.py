@@ -304,7 +304,10 @@ class Rows:
         def join(arrays: Arrays) -> Arrays:
             return [np.concatenate([arrays[i] for i in part]) for part in parts]
 
-        lengths = [tuple(chain.from_iterable(self.lengths[i] for i in part)) for part in parts]
+        lengths = []
+        for part in parts:
+            sequences = chain.from_iterable(self.lengths[i] for i in part)
+            lengths.append(tuple(sequences))
         columns = {name: join(column) for name, column in self.columns.items()}
         joined = Rows(join(self.tokens), join(self.labels), lengths, self.counts, columns)
         return replace(joined, trained_share=self.trained_share), of_part

@@ -166,13 +166,14 @@ def describe(
     else:
         arch = gpu.kind
         bf16 = gpu.major >= 8
+    equal = takewhile(lambda other: other.kind == gpu.kind, torch.gpus)
     return machine_with(
         build,
         total_memory=gpu.total_memory,
         bf16=bf16,
         arch=arch or None,
         name=gpu.name,
-        gpu_count=len(list(takewhile(lambda other: other.kind == gpu.kind, torch.gpus))),
+        gpu_count=len(list(equal)),
         unified=gpu.integrated or arch in UNIFIED,
         native_archs=torch.kernels if build == "rocm" else (),
     )
@@ -212,9 +213,12 @@ def shared_memory(root: Path) -> tuple[int | None, int | None]:
     None outside Linux and in WSL."""
     gpus = [card / "device" for card in cards(root)]
     gpus = [gpu for gpu in gpus if read_text(gpu / "device") == STRIX_HALO] or gpus
-    gtt = [read_number(gpu / "mem_info_gtt_total") for gpu in gpus]
-    vram = [read_number(gpu / "mem_info_vram_total") for gpu in gpus]
-    return max(filter(None, gtt), default=None), max(filter(None, vram), default=None)
+
+    def largest(file: str) -> int | None:
+        sizes = [read_number(gpu / file) for gpu in gpus]
+        return max(filter(None, sizes), default=None)
+
+    return largest("mem_info_gtt_total"), largest("mem_info_vram_total")
 
 
 def installed_gib(host_total: int, carve_out: int | None) -> int:

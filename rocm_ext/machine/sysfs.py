@@ -53,7 +53,11 @@ def listing(folder: Path) -> list[str]:
         names = os.listdir(folder)
     except (OSError, ValueError):
         return []
-    return sorted(names, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(20), name))
+
+    def in_order(name: str) -> str:
+        return re.sub(r"\d+", lambda number: number[0].zfill(20), name)
+
+    return sorted(names, key=in_order)
 
 
 def cards(root: Path) -> list[Path]:

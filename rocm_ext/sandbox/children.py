@@ -159,8 +159,9 @@ def _finish(child: Child, selector: selectors.BaseSelector) -> None:
     child.kill()
     child.process.wait()
     for other in list(selector.get_map().values()):
-        if other.data is not None and other.data[0] is child and other.data[1] is not None:
-            while _read(other.fileobj, *other.data):
+        owner, buffer = other.data or (None, None)
+        if owner is child and buffer is not None:
+            while _read(other.fileobj, child, buffer):
                 pass
 
 
@@ -261,8 +262,11 @@ def kill(pids: Iterable[int]) -> None:
 
 def marked(mark: str) -> list[int]:
     """Our running processes that were started with this mark in their environment; none without /proc."""
-    pids, wanted = [], f"{MARK}={mark}\0".encode()
-    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+    pids: list[int] = []
+    if not os.path.isdir("/proc"):
+        return pids
+    wanted = f"{MARK}={mark}\0".encode()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # another user's, or it has ended
             if wanted in Path(f"/proc/{pid}/environ").read_bytes():
                 pids.append(int(pid))

@@ -195,8 +195,9 @@ class Sandbox:
             )
             if status is not None:
                 # bwrap writes the files under the limits
-                most = max(map(len, data.values()), default=0)
-                _limit(child, status, replace(limits, file_mb=max(limits.file_mb, -(-most >> 20))))
+                largest = max(map(len, data.values()), default=0)
+                file_mb = max(limits.file_mb, -(-largest >> 20))
+                _limit(child, status, replace(limits, file_mb=file_mb))
             return RunningProgram(child, status, ours.pop_all())
 
     def run(

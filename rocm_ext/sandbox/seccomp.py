@@ -75,11 +75,9 @@ MACHINES = {"x86_64": CallNumbers(0, 0xC000003E, 0x40000000), "aarch64": CallNum
 def missing() -> str:
     """A note that this machine has no filter; empty if it has one."""
     machine = platform.machine()
-    return (
-        ""
-        if machine in MACHINES
-        else f"without a filter of system calls, which {machine} does not have"
-    )
+    if machine in MACHINES:
+        return ""
+    return f"without a filter of system calls, which {machine} does not have"
 
 
 @functools.cache
@@ -93,7 +91,12 @@ def program(machine: str | None = None) -> bytes | None:
         return struct.pack("=HBBI", code, true, false, value)
 
     column = abi.column
-    body = [op(LOAD, ARCH), op(EQUAL, abi.arch, true=1), op(RETURN, KILL), op(LOAD, NUMBER)]
+    body = [
+        op(LOAD, ARCH),
+        op(EQUAL, abi.arch, true=1),
+        op(RETURN, KILL),
+        op(LOAD, NUMBER),
+    ]
     if abi.foreign:
         body += [op(AT_LEAST, abi.foreign, false=1), op(RETURN, KILL)]
     count = len(ALLOWED_NEW)
@@ -103,31 +106,38 @@ def program(machine: str | None = None) -> bytes | None:
     for error, calls in REFUSED.items():
         for numbers in calls.values():
             body += [op(EQUAL, numbers[column], false=1), op(RETURN, ERRNO | error)]
-    allowed = [
-        part for family in FAMILIES for part in (op(EQUAL, family, false=1), op(RETURN, ALLOW))
-    ]
+    allowed = []
+    for family in FAMILIES:
+        allowed += [op(EQUAL, family, false=1), op(RETURN, ALLOW)]
     one, other = SOCKETS[column]
-    body += [op(EQUAL, one, true=1), op(EQUAL, other, false=len(allowed) + 5)]
     body += [
+        op(EQUAL, one, true=1),
+        op(EQUAL, other, false=len(allowed) + 5),
         op(LOAD, THIRD_ARGUMENT),
         op(AT_LEAST, PROTOCOLS, false=1),
         op(RETURN, ERRNO | EPROTONOSUPPORT),
+        op(LOAD, FIRST_ARGUMENT),
+        *allowed,
+        op(RETURN, ERRNO | EAFNOSUPPORT),
     ]
-    body += [op(LOAD, FIRST_ARGUMENT), *allowed, op(RETURN, ERRNO | EAFNOSUPPORT)]
     # a socket keeps its default buffers: the call succeeds and does nothing
     body += [
         op(EQUAL, SETSOCKOPT[column], false=7),
         op(LOAD, SECOND_ARGUMENT),
         op(EQUAL, SOL_SOCKET, false=4),
+        op(LOAD, THIRD_ARGUMENT),
+        op(EQUAL, SO_SNDBUF, true=1),
+        op(EQUAL, SO_RCVBUF, false=1),
+        op(RETURN, ERRNO),
+        op(RETURN, ALLOW),
     ]
-    body += [op(LOAD, THIRD_ARGUMENT), op(EQUAL, SO_SNDBUF, true=1), op(EQUAL, SO_RCVBUF, false=1)]
-    body += [op(RETURN, ERRNO), op(RETURN, ALLOW)]
     for numbers, argument, flags in (
         (MMAP, FOURTH_ARGUMENT, (SHARED, ANONYMOUS)),
         (CLONE, FIRST_ARGUMENT, (NEWUSER,)),
     ):
-        bits = [op(ANY_BIT, flag, false=len(flags) - i) for i, flag in enumerate(flags)]
-        body += [op(EQUAL, numbers[column], false=len(bits) + 3), op(LOAD, argument)]
-        body += [*bits, op(RETURN, ERRNO | EPERM), op(RETURN, ALLOW)]
-    body += [op(RETURN, ALLOW)]
+        body += [op(EQUAL, numbers[column], false=len(flags) + 3), op(LOAD, argument)]
+        for i, flag in enumerate(flags):
+            body.append(op(ANY_BIT, flag, false=len(flags) - i))
+        body += [op(RETURN, ERRNO | EPERM), op(RETURN, ALLOW)]
+    body.append(op(RETURN, ALLOW))
     return b"".join(body)
