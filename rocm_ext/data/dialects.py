@@ -46,24 +46,24 @@ def role_of(message: Any) -> str | None:
     return ROLES.get(role) if isinstance(role, str) else None
 
 
-def masked(message: Mapping[str, Any], role: str, where: str) -> bool:
+def masked(message: Row, role: str) -> bool:
     """Return whether the loss excludes a message, by role and :data:`FLAGS`; ValueError: the flags are wrong."""
     for detail in DETAILS:
         if message.get(detail) is not None:
             raise ValueError(
-                f"{where}: {detail} trains on parts of a message, which is not supported; remove it"
+                f"{detail} trains on parts of a message, which is not supported; remove it"
             )
     flags = {key: message[key] for key in FLAGS if message.get(key) is not None}
     for key, value in flags.items():
         if value not in (0, 1):
-            raise ValueError(f"{where}: {key} must be 0 or 1, found {value!r}")
+            raise ValueError(f"{key} must be 0 or 1, found {value!r}")
         if value and FLAGS[key] and role != "assistant":
             raise ValueError(
-                f"{where}: {key} is {value!r}, but the loss can only cover the assistant's turns"
+                f"{key} is {value!r}, but the loss can only cover the assistant's turns"
             )
     trained = set(map(bool, flags.values()))
     if len(trained) > 1:
-        raise ValueError(f"{where}: {' and '.join(flags)} contradict each other")
+        raise ValueError(f"{' and '.join(flags)} contradict each other")
     return role != "assistant" or False in trained
 
 
@@ -77,9 +77,9 @@ def parsed(value: Any, otherwise: str) -> Any:
         raise ValueError(f"{otherwise}: {error}") from error
 
 
-def called(text: Any, where: str) -> list[Json]:
+def called(text: Any) -> list[Json]:
     """Return the calls in an assistant's turn of :data:`CALLS`, in OpenAI's form."""
-    calls = parsed(text, f"{where}: the call is not valid JSON")
+    calls = parsed(text, "the call is not valid JSON")
     if not isinstance(calls, list):
         calls = [calls]
     return [{"type": "function", "function": call} for call in calls]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rocm_ext.base.types import Json, Message
+from rocm_ext.base.types import Json, Message, Row
 from rocm_ext.data.dialects import (
     CALLS,
     FLAGS,
@@ -62,7 +62,10 @@ def to_turns(turns: Any, blank: bool = False) -> list[Turn]:
     for number, message in enumerate(
         expect(turns, (list, tuple), "a conversation must be a list of messages")
     ):
-        turn = _to_turn(message, f"message {number}", blank)
+        try:
+            turn = _to_turn(message, blank)
+        except ValueError as error:
+            raise ValueError(f"message {number}: {error}") from error
         last = checked[-1] if checked else None
         # ms-swift writes several calls of a turn as messages
         if last and _is_call(message) and last.role == turn.role and last.masked == turn.masked:
@@ -73,75 +76,71 @@ def to_turns(turns: Any, blank: bool = False) -> list[Turn]:
     return checked
 
 
-def _is_call(message: Mapping[str, Any]) -> bool:
+def _is_call(message: Row) -> bool:
     return message.get("role", message.get("from")) in CALLS
 
 
-def _to_turn(message: Any, where: str, blank: bool) -> Turn:
-    expect(message, Mapping, f"{where} must be an object with role and content")
+def _to_turn(message: Any, blank: bool) -> Turn:
+    expect(message, Mapping, "expected an object with role and content")
     role = role_of(message)
     if role is None:
         unknown = message.get("role", message.get("from"))
-        raise ValueError(f"{where}: unknown role {unknown!r}; known: {', '.join(ROLES)}")
+        raise ValueError(f"unknown role {unknown!r}; known: {', '.join(ROLES)}")
     more = {key: value for key, value in message.items() if key not in _READ and value is not None}
     content = message.get("content", message.get("value"))
-    reasoning = _reasoning(message, where)
+    reasoning = _reasoning(message)
     if reasoning is not None:
         more.pop(DETAILS, None)
         more["reasoning_content"] = reasoning
     if _is_call(message):
-        more["tool_calls"] = called(content, where)
+        more["tool_calls"] = called(content)
         content = None
     calls = more.pop("tool_calls", None)  # templates test for the key
     if calls:
         if role != "assistant":
-            raise ValueError(f"{where}: tool_calls of the {role}; only the assistant calls tools")
-        expect(calls, list, f"{where}: tool_calls must be a list")
-        more["tool_calls"] = [
-            _tool_call(call, f"{where}: tool_calls[{i}]") for i, call in enumerate(calls)
-        ]
+            raise ValueError(f"tool_calls of the {role}; only the assistant calls tools")
+        expect(calls, list, "tool_calls must be a list")
+        more["tool_calls"] = [_tool_call(call, f"tool_calls[{i}]") for i, call in enumerate(calls)]
     may_be_empty = calls or reasoning or (blank and role == "assistant")
-    text = "" if content is None and may_be_empty else _text(content, where)
+    text = "" if content is None and may_be_empty else _text(content)
     if role == "assistant" and not text.strip() and not may_be_empty:
-        raise ValueError(f"{where}: the assistant's content is empty")
-    return Turn(role, text, masked(message, role, where), more)
+        raise ValueError("the assistant's content is empty")
+    return Turn(role, text, masked(message, role), more)
 
 
-def _reasoning(message: Mapping[str, Any], where: str) -> str | None:
+def _reasoning(message: Row) -> str | None:
     """Return a message's reasoning, under whichever name or in whichever parts it comes; None without one."""
     for key in REASONING_KEYS:
         if message.get(key) is not None:
-            return string(message[key], f"{where}: {key}")
+            return string(message[key], key)
     texts = []
     for part in message.get(DETAILS) or ():
         text = part.get("text", part.get("summary")) if isinstance(part, Mapping) else None
         if text is None:
             raise ValueError(
-                f"{where}: {DETAILS} has a part without text, such as an encrypted one; remove the column"
+                f"{DETAILS} has a part without text, such as an encrypted one; remove the column"
             )
-        texts.append(string(text, f"{where}: {DETAILS}"))
+        texts.append(string(text, DETAILS))
     content = message.get("content")
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in _PARTS:
-            texts.append(string(part.get(_PARTS[kind]), f"{where}: {kind}"))
+            texts.append(string(part.get(_PARTS[kind]), kind))
     return "\n".join(texts) if texts else None
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: Any) -> str:
     """Return a message's text, which may come as a list of parts, as in OpenAI's API; parts with reasoning are none."""
     if isinstance(content, list):
         texts = []
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind == "text":
-                texts.append(string(part.get("text"), f"{where}: text"))
+                texts.append(string(part.get("text"), "text"))
             elif kind not in _PARTS:
-                raise ValueError(
-                    f"{where}: content of type {kind!r}; only text is supported, no images"
-                )
+                raise ValueError(f"content of type {kind!r}; only text is supported, no images")
         content = "".join(texts)
-    return string(content, f"{where}: content")
+    return string(content, "content")
 
 
 def _tool_call(call: Any, where: str) -> Json:

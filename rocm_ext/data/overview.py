@@ -21,6 +21,7 @@ from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
 from rocm_ext.data.batches import Steps, label_counts, rows_per_step
 from rocm_ext.data.encoder import TextEncoder, to_text
+from rocm_ext.data.loading import Origin
 from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.render import TemplateRenderer
 from rocm_ext.data.rows import SIDE, SIDES, Rows, key, labelled
@@ -28,8 +29,6 @@ from rocm_ext.data.sources import ROW_WEIGHT
 
 _BARS = 10  # of a histogram with bars of equal width
 _TAIL = 16  # a longest row above this many medians makes bars double in width
-
-Origin = Callable[[int], str]  # a row's number -> its origin
 
 
 class Spread(TypedDict):

@@ -4,10 +4,9 @@ import copy
 import hashlib
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -138,6 +137,14 @@ def key(tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] = ()) -> byte
     return digest.digest()
 
 
+def _positions(keys: Iterable[Any]) -> dict[Any, list[int]]:
+    """Return the indices of equal keys, by key, in the order in which the keys first appear."""
+    positions: dict[Any, list[int]] = {}
+    for index, name in enumerate(keys):
+        positions.setdefault(name, []).append(index)
+    return positions
+
+
 @dataclass(frozen=True)
 class Rows:
     """Tokenised rows; a row is one sequence or a pack of several.
@@ -192,7 +199,9 @@ class Rows:
             raise UserError(
                 f"validation_fraction {fraction} of {len(self)} rows leaves nothing to train on"
             )
-        together = self._together()
+        keys = self._prompts() if SIDE in self.columns else list(map(key, self.tokens))
+        equal = _positions(keys)
+        together = [equal[text] for text in keys]
         order = np.random.default_rng(seed).permutation(len(self)).tolist()
         drawn: set[int] = set()
         for row in order:
@@ -212,14 +221,6 @@ class Rows:
         rest = [row for row in range(len(self)) if row not in drawn]
         return self.part(rest), self.part(sorted(drawn))
 
-    def _together(self) -> list[list[int]]:
-        """Return by row the rows that a split keeps together: preferences of its prompt, or equal rows."""
-        keys = self._prompts() if SIDE in self.columns else list(map(key, self.tokens))
-        by_text: dict[bytes, list[int]] = {}
-        for i, text in enumerate(keys):
-            by_text.setdefault(text, []).append(i)
-        return [by_text[text] for text in keys]
-
     def _starts(self) -> list[int]:
         """Return the index of each row's first label."""
         return [int(np.argmax(labels != IGNORE)) for labels in self.labels]
@@ -235,9 +236,7 @@ class Rows:
         Every answer is used once. A prompt of more than half of the rows also gets answers to itself. New rows are cut
         to the length of the longest old one.
         """
-        by_prompt: dict[bytes, list[int]] = {}
-        for row, prompt in enumerate(self._prompts()):
-            by_prompt.setdefault(prompt, []).append(row)
+        by_prompt = _positions(self._prompts())
         # rows of one prompt are neighbours
         order = [row for rows in by_prompt.values() for row in rows]
         # past all of a prompt's rows, so by as many as any prompt has
@@ -264,16 +263,14 @@ class Rows:
         def take(values: Any) -> list:
             return [values[i] for i in chosen]
 
-        return Rows(
+        return replace(
+            self,
             tokens=take(self.tokens),
             labels=take(self.labels),
             lengths=take(self.lengths),
-            counts=self.counts,
             columns={name: take(column) for name, column in self.columns.items()},
+            said=[],
             numbers=take(self.numbers) if len(self.numbers) else [],
-            first=self.first,
-            ends=self.ends,
-            trained_share=self.trained_share,
         )
 
     def join_groups(self, groups: Sequence[str], most: float) -> tuple["Rows", list[str]]:
@@ -286,12 +283,9 @@ class Rows:
         Returns:
             The joined rows, in the order in which groups first appear, and the group by joined row.
         """
-        members: dict[str, list[int]] = {}
-        for i, group in enumerate(groups):
-            members.setdefault(group, []).append(i)
         parts: list[list[int]] = []  # indices of the rows that a joined row consists of
         of_part = []
-        for group, rows in members.items():
+        for group, rows in _positions(groups).items():
             tokens = 0
             for i in rows:
                 tokens += len(self.tokens[i])
@@ -309,8 +303,15 @@ class Rows:
             sequences = chain.from_iterable(self.lengths[i] for i in part)
             lengths.append(tuple(sequences))
         columns = {name: join(column) for name, column in self.columns.items()}
-        joined = Rows(join(self.tokens), join(self.labels), lengths, self.counts, columns)
-        return replace(joined, trained_share=self.trained_share), of_part
+        joined = Rows(
+            join(self.tokens),
+            join(self.labels),
+            lengths,
+            self.counts,
+            columns,
+            trained_share=self.trained_share,
+        )
+        return joined, of_part
 
     def add_labels_column(self, name: str, values: Sequence[np.ndarray | Sequence[float]]) -> None:
         """Add a column with values at labels, see :func:`labelled`, and 0 elsewhere.
@@ -462,7 +463,7 @@ def _items(dataset: Any, indices: Sequence[int]) -> Iterator[Any]:
 
 
 class WrongRow(UserError):
-    """An error that ends the run under every policy of ``bad_rows``."""
+    """A row's error that ends the run under every policy of ``bad_rows``."""
 
 
 class _Reader:
@@ -486,8 +487,8 @@ class _Reader:
         """Add item ``index``, or the exception in its stead; UserError: it ends the run, or many first ones are bad."""
         try:
             self._add(index, returned(item))
-        except WrongRow:
-            raise
+        except WrongRow as error:
+            raise WrongRow(f"{origin_of(self._dataset, index)}: {error}") from error
         except UserError as error:  # its message names the row already
             self.bad.append(str(error))
         except Exception as error:
@@ -497,24 +498,23 @@ class _Reader:
             raise UserError(about_bad_rows(self.bad, len(self.bad), cure))
 
     def _add(self, index: int, item: Row) -> None:
-        origin = partial(origin_of, self._dataset, index)
-        self._check_kind(item, origin)
+        self._check_kind(item)
         before = dict(self._counts)
         weight = _weight(item)
         if not weight:
             self._count(_NO_WEIGHT)
         elif self._kind == _PAIRS:
-            self._add_pair(item, origin)
+            self._add_pair(item)
         else:
-            self._add_answer(item, origin)
+            self._add_answer(item)
         if len(self.rows) > len(self._numbers):
             self._numbers.append(index)
             self._weights.append(weight)
         for what, count in self._counts.items():
             if count != before.get(what, 0):
-                self.rows.first.setdefault(what, origin())
+                self.rows.first.setdefault(what, origin_of(self._dataset, index))
 
-    def _check_kind(self, item: Row, origin: Callable[[], str]) -> None:
+    def _check_kind(self, item: Row) -> None:
         """Raise a WrongRow if earlier items are of another kind."""
         kind = _SINGLE
         # as in torchtune's PreferenceDataset
@@ -527,7 +527,7 @@ class _Reader:
             self._counts.update(dict.fromkeys(_COUNTED[kind], 0))
         if kind != self._kind:
             mixed = " and ".join(sorted((self._kind, kind)))
-            raise WrongRow(f"{origin()}: {mixed} in one dataset; train on them in separate runs")
+            raise WrongRow(f"{mixed} in one dataset; train on them in separate runs")
 
     def _count(self, what: str) -> None:
         self._counts[what] = self._counts.get(what, 0) + 1
@@ -545,7 +545,7 @@ class _Reader:
         column: Any = self.rows.columns.setdefault(SIDE, [])
         column.append(values)
 
-    def _add_answer(self, item: Row, origin: Callable[[], str]) -> None:
+    def _add_answer(self, item: Row) -> None:
         """Add an item of ``tokens``, ``labels``, for packs ``seq_lens``, and perhaps ``side``.
 
         Raises:
@@ -560,13 +560,13 @@ class _Reader:
         if positions is not None and max(lengths, default=0) > positions:
             if len(lengths) > 1:
                 raise WrongRow(
-                    f"{origin()}: a packed sequence has {max(lengths)} tokens, but the model takes {positions}; lower "
+                    f"a packed sequence has {max(lengths)} tokens, but the model takes {positions}; lower "
                     "tokenizer.max_seq_len"
                 )
             limit = min(limit, positions)
         cut = len(tokens) > limit
         if cut:
-            if self._limits.drops(origin, len(tokens), limit):
+            if self._limits.drops(len(tokens), limit):
                 self._count("dropped_too_long")
                 return
             tokens = tokens[:limit]
@@ -584,7 +584,7 @@ class _Reader:
             self._count("good" if side > 0 else "bad")
             self._add_side(np.full(len(tokens), side, np.float32))
 
-    def _add_pair(self, item: Row, origin: Callable[[], str]) -> None:
+    def _add_pair(self, item: Row) -> None:
         """Add a row of a chosen and a rejected sequence, both with labels.
 
         Kept pairs may be ``truncated``; dropped are those with equal sides, also if they are equal up to the limit, and
@@ -608,7 +608,7 @@ class _Reader:
             raise ValueError("the prompts of the chosen and the rejected answer differ")
         limit = self._limits.least() or longest
         if longest > limit:
-            if self._limits.drops(origin, longest, limit):
+            if self._limits.drops(longest, limit):
                 self._count("dropped_too_long")
                 return
             cut = True
@@ -679,8 +679,8 @@ class _LengthLimits:
             return f"the model's window of {limit} tokens"
         return f"max_seq_len {limit}"
 
-    def drops(self, origin: Callable[[], str], length: int, limit: int) -> bool:
-        """Return whether a sequence of ``length`` tokens, above ``limit``, is dropped; False: it is cut.
+    def drops(self, length: int, limit: int) -> bool:
+        """Return whether a sequence of ``length`` tokens, above ``limit``, is dropped rather than cut.
 
         Raises a WrongRow if ``too_long`` is ``error``.
         """
@@ -688,9 +688,7 @@ class _LengthLimits:
             problem = f"max_seq_len is {limit}; raise it, or set"
             if limit == self.positions:
                 problem = f"the model takes {limit}; set"
-            raise WrongRow(
-                f"{origin()}: {length} tokens, but {problem} too_long to truncate or drop"
-            )
+            raise WrongRow(f"{length} tokens, but {problem} too_long to truncate or drop")
         return self.too_long == "drop"
 
 

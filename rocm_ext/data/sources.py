@@ -21,7 +21,7 @@ from rocm_ext.data.dialects import (
     refuse_pair,
     string,
 )
-from rocm_ext.data.loading import open_source, row_at
+from rocm_ext.data.loading import Origin, open_source, row_at
 from rocm_ext.data.messages import REASONING_KEYS, Turn, to_tools, to_turns, with_system
 from rocm_ext.data.render import (
     Conversation,
@@ -155,7 +155,7 @@ class SourceDataset(Dataset, ABC):
 
     tokenizer: Any
     rows: Sequence[Mapping]
-    origin: Callable[[int], str]
+    origin: Origin
     column_map: dict[str, str]
     system_prompt: str | None
     source: str

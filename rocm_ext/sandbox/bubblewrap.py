@@ -63,7 +63,7 @@ class UserIds:
         self._lock = threading.Lock()
 
     def take(self) -> int | None:
-        """The user id for a new run, until :meth:`give_back`; None: bwrap sets one."""
+        """The user id for a new run, until :meth:`give_back`; None if bwrap sets one."""
         if not usable_mode().real_id:
             return None
         if not _many_ids():

@@ -36,9 +36,9 @@ class Child:
         process: the leader of a process group; its stdin, stdout and stderr are binary pipes or None.
         feed: bytes for stdin, which is then closed.
         output_bytes: the most bytes of stdout, and of stderr; a process that prints more is killed.
-        memory_mb, processes: limits of the process with all its descendants, checked every 50 ms; None: no limit. In a
+        memory_mb, processes: limits of the process with all its descendants, checked every 50 ms; None sets none. In a
             sandbox, its sockets count as memory.
-        inodes: limit of files, folders and links in its sandbox's /tmp and /dev/shm, checked likewise; None: no limit.
+        inodes: limit of files, folders and links in its sandbox's /tmp and /dev/shm, checked likewise; None sets none.
         mark: the value of ``MARK`` in the process's environment. All processes with this mark end with it, in any
             process group or session. One that has lost its parent and cleared its environment lives on.
 

@@ -28,7 +28,7 @@ class Limits:
 
     Attributes:
         seconds: wall time.
-        cpu_seconds: CPU time per process; None: the wall time, rounded up, plus one; 0: no limit.
+        cpu_seconds: CPU time per process; 0 sets no limit. By default the wall time, rounded up, plus one.
         memory_mb: address space per process, and resident memory of all processes together.
         processes: number of processes and threads.
         file_mb: size of a file.
@@ -55,10 +55,12 @@ class Limits:
             "NOFILE": self.open_files,
             "CORE": 0,
         }
-        most |= {"NPROC": self.processes} if processes else {}
-        return {name: (value, value) for name, value in most.items()} | (
-            {"CPU": (cpu, cpu + 1)} if cpu else {}
-        )
+        if processes:
+            most["NPROC"] = self.processes
+        limits = {name: (value, value) for name, value in most.items()}
+        if cpu:
+            limits["CPU"] = (cpu, cpu + 1)
+        return limits
 
     def prlimit(self) -> list[str]:
         """The command prefix that sets all limits but the number of processes."""
@@ -91,7 +93,7 @@ def check_limits(who: str, timeout: float, memory_mb: int, least: int = 128) -> 
 
 
 def program(name: str) -> str | None:
-    """The path of a system program; None: it is not installed."""
+    """The path of a system program, or None if it is not installed."""
     return shutil.which(name, path="/usr/bin:/bin:/usr/local/bin:" + os.environ.get("PATH", ""))
 
 

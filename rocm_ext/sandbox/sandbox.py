@@ -28,7 +28,7 @@ SPARE = 4  # processes of bwrap
 INODES = 20_000  # files, folders and links in /tmp and /dev/shm; one takes 1 to 5 KB of the kernel's memory
 BOX = "{box}"  # in argv: the folder with the run's files
 FOLDER = "ROCM_EXT_FOLDER"  # environment variable: the :func:`folder_of_runs` of this process and its children
-USER = "{user}"  # in argv: the user id that the program must change to; empty: it need not change
+USER = "{user}"  # in argv: the user id that the program must change to, unless it is empty
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class Sandbox:
                 with an argument ``{user}`` must change to that user and group id, unless it is empty, before it runs
                 code that nobody has read: this saves the start of setpriv.
             files: name -> content, read-only and executable in the sandbox.
-            stdin: the program's input; None: empty.
-            limits: the run's limits; None: the defaults.
+            stdin: the program's input; by default it is empty.
+            limits: the run's limits; by default those of :class:`Limits`.
             pass_fds: descriptors that the program inherits under the same numbers.
         """
         limits = limits or Limits()
