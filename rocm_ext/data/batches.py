@@ -221,7 +221,9 @@ def _sequences(rows: Rows, i: int, share: bool) -> list[_Sequence]:
     labels = split(rows.labels[i])
     columns = [split(column[i]) for column in rows.columns.values()]
     of_sequences = list(zip(*columns, strict=True)) or [()] * len(tokens)
-    shared = shared_beginnings(rows.tokens[i], rows.lengths[i]) if share else [0] * len(tokens)
+    shared = [0] * len(tokens)
+    if share:
+        shared = shared_beginnings(rows.tokens[i], rows.lengths[i])
     return list(map(_Sequence, tokens, labels, of_sequences, shared))
 
 

@@ -177,7 +177,8 @@ def _swift_pair(row: Json, talk: str) -> Json:
         if isinstance(answer, str)
         else conversation(answer)
     )
-    row["rejected"] = row.pop("rejected_messages", None) or [*row["chosen"][:-1], *answers]
+    rejected = row.pop("rejected_messages", None)
+    row["rejected"] = rejected or [*row["chosen"][:-1], *answers]
     return row
 
 

@@ -129,7 +129,8 @@ class TextEncoder:
         tokens = self.encode(text) if encoded is None else encoded
         anchors = self._anchors(text, tokens)
         for cut in cuts:
-            anchor = _last_before(anchors, cut - begun)
+            ended = bisect_right(anchors, cut - begun, key=lambda anchor: anchor.end)
+            anchor = anchors[ended - 1] if ended else _Anchor(0, 0, 0)
             before = self._header(text[anchor.start : cut - begun])
             index = anchor.at + len(before)  # number of tokens before the cut
             if tokens[anchor.at : index] != before:
@@ -160,12 +161,6 @@ class _Anchor(NamedTuple):
     start: int
     end: int
     at: int
-
-
-def _last_before(anchors: Sequence[_Anchor], position: int) -> _Anchor:
-    """Return the last anchor that ends at or before a position, else the text's beginning."""
-    at = bisect_right(anchors, position, key=lambda anchor: anchor.end)
-    return anchors[at - 1] if at else _Anchor(0, 0, 0)
 
 
 class HFTokenizer:

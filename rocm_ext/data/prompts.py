@@ -272,7 +272,8 @@ def _id(fields: Row) -> str:
     if column not in fields:
         return ""
     value = fields[column]
-    if isinstance(value, bool) or not isinstance(value, int | str) or not str(value).strip():
+    names = isinstance(value, int | str) and not isinstance(value, bool)
+    if not names or not str(value).strip():
         raise ValueError(f"{column} is {value!r}; expected text or a whole number")
     return str(value)
 

@@ -213,10 +213,11 @@ def _mapped(folder: Path) -> Rows:
         columns[name] = Ragged(arrays[f"column {name}"], bounds)
     lengths = arrays["lengths"].tolist()
     ends = np.cumsum(arrays["sequences"]).tolist()
+    of_rows = [tuple(lengths[start:end]) for start, end in pairwise([0, *ends])]
     rows = Rows(
         tokens=Ragged(arrays["tokens"], bounds),
         labels=Ragged(arrays["labels"], bounds),
-        lengths=[tuple(lengths[start:end]) for start, end in pairwise([0, *ends])],
+        lengths=of_rows,
         counts=meta["counts"],
         columns=columns,
         said=meta["said"],

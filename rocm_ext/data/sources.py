@@ -218,7 +218,9 @@ class SourceDataset(Dataset, ABC):
             )
         if self._unreasoned:
             lines.append(self._about_unreasoned())
-        reserved = [(self._reserved[index], self.origin(index)) for index in sorted(self._reserved)]
+        reserved = []
+        for index, token in sorted(self._reserved.items()):
+            reserved.append((token, self.origin(index)))
         lines += special_token_lines(f"rows of {self.source}", len(self), reserved)
         return lines
 

@@ -155,7 +155,8 @@ class Ranks:
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         flat = torch.cat([g.reshape(-1) for g in gradients])
         dist.all_reduce(flat)
-        for p, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        sizes = [p.numel() for p in parameters]
+        for p, total in zip(parameters, flat.split(sizes), strict=True):
             p.grad = total.view_as(p)
 
     def gather(self, value: Any) -> list[Any]:

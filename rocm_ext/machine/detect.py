@@ -7,11 +7,10 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from rocm_ext.machine.sysfs import cards, host_memory, listing, read_number, read_text, to_number
 
@@ -100,24 +99,22 @@ def ask_torch() -> Torch:
     """Ask torch for its build and its GPUs. Starts HIP or CUDA."""
     import torch
 
-    gpus: tuple[TorchGpu, ...] = ()
-    kernels: tuple[str, ...] = ()
-    if (torch.version.hip or torch.version.cuda) and torch.cuda.is_available():
-        properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        gpus = tuple(map(_torch_gpu, properties))
-        kernels = tuple(torch.cuda.get_arch_list())
-    return Torch(str(torch.__version__), torch.version.hip, torch.version.cuda, gpus, kernels)
-
-
-def _torch_gpu(properties: Any) -> TorchGpu:
-    return TorchGpu(
-        properties.name,
-        properties.total_memory,
-        arch=getattr(properties, "gcnArchName", ""),
-        major=getattr(properties, "major", 0),
-        minor=getattr(properties, "minor", 0),
-        integrated=bool(getattr(properties, "is_integrated", False)),
-    )
+    known = Torch(str(torch.__version__), torch.version.hip, torch.version.cuda)
+    if known.build == "cpu" or not torch.cuda.is_available():
+        return known
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpu = TorchGpu(
+            properties.name,
+            properties.total_memory,
+            arch=getattr(properties, "gcnArchName", ""),
+            major=getattr(properties, "major", 0),
+            minor=getattr(properties, "minor", 0),
+            integrated=bool(getattr(properties, "is_integrated", False)),
+        )
+        gpus.append(gpu)
+    return replace(known, gpus=tuple(gpus), kernels=tuple(torch.cuda.get_arch_list()))
 
 
 def describe(

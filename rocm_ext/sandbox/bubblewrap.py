@@ -115,8 +115,8 @@ def bwrap() -> tuple[str, str]:
 def limits_processes() -> bool:
     """Whether RLIMIT_NPROC counts the processes of a run alone, as in each user namespace since Linux 5.14."""
     release = re.match(r"(\d+)\.(\d+)", platform.release())
-    in_namespaces = release is not None and (int(release[1]), int(release[2])) >= (5, 14)
-    return usable_mode().real_id or in_namespaces
+    version = tuple(map(int, release.groups())) if release else ()
+    return usable_mode().real_id or version >= (5, 14)
 
 
 def command_line(

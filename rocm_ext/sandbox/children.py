@@ -80,9 +80,11 @@ class Child:
         self.kill()
         self.process.wait()
         deadline = time.monotonic() + DYING
-        while self.mark and (left := marked(self.mark)) and time.monotonic() < deadline:
+        left = marked(self.mark) if self.mark else []
+        while left and time.monotonic() < deadline:
             kill(left)
             time.sleep(0.001)
+            left = marked(self.mark)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:
                 with contextlib.suppress(OSError):  # a broken pipe

@@ -252,11 +252,13 @@ def _limit(child: Child, status: int, limits: Limits) -> None:
     This is faster than a program in the sandbox that sets them.
     """
     said = b""
-    while not (match := re.search(rb'"child-pid": (\d+)[, }]', said)) and readable(status, START):
+    match = None
+    while match is None and readable(status, START):
         part = os.read(status, 4096)
         if not part:
             return  # bwrap failed
         said += part
+        match = re.search(rb'"child-pid": (\d+)[, }]', said)
     try:
         if match is None:
             raise OSError(f"bwrap did not start within {START:g} s")
