@@ -4,7 +4,6 @@ No module here imports torch, so that the worker processes of :class:`Pool` star
 """
 
 import sys
-from typing import TYPE_CHECKING, Any
 
 if sys.platform == "win32":  # the imports below fail there with less to say
     from rocm_ext.base.errors import UserError
@@ -25,19 +24,8 @@ from rocm_ext.verifiers.reasoning_gym import ReasoningGym
 from rocm_ext.verifiers.reward_function import RewardFunction, as_reward_function
 from rocm_ext.verifiers.workers import Pool
 
-if TYPE_CHECKING:
-    from rocm_ext.verifiers.llm_judge import LLMJudge
-
 __all__ = [
-    "All", "Command", "Compile", "ExactMatch", "JsonSchema", "LLMJudge", "Limits", "MajorityAnswer", "MathAnswer",
+    "All", "Command", "Compile", "ExactMatch", "JsonSchema", "Limits", "MajorityAnswer", "MathAnswer",
     "Outcome", "Pool", "PythonTests", "ReasoningGym", "Regex", "Result", "RewardFunction", "Run", "Sandbox",
     "Verdict", "Verifier", "Weighted", "as_reward_function", "build", "extract_code",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name == "LLMJudge":  # imported on use: it needs an HTTP client, which slows the start
-        from rocm_ext.verifiers.llm_judge import LLMJudge
-
-        return LLMJudge
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -164,7 +164,7 @@ TOUCH = {"_component_": f"{VERIFIERS}.Command", "command": ["touch", "MARK"]}
     {"verifier": {"_component_": f"{VERIFIERS}.All", "verifiers": [TOUCH]}},
     {"verifier": {"_component_": f"{VERIFIERS}.RewardFunction", "function": "os.abort"}},
     {"verifier": {"_component_": f"{VERIFIERS}.PythonTests", "sandbox": "rlimits"}},
-    {"verifier": {"_component_": f"{VERIFIERS}.LLMJudge", "base_url": "http://localhost", "api_key_env": "TOKEN"}},
+    {"verifier": {"_component_": "llm_judge.LLMJudge", "base_url": "http://localhost", "api_key_env": "TOKEN"}},
     {"engine": {"_component_": "rocm_ext.sampling.OpenAIEngine", "api_key_env": "TOKEN"}},
     {"eval_prompts": {"_component_": "os.system", "command": "touch MARK"}},
 ])  # fmt: skip
