@@ -77,9 +77,8 @@ class MathAnswer(Verifier):
             )
         self.field, self.tolerance, self.timeout = field, tolerance, timeout
         self.needs: tuple[str, ...] = (field,)
-        self._elsewhere = Elsewhere(
-            "MathAnswer", timeout, tolerance=tolerance
-        )  # this process may be unable to fork
+        # this process may be unable to fork
+        self._elsewhere = Elsewhere("MathAnswer", timeout, tolerance=tolerance)
 
     def check(self) -> None:
         try:
@@ -99,18 +98,19 @@ class MathAnswer(Verifier):
             )
 
     def at_once(self, completion: str, row: Row) -> Result | None:
-        mine, gold = plain(answer_text(completion)), plain(str(row[self.field]), gold=True)
-        if mine is None or gold is None:
+        found = plain(answer_text(completion))
+        gold = plain(str(row[self.field]), gold=True)
+        if found is None or gold is None:
             return None
-        equal = abs(Fraction(mine) - Fraction(gold)) <= abs(Fraction(gold)) * Fraction(
-            self.tolerance
-        )
-        return (correct if equal else wrong)(f"found {mine}")
+        equal = _close(Fraction(found), Fraction(gold), self.tolerance)
+        return (correct if equal else wrong)(f"found {found}")
 
     def __call__(self, completion: str, row: Row) -> Result:
-        if (result := self.at_once(completion, row)) is not None:
+        result = self.at_once(completion, row)
+        if result is not None:
             return result
-        completion, answer = answer_text(completion), str(row[self.field])
+        completion = answer_text(completion)
+        answer = str(row[self.field])
         if not helper.RUNNING:
             return self._elsewhere(completion[-TAIL:], {"answer": answer})
         return _child(self.timeout, _judge, completion, answer, self.tolerance)
@@ -142,7 +142,8 @@ class MajorityAnswer(MathAnswer):
         if not (0 <= min_share <= 1):
             raise UserError(f"MajorityAnswer needs min_share in [0, 1], found {min_share}")
         super().__init__(field or "", tolerance, timeout)
-        self.needs, self.min_share = (), min_share
+        self.needs = ()
+        self.min_share = min_share
         self._elsewhere = Elsewhere(
             "MajorityAnswer", timeout, min_share=min_share, tolerance=tolerance
         )
@@ -162,30 +163,30 @@ class MajorityAnswer(MathAnswer):
         if len(completions) < 2:
             needed = self.field and f"; to judge it alone, the row needs the field {self.field!r}"
             return [error(f"one answer alone has no majority{needed}")]
-        completions = [*map(answer_text, completions)]
+        completions = list(map(answer_text, completions))
         if not helper.RUNNING and any(plain(text) is None for text in completions):
             return self._elsewhere.judge_group([text[-TAIL:] for text in completions], {})
-        results: list[Result] = []
+        results = []
         votes: dict[str, list[int]] = {}  # final answer -> indices of its completions
         end = time.monotonic() + GROUP_SECONDS
         for index, completion in enumerate(completions):
-            seconds = min(
-                self.timeout, max(0.01, (end - time.monotonic()) / (len(completions) - index))
-            )
             value = plain(completion)
             if value is not None and all(map(number, votes)):
                 vote = _vote(value, list(votes), self.tolerance)
             else:
+                share = (end - time.monotonic()) / (len(completions) - index)
+                seconds = min(self.timeout, max(0.01, share))
                 vote = _child(seconds, _vote, completion, list(votes), self.tolerance)
             if vote.verdict is Verdict.CORRECT:
                 votes.setdefault(vote.detail, []).append(index)
             results.append(vote)
         counts = sorted(map(len, votes.values()), reverse=True)
-        agreed = counts[1:2] != counts[:1] and counts[0] >= self.min_share * len(completions)
+        tied = counts[1:2] == counts[:1]
+        agreed = not tied and counts[0] >= self.min_share * len(completions)
         for answer, voters in votes.items():
-            shown = f"{len(voters)} of {len(completions)} answers are {answer}"
+            judged = correct if agreed and len(voters) == counts[0] else wrong
             for index in voters:
-                results[index] = (correct if agreed and len(voters) == counts[0] else wrong)(shown)
+                results[index] = judged(f"{len(voters)} of {len(completions)} answers are {answer}")
         return results
 
 
@@ -196,12 +197,15 @@ def _vote(completion: str, known: Sequence[str], tolerance: float) -> Result:
         return unparsed("no answer found")
     if len(answer) > 250:
         return wrong("the answer is too long to vote")
-    if number(answer) is None and (parsed := _parse(answer)):
+    parsed = _parse(answer) if number(answer) is None else []
+    if parsed:
+        # an answer that takes too long to compute reaches the time limit here
         with contextlib.suppress(TypeError, ValueError, AttributeError):
-            parsed[0].evalf(
-                15
-            )  # an answer that takes too long to compute reaches the time limit here
-    return correct(next((other for other in known if _equal(other, answer, tolerance)), answer))
+            parsed[0].evalf(15)
+    for other in known:
+        if _equal(other, answer, tolerance):
+            return correct(other)
+    return correct(answer)
 
 
 def _child(seconds: float, judge: Callable[..., Result], *args: Any) -> Result:
@@ -213,10 +217,12 @@ def _child(seconds: float, judge: Callable[..., Result], *args: Any) -> Result:
 
 def _judge(completion: str, answer: str, tolerance: float) -> Result:
     """Whether the final answer equals the gold one."""
-    gold, final = final_answer(answer, gold=True), final_answer(completion)
-    if not final and choice(text := clean(completion)):
+    gold = final_answer(answer, gold=True)
+    final = final_answer(completion)
+    text = final or clean(completion)
+    if choice(text):
         final = text.strip()
-    if _same_text(final or clean(completion), gold) or _same_text(completion, answer):
+    if _same_text(text, gold) or _same_text(completion, answer):
         return correct(f"found {gold}")
     if not final:
         return unparsed("no answer found")
@@ -227,13 +233,14 @@ def _equal(gold: str, answer: str, tolerance: float) -> bool:
     """Whether two answers are the same text or number, or equal for math-verify."""
     if _same_text(gold, answer):
         return True
-    golden, mine = choice(gold), choice(answer)
-    if golden and mine:
-        return golden[0] == mine[0] and not (
-            golden[1] and mine[1] and not _equal(golden[1], mine[1], tolerance)
-        )
-    if (lettered := golden or mine) and lettered[1]:  # only one has a letter
-        return _equal(golden[1] if golden else gold, mine[1] if mine else answer, tolerance)
+    gold_letters, gold_text = choice(gold) or ("", "")
+    letters, text = choice(answer) or ("", "")
+    if gold_letters and letters:
+        if gold_letters != letters:
+            return False
+        return not (gold_text and text) or _equal(gold_text, text, tolerance)
+    if gold_text or text:  # only one has a letter
+        return _equal(gold_text or gold, text or answer, tolerance)
     if "." in gold + answer:  # \approx 5 is not 5, but \approx 3.33 is 3.33
         answer = answer.removeprefix(r"\approx ")
     by_number = _by_number(gold, answer, tolerance)
@@ -242,60 +249,68 @@ def _equal(gold: str, answer: str, tolerance: float) -> bool:
 
 def _same_text(a: str, b: str) -> bool:
     """Whether two answers are the same text, apart from white space and the case of words."""
-    a, b = (" ".join(side.split()).removesuffix(".") for side in (a, b))
-    return a == b or (
-        len(a) > 1 and a.casefold() == b.casefold() and all(part.isalpha() for part in a.split())
-    )
+    a = " ".join(a.split()).removesuffix(".")
+    b = " ".join(b.split()).removesuffix(".")
+    words = len(a) > 1 and all(map(str.isalpha, a.split()))
+    return a == b or (words and a.casefold() == b.casefold())
+
+
+def _close(value: Fraction, gold: Fraction, tolerance: float) -> bool:
+    return abs(value - gold) <= abs(gold) * Fraction(tolerance)
 
 
 def _by_number(gold: str, answer: str, tolerance: float) -> bool | None:
     """Whether two decimal numbers are equal; None if one is no number. If only one is, ``2,74`` counts as 2.74."""
-    golden = number(gold)
-    mine = number(answer if golden is None else re.sub(r"\A[A-Za-z](?:_\w)?\s*=", "", answer))
-    if (mine is None) != (golden is None):
-        mine, golden = (
-            mine or number(answer.replace(",", ".")),
-            golden or number(gold.replace(",", ".")),
-        )
-    if mine is None or golden is None:
+    expected = number(gold)
+    if expected is not None:
+        answer = re.sub(r"\A[A-Za-z](?:_\w)?\s*=", "", answer)
+    found = number(answer)
+    if found is None and expected is not None:
+        found = number(answer.replace(",", "."))
+    elif expected is None and found is not None:
+        expected = number(gold.replace(",", "."))
+    if found is None or expected is None:
         return None
-    values = (
-        {mine[0]}
-        if mine[1] == golden[1]
-        else {mine[0], mine[0] / 100 if mine[1] else mine[0] * 100}
-    )
-    return any(abs(value - golden[0]) <= abs(golden[0]) * Fraction(tolerance) for value in values)
+    value, is_percentage = found
+    gold_value, gold_is_percentage = expected
+    if is_percentage == gold_is_percentage:
+        return _close(value, gold_value, tolerance)
+    rescaled = value / 100 if is_percentage else value * 100
+    return _close(value, gold_value, tolerance) or _close(rescaled, gold_value, tolerance)
 
 
 def _compare(gold: str, answer: str, tolerance: float) -> bool:
     """Whether two answers are equal for a stricter math-verify. Runs in a child only."""
     from sympy import Eq
 
-    golden, mine = (set(ARGUMENT.findall(side)) for side in (gold, answer))
-    if len(golden) == len(mine) == 1 and not golden & set(re.sub(r"\\[A-Za-z]+", "", answer)):
-        answer = re.sub(
-            LETTER + mine.pop(), golden.pop(), answer
-        )  # W(x) = 1 says what W(n) = 1 does
-    if any(r"\lor" in side for side in (gold, answer)):
-        if (union := _union(gold)) is not None and union == _union(answer):
+    gold_arguments = set(ARGUMENT.findall(gold))
+    arguments = set(ARGUMENT.findall(answer))
+    named = len(gold_arguments) == len(arguments) == 1
+    if named and gold_arguments.isdisjoint(re.sub(r"\\[A-Za-z]+", "", answer)):
+        # W(x) = 1 says what W(n) = 1 does
+        answer = re.sub(LETTER + arguments.pop(), gold_arguments.pop(), answer)
+    if r"\lor" in gold + answer:
+        union = _union(gold)
+        if union is not None and union == _union(answer):
             return True
-        gold, answer = gold.replace(r" \lor ", ", "), answer.replace(r" \lor ", ", ")
-    target, parsed = _parse(gold), _parse(answer)
+        gold = gold.replace(r" \lor ", ", ")
+        answer = answer.replace(r" \lor ", ", ")
+    target = _parse(gold)
+    parsed = _parse(answer)
     if not target or not parsed:
         return False
-    if any(SET.match(a) and TUPLE.fullmatch(b) for a, b in ((gold, answer), (answer, gold))):
-        return False
-    base, other = BASE.search(gold), BASE.search(answer)
-    if other and other[1] != (base[1] if base else "10"):
-        return False
-    left, equation, _ = answer.partition("=")
-    if (
-        equation
-        and isinstance(parsed[0], Eq)
-        and not isinstance(target[0], Eq)
-        and UNSOLVED.search(left)
+    if (SET.match(gold) and TUPLE.fullmatch(answer)) or (
+        SET.match(answer) and TUPLE.fullmatch(gold)
     ):
         return False
+    base = BASE.search(answer)
+    gold_base = BASE.search(gold)
+    if base and base[1] != (gold_base[1] if gold_base else "10"):
+        return False
+    if isinstance(parsed[0], Eq) and not isinstance(target[0], Eq):
+        left, equals, _ = answer.partition("=")
+        if equals and UNSOLVED.search(left):
+            return False
     return _strict(tolerance).verify(target, parsed, timeout_seconds=None)
 
 
@@ -303,16 +318,20 @@ def _union(answer: str) -> Any:
     """The union of intervals, or of inequalities in one variable, that "or" joins; None if the answer is none."""
     from sympy import Set, Union
 
-    sets, names = [], set()
+    sets = []
+    variables = set()
     for part in answer.split(r"\lor"):
-        value = (_parse(part) or [None])[0]
-        value = (
-            getattr(value, "rhs", value) if isinstance(getattr(value, "rhs", None), Set) else value
-        )  # x in (1, 2)
-        with contextlib.suppress(TypeError, ValueError, NotImplementedError, AttributeError):
-            names |= value.free_symbols
+        parsed = _parse(part)
+        if not parsed:
+            return None
+        right = getattr(parsed[0], "rhs", None)
+        value = right if isinstance(right, Set) else parsed[0]  # x in (1, 2)
+        try:
+            variables |= value.free_symbols
             sets.append(value if isinstance(value, Set) else value.as_set())
-    return Union(*sets) if len(sets) > answer.count(r"\lor") and len(names) < 2 else None
+        except (TypeError, ValueError, NotImplementedError, AttributeError):
+            return None
+    return Union(*sets) if len(variables) < 2 else None
 
 
 @functools.cache
@@ -326,18 +345,19 @@ def _strict(tolerance: float) -> Any:
 
     math_verify = _library()
     grader = math_verify.grader
-    numeric, solved = grader.sympy_numeric_eq, grader.sympy_solve_and_compare
+    numeric = grader.sympy_numeric_eq
+    solved = grader.sympy_solve_and_compare
 
     def numeric_equal(a: Any, b: Any, *digits: int) -> bool:
         with contextlib.suppress(TypeError, ValueError, AttributeError):
-            if not (
-                a.is_Matrix or a.has(UnevaluatedExpr) or b.has(UnevaluatedExpr)
-            ):  # the latter is a percentage
+            percentage = a.has(UnevaluatedExpr) or b.has(UnevaluatedExpr)
+            if not (a.is_Matrix or percentage):
                 symbols = sorted(a.free_symbols | b.free_symbols, key=str)
-                point = {
-                    symbol: Rational(1009 + 26 * i, 997 - 6 * i) for i, symbol in enumerate(symbols)
-                }
-                x, y = a.subs(point).evalf(30), b.subs(point).evalf(30)
+                point = {}
+                for i, symbol in enumerate(symbols):
+                    point[symbol] = Rational(1009 + 26 * i, 997 - 6 * i)
+                x = a.subs(point).evalf(30)
+                y = b.subs(point).evalf(30)
                 near = tolerance or (1e-5 if a.has(Float) or b.has(Float) else 1e-12)
                 if abs(x - y) > near * abs(x):
                     return False
@@ -345,10 +365,11 @@ def _strict(tolerance: float) -> Any:
                     return True
         return numeric(a, b, *digits)
 
+    def solve_and_compare(a: Any, b: Any, *digits: int) -> bool:
+        return bool(solve(a, a.free_symbols)) and solved(a, b, *digits)
+
     grader.sympy_numeric_eq = numeric_equal
-    grader.sympy_solve_and_compare = lambda a, b, *digits: (
-        bool(solve(a, a.free_symbols)) and solved(a, b, *digits)
-    )
+    grader.sympy_solve_and_compare = solve_and_compare
     return math_verify
 
 
@@ -356,19 +377,18 @@ def _parse(answer: str) -> list:
     """The answer as math-verify parses it; empty if it cannot read all of it."""
     from latex2sympy2_extended import NormalizationConfig
 
-    if (text := readable(answer)) is None:
+    text = readable(answer)
+    if text is None:
         return []
     math_verify = _library()
     # units: math-verify would take the t off 2t
     normal = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
     )
-    config = [
-        math_verify.LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)
-    ]
+    config = math_verify.LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)
     return math_verify.parse(
         rf"\boxed{{{text}}}",
-        extraction_config=config,
+        extraction_config=[config],
         parsing_timeout=None,
         extraction_mode="first_match",
     )
@@ -379,13 +399,11 @@ def _library() -> Any:
     import math_verify
     import math_verify.grader
 
-    for name in (
-        "math_verify",
-        "latex2sympy2_extended",
-    ):  # they warn that no timeout is set; forked has one
+    # They warn that no timeout is set; forked has one.
+    for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    x, y = (math_verify.parse(text, parsing_timeout=None) for text in (r"$\frac{x}{2}$", "$x+1$"))
-    math_verify.verify(
-        x, y, timeout_seconds=None
-    )  # loads the parser's tables once, not in every child
+    # This loads the parser's tables once, not in every child.
+    x = math_verify.parse(r"$\frac{x}{2}$", parsing_timeout=None)
+    y = math_verify.parse("$x+1$", parsing_timeout=None)
+    math_verify.verify(x, y, timeout_seconds=None)
     return math_verify

@@ -7,7 +7,7 @@ words change the value ("at least 5"), the answer is all of the text: text with 
 
 import re
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 TAIL = 20_000  # characters at the end of a text that are searched
 LONGEST, DEEPEST = 500, 30  # limits of a readable answer: characters, and depth of brackets
@@ -68,9 +68,8 @@ for _ in range(30):
     NESTED = rf"(?:\\.|[^{{}}\\]|\{{{NESTED}\}})*"
 BOX = re.compile(rf"\\(?:boxed|fbox)\s*\{{({NESTED})\}}|\\boxed[ \t]+([^\s{{}}$\\]+)", re.S)
 HASHES = re.compile(r"####[ \t]*([^\n]+)")
-TAG = re.compile(
-    "<answer>(.*?)</answer>", re.S
-)  # as many prompts for reinforcement learning want it
+# As many prompts for reinforcement learning want it
+TAG = re.compile("<answer>(.*?)</answer>", re.S)
 PHRASE = re.compile(r"\banswer\b[*_ \t]*(?:is|are|equals|=|:)[*_: \t]*", re.I)
 FINAL = re.compile(rf"\bfinal {PHRASE.pattern}", re.I)
 END = re.compile(r"\n|[.?](?=[\s*_\"')]|$)|(?<!\d)!(?=\s|$)")  # of a sentence; 5! is a factorial
@@ -82,43 +81,56 @@ WORD = re.compile(  # of any language; xy is a product
     r"|(?:(?![\u00b2-\u00be\u2070-\u218b])[^\W\d_\x00-\x7f\u0370-\u03ff])+))",
     re.I,
 )
-CHANGED = (  # words that change the value before or after them
-    "nor|not|never|cannot|anything but|no longer|n?either|maybe|perhaps|possibly|formerly|previously|originally|minus|"
-    "negative|almost|nearly|plus|times|squared|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fourths|fifths|sixths|"
-    "eighths|tenths"
+# Words that change, deny or doubt a value, as alternatives of regular expressions
+WORDS = {
+    "change": (  # the value before or after them
+        "nor|not|never|cannot|anything but|no longer|n?either|maybe|perhaps|possibly|formerly|previously|originally|"
+        "minus|negative|almost|nearly|plus|times|squared|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fourths|"
+        "fifths|sixths|eighths|tenths"
+    ),
+    "change the next": (
+        "or|least|most|than|(?<!add )(?<!adds )up to|over|under|above|below|exceed\\w*|between|from|percent|square|"
+        "cube|reciprocal|inverse|opposite|negat\\w+|successor|predecessor|twice|double|triple|thrice|multiples?|roots?"
+    ),
+    "change the last": (
+        "or|unless|wrong|incorrect|isn't|score|gross|lakh|crore|base|mod\\w*|if right|(?:to|through|over) \\d+|"
+        f"(?:{'|'.join(SCALES)}|dozen|ten)s?"
+    ),
+    "deny": (  # or doubt
+        "(?:can)?not|never|nobody|(?<!no )(?<!out )(?<!out a )doubt\\w*|den(?:y|ies)|hardly|unlikely|unsure|uncertain|"
+        "unequal|untrue|false|except|besides|excluding|(?:could|might|may)(?= be\\b)|"
+        "(?:any|every|all)\\w*(?: \\w+){0,2} but"
+    ),
+    "between": "of|be|the|an?|about|only|just|exactly",  # such a word and the value
+    "between a denial": (
+        "of|be|been|the|an?|about|only|just|exactly|equals?|to|for|it|is|was|have|that|if|whether|think|believe|say|"
+        "claim|sure|certain|correct|right|true|answer|result|value|number|final|really|would|you|I|we"
+    ),
+}
+NEXT = rf"(?: ?(?:{WORDS['between']})\b)*[\s({{]*\Z"
+BEFORE = re.compile(
+    rf"(?:\b(?:{WORDS['change']}|{WORDS['change the next']})|n't|至少|至多|不是|或){NEXT}", re.I
 )
-NEXT = r"(?: ?(?:of|be|the|an?|about|only|just|exactly)\b)*[\s({]*\Z"
-# Words that deny a value or doubt it, and what may stand between them and the value
-DENIED = re.compile(
-    r"(?:\b(?:(?:can)?not|never|nobody|(?<!no )(?<!out )(?<!out a )doubt\w*|den(?:y|ies)|hardly|unlikely|unsure|"
-    r"uncertain|unequal|untrue|false|except|besides|excluding|(?:could|might|may)(?= be\b)|"
-    r"(?:any|every|all)\w*(?: \w+){0,2} but)|n't)(?: (?:of|be|been|the|an?|about|only|just|exactly|equals?|to|for|it|"
-    r"is|was|have|that|if|whether|think|believe|say|claim|sure|certain|correct|right|true|answer|result|value|number|final|"
-    r"really|would|you|I|we))*[\s({]*\Z",
+AFTER = re.compile(
+    rf"(?:[\s)(]*|[^.?\n]{{0,25}}[\s(])(?:(?:{WORDS['change']}|{WORDS['change the last']})\b|或)",
     re.I,
+)
+DENIED = re.compile(
+    rf"(?:\b(?:{WORDS['deny']})|n't)(?: (?:{WORDS['between a denial']}))*[\s({{]*\Z", re.I
 )
 # What follows a sentence and makes it a question or one of two answers
 OPEN = re.compile(r"[.\s*_)\"']*(?:\?|or\b(?!,| (?:in|as|simply|equivalently)\b))", re.I)
-BEFORE = re.compile(
-    rf"(?:\b(?:{CHANGED}|or|least|most|than|(?<!add )(?<!adds )up to|over|under|above|below|exceed\w*|between|from|"
-    r"percent|square|cube|reciprocal|inverse|opposite|negat\w+|successor|predecessor|twice|double|triple|thrice|"
-    rf"multiples?|roots?)|n't|至少|至多|不是|或){NEXT}",
-    re.I,
-)
-AFTER = re.compile(
-    rf"(?:[\s)(]*|[^.?\n]{{0,25}}[\s(])(?:(?:{CHANGED}|or|unless|wrong|incorrect|isn't|score|gross|lakh|crore|base|mod\w*|"
-    rf"if right|(?:to|through|over) \d+|(?:{'|'.join(SCALES)}|dozen|ten)s?)\b|或)",
-    re.I,
-)
 # What makes a box a part of a formula, or denies it
 LEFT = re.compile(
     r"(?:[\d+*/^_<>]|(?<!-)-|!=|\\(?:cdot|times|div|pm|neq?|sqrt|[dtc]?frac|log|ln)\b|\}(?=\s*\{)"
-    rf"|\b(?:{CHANGED})|n't){NEXT}",
+    rf"|\b(?:{WORDS['change']})|n't){NEXT}",
     re.I,
 )
 RIGHT = re.compile(
     r"[\s)]*(?:[*/+^_]|-\s?\d|\.?\d|\\(?:cdot|times|div|pm)\b|and\b[\s(]*\d|,\s*\d[\d. ]*(?:\n|\Z))"
 )
+# What may stand between boxes of one list
+NEAR = re.compile(r".{0,9}|(?=.{0,69}\Z).*\b(?:and|or)\b.*", re.S)
 SETS = re.compile(r"[<>]|\\(?:[lg]eq?|lt|gt|in|infty)\b")  # an inequality or an interval
 JOIN = re.compile(r"(?:(?:and|or)\b|\w+\s*,)\W*\w?\Z")  # values of a list
 CLAUSE = re.compile(
@@ -159,6 +171,7 @@ PLAIN = re.compile(  # a number that is all of the text, a last line ####, or a 
     r"(?:\A|(?:\A|\n)####|((?:\A|\n|:|\bis|(?<![!<>])=) ?\$?\\boxed\{))[ \t]?"
     r"([-+]?(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?)(?(1)\}\$?)\.?\s*\Z"
 )
+AROUND = " \t\n*_,;:"  # characters around an answer that are no part of it
 CALCULATION = re.compile(r"[\d \n.=*+-]+", re.A)  # characters whose meaning ends with their line
 
 
@@ -168,16 +181,18 @@ def plain(text: str, gold: bool = False) -> str | None:
     The number is all of the text or marked at its end. Unless the text is ``gold``, it may be the last line of a
     calculation without words.
     """
-    if not gold and not CALCULATION.sub("", text):
+    if not gold and CALCULATION.fullmatch(text):
         text = text.rstrip().rpartition("\n")[2]
     match = PLAIN.search(text if len(text) <= 80 else "..." + text[-80:])
     if match is None:
         return None
-    if match[1]:
-        before = text[: text.rindex(match[1])][-60:]
-        if text.count("\\boxed") + text.count("\\fbox") > 1 or DENIED.search(before):
+    box, digits = match.groups()
+    if box:
+        before = text[: text.rindex(box)][-60:]
+        boxes = text.count("\\boxed") + text.count("\\fbox")
+        if boxes > 1 or DENIED.search(before):
             return None
-    return match[2].replace(",", "")
+    return digits.replace(",", "")
 
 
 def clean(text: str) -> str:
@@ -186,15 +201,13 @@ def clean(text: str) -> str:
     if not text.isascii():
         text = re.sub(r"(?<=\d) ?[ckm]?m[²³]", " ", text)
         text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{{{m[0].translate(POWERS)}}}", text)
-        text = re.sub("[₀-₉]+", lambda m: f"_{{{m[0].translate(POWERS)}}}", text).translate(SIGNS)
-        text = re.sub(
-            r"√\s?(?:\(([^()]{1,100})\)|(\d+(?:\.\d+)?|\w))",
-            lambda m: rf"\sqrt{{{m[1] or m[2]}}}",
-            text,
-        )
+        text = re.sub("[₀-₉]+", lambda m: f"_{{{m[0].translate(POWERS)}}}", text)
+        text = text.translate(SIGNS)
+        root = r"√\s?(?:\(([^()]{1,100})\)|(\d+(?:\.\d+)?|\w))"
+        text = re.sub(root, lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text)
         text = re.sub(r"\d", lambda m: str(int(m[0])), text)
-    for pattern, by in MARKUP:
-        text = pattern.sub(by, text)
+    for pattern, replacement in MARKUP:
+        text = pattern.sub(replacement, text)
     return GROUPED.sub(lambda m: re.sub("[, ]", "", m[0]), text)
 
 
@@ -203,48 +216,63 @@ def final_answer(text: str, gold: bool = False) -> str:
     if gold:  # "- 5" is a number here and no list item, and "\boxed{5" lacks its end
         text = re.sub(r"\A\s*-\s+", "-", text) + "}" * (text.count("{") - text.count("}"))
     text = clean(text)
-    marked = _marked(text)
-    if marked is None:
-        marked = _read(text, True) if gold and not PHRASE.search(text) else _said(text)
-    return marked.removeprefix(r"\approx " if gold else "").strip()
+    answer = _marked(text)
+    if answer is None and gold and not PHRASE.search(text):
+        answer = _read(text, marked=True)
+    elif answer is None:
+        answer = _said(text)
+    if gold:
+        answer = answer.removeprefix(r"\approx ")
+    return answer.strip()
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    return next(reversed([*pattern.finditer(text)]), None)
+    last = None
+    for match in pattern.finditer(text):
+        last = match
+    return last
 
 
 def _marked(text: str) -> str | None:
     """The content of the last mark: joined boxes, a line ``####``, ``<answer>``, or "final answer is ..."."""
-    marks = _boxes(text)
-    if match := _last(HASHES, text):
-        marks.append((match.end(), _read(match[1], True)))
-    if match := _last(TAG, text):
-        inner = _marked(match[1])
-        marks.append((match.end(), _said(match[1]) or match[1].strip() if inner is None else inner))
-    if marks and (match := _last(FINAL, text)):
-        sentence = _sentences(text[match.end() :])[0]
+    marks: list[tuple[int, str]] = []  # (end, content)
+    boxes = list(BOX.finditer(text))
+    if boxes:
+        marks.append((boxes[-1].end(), _boxed(text, boxes)))
+    line = _last(HASHES, text)
+    if line:
+        marks.append((line.end(), _read(line[1], marked=True)))
+    tag = _last(TAG, text)
+    if tag:
+        content = _marked(tag[1])
+        if content is None:
+            content = _said(tag[1]) or tag[1].strip()
+        marks.append((tag.end(), content))
+    phrase = _last(FINAL, text)
+    if marks and phrase:
+        sentence = _sentences(text[phrase.end() :])[0]
         if "\\boxed" not in sentence and THING.search(sentence):
-            marks.append((match.end(), _stated(text, match.start(), sentence)))
+            marks.append((phrase.end(), _stated(text, phrase.start(), sentence)))
     return max(marks)[1] if marks else None
 
 
-def _boxes(text: str) -> list[tuple[int, str]]:
-    """End and content of the last box, with earlier boxes that little text, "and" or "or" joins to it."""
-    *boxes, last = [None, *BOX.finditer(text)]
-    if last is None:
-        return []
-    start, parts = last.start(), [last[1] or (last[2] or "").rstrip(".,;:")]
-    near = re.compile(r".{0,9}|(?=.{0,69}\Z).*\b(?:and|or)\b.*", re.S)
-    while (box := boxes.pop()) and near.fullmatch(text, box.end(), start):
-        start, parts = box.start(), [box[1] or box[2] or ""] * (box[1] != parts[0]) + parts
-    inner = _read(", ".join(parts), True)
-    before, after = (
-        text[max(0, start - 60) : start].rpartition("\n")[2],
-        text[last.end() : last.end() + 60],
-    )
-    part = LEFT.search(before) or DENIED.search(before)
-    part = part or RIGHT.match(after) or AFTER.match(after) or OPEN.match(after)
-    return [(last.end(), f"part of {inner}" if part else inner)]
+def _boxed(text: str, boxes: list[re.Match[str]]) -> str:
+    """The content of the last box, with earlier boxes that little text, "and" or "or" joins to it."""
+    last = boxes[-1]
+    start = last.start()
+    parts = [last[1] or (last[2] or "").rstrip(".,;:")]
+    for box in reversed(boxes[:-1]):
+        if not NEAR.fullmatch(text, box.end(), start):
+            break
+        start = box.start()
+        if box[1] != parts[0]:
+            parts.insert(0, box[1] or box[2] or "")
+    content = _read(", ".join(parts), marked=True)
+    before = text[max(0, start - 60) : start].rpartition("\n")[2]
+    after = text[last.end() : last.end() + 60]
+    changed_before = LEFT.search(before) or DENIED.search(before)
+    changed_after = RIGHT.match(after) or AFTER.match(after) or OPEN.match(after)
+    return f"part of {content}" if changed_before or changed_after else content
 
 
 def _sentences(text: str) -> list[str]:
@@ -253,13 +281,16 @@ def _sentences(text: str) -> list[str]:
 
 def _said(text: str) -> str:
     """The answer in the sentence of the last "answer is", else in the last sentence that has a formula or a number."""
-    if match := _last(PHRASE, text):
-        sentence = _sentences(text[match.end() :])[0]
-        if THING.search(sentence) or not THING.search(text, match.end()):
-            return _stated(text, match.start(), sentence)
-    *_, last = ["", *filter(THING.search, _sentences(text))]
-    line = last or text.rstrip().rpartition("\n")[2]
-    if not last and WORD.search(re.sub(r"\A\s*[A-Za-z]+:", "", line)):
+    phrase = _last(PHRASE, text)
+    if phrase:
+        sentence = _sentences(text[phrase.end() :])[0]
+        if THING.search(sentence) or not THING.search(text, phrase.end()):
+            return _stated(text, phrase.start(), sentence)
+    sentences = list(filter(THING.search, _sentences(text)))
+    if sentences:
+        return _stated(text, text.rindex(sentences[-1]), sentences[-1])
+    line = text.rstrip().rpartition("\n")[2]
+    if WORD.search(re.sub(r"\A\s*[A-Za-z]+:", "", line)):
         return ""
     return _stated(text, text.rindex(line), line)
 
@@ -267,11 +298,10 @@ def _said(text: str) -> str:
 def _stated(text: str, start: int, sentence: str) -> str:
     """The value in a sentence after ``start``, with a word if the text before or after it denies or doubts it."""
     value = _read(sentence)
-    end = text.index(sentence, start) + len(sentence)
     before = END.split(text[max(0, start - 60) : start])[-1]
-    return (
-        f"perhaps {value}" if value and (DENIED.search(before) or OPEN.match(text, end)) else value
-    )
+    end = text.index(sentence, start) + len(sentence)
+    doubted = DENIED.search(before) or OPEN.match(text, end)
+    return f"perhaps {value}" if value and doubted else value
 
 
 def _read(text: str, marked: bool = False) -> str:
@@ -279,58 +309,80 @@ def _read(text: str, marked: bool = False) -> str:
 
     All of a ``marked`` text is the answer, else the end of its last clause.
     """
-    text = FREE.sub("", text.strip(" \t\n*_,;:")).strip(" \t\n*_,;:")
-    if label := LABEL.match(text):
+    text = FREE.sub("", text.strip(AROUND)).strip(AROUND)
+    label = LABEL.match(text)
+    if label:
         return f"({label[1] or label[2]}) {_read(text[label.end() :], marked)}"
     if choice(text) or (marked and CONDITION.search(text)):
         return text
-    if marked and (about := ABOUT.match(text)):
-        return f"\\approx {_read(text[about.end() :], True)}"
     if not marked:
-        last = max((m.start() for m in THING.finditer(text)), default=0)
-        text = text[max((m.end() for m in CLAUSE.finditer(text) if m.end() <= last), default=0) :]
-    pieces = WORD.split(text)
+        return _value_in(_last_clause(text), marked)
+    about = ABOUT.match(text)
+    if about:
+        return f"\\approx {_read(text[about.end() :], marked)}"
+    return _value_in(text, marked)
+
+
+def _last_clause(text: str) -> str:
+    """The last clause with mathematics, and what follows it."""
+    thing = _last(THING, text)
+    start = 0
+    for clause in CLAUSE.finditer(text):
+        if thing and clause.end() <= thing.start():
+            start = clause.end()
+    return text[start:]
+
+
+def _value_in(text: str, marked: bool) -> str:
+    """The value, or the list of values, between the words of a text; all of the text if words change or hide it."""
+    pieces = WORD.split(text)  # text, word, text, ...
     values = [_bare(piece) for piece in pieces[::2]]
     runs = [i for i, value in enumerate(values) if THING.search(value)]
     if not runs and (marked or len(values) == 1) and values[0] and not any(values[1:]):
         runs = [0]  # x dollars
     if not runs:
         return text.rstrip(".")
-    gaps = ["".join(pieces[2 * a + 1 : 2 * b]) + pieces[2 * b][:2] for a, b in pairwise(runs)]
-    calculated = (
-        not marked and len(values) > 1 and re.match(r"[^A-Za-z]*=", values[runs[-1]])
-    )  # 30 hours / 3 = 10
-    before = "".join(pieces[: 2 * runs[0]])[-60:]
-    called = before[-1:].isalpha() and pieces[2 * runs[0]].startswith("(")  # sum(5)
-    changed = (
-        BEFORE.search(before) or DENIED.search(before) or called or not all(map(JOIN.match, gaps))
-    )
-    if (changed and not calculated) or AFTER.match("".join(pieces[2 * runs[-1] + 1 :])[:60]):
+    first, last = runs[0], runs[-1]
+    if AFTER.match("".join(pieces[2 * last + 1 :])[:60]):
         return text
-    sets = all(SETS.search(values[i]) for i in runs) and all(gap.startswith("or") for gap in gaps)
-    joined = (r" \lor " if sets else ", ").join(values[i] for i in runs)
-    return _value(values[runs[-1]].rpartition("=")[2] if calculated else joined)
+    if not marked and len(values) > 1 and re.match(r"[^A-Za-z]*=", values[last]):
+        return _result(values[last].rpartition("=")[2])  # 30 hours / 3 = 10
+    before = "".join(pieces[: 2 * first])[-60:]
+    called = before[-1:].isalpha() and pieces[2 * first].startswith("(")  # sum(5)
+    if called or BEFORE.search(before) or DENIED.search(before):
+        return text
+    gaps = []
+    for run, following in pairwise(runs):
+        gaps.append("".join(pieces[2 * run + 1 : 2 * following]) + pieces[2 * following][:2])
+    if not all(map(JOIN.match, gaps)):
+        return text
+    found = [values[i] for i in runs]
+    sets = all(map(SETS.search, found)) and all(gap.startswith("or") for gap in gaps)
+    return _result((r" \lor " if sets else ", ").join(found))
 
 
 def _bare(run: str) -> str:
     """The text between two words, without punctuation and the sentence's brackets."""
     run = re.sub(r"\A(?:[\s,;:*_?/]|\.(?!\d))+", "", run).rstrip(" \t\n\r\f\v,;:.*_?")
-    balanced = run.count("(") == run.count(")") or re.search(
-        r"[\[\]]", run
-    )  # (1, 2] is an interval
-    return run if balanced else run.strip("() ,.;:")
+    if run.count("(") == run.count(")") or re.search(r"[\[\]]", run):  # (1, 2] is an interval
+        return run
+    return run.strip("() ,.;:")
 
 
-def _value(run: str) -> str:
+def _result(run: str) -> str:
     """A run without its calculation: the part after the last ``=``, or the equation of a variable."""
     exact, *rounded = re.split(r"\\approx(?![a-z])", run)
     if len(rounded) > 1 or (rounded and number(exact)):
         return run  # 5 \approx 6 is unreadable
-    run = "=".join([exact, *rounded]) if rounded and not re.search(r"\d", exact) else exact
+    if rounded and not re.search(r"\d", exact):
+        run = f"{exact}={rounded[0]}"
+    else:
+        run = exact
     sides = [side.strip() for side in re.split(r"(?<![!<>\\])=(?!=)", run)]
     if len(sides) == 1 or "," in run or re.search(r"[({\[][^]})]*=", run):
         return run
-    values = {value[0] / (100 if value[1] else 1) for side in sides if (value := number(side))}
+    numbers = list(filter(None, map(number, sides)))
+    values = {value / 100 if percent else value for value, percent in numbers}
     if len(values) > 1 and all(number(side) or len(side) == 1 for side in sides):
         return f"{run} is false"  # 4 = 5, a = 6 = 5
     variable = re.search(r"(?<![\\A-Za-z])[A-Za-z]", sides[0] + " " + sides[-1])
@@ -339,37 +391,41 @@ def _value(run: str) -> str:
 
 def choice(answer: str) -> tuple[str, str] | None:
     """The letters of the choices that an answer names, sorted, and the text after a single one; None: no choice."""
-    if label := LABEL.match(answer):
+    label = LABEL.match(answer)
+    if label:
         return label[1] or label[2], answer[label.end() :].strip()
     match = CHOICES.fullmatch(answer.strip()) if len(answer) < 60 else None
-    letters = re.findall(r"\b[A-J]|(?<=[A-J])[A-J]|[A-J](?=\))", match[1]) if match else []
-    return ("".join(sorted(letters)), "") if letters and len(letters) == len({*letters}) else None
+    if match is None:
+        return None
+    letters = re.findall(r"\b[A-J]|(?<=[A-J])[A-J]|[A-J](?=\))", match[1])
+    return ("".join(sorted(letters)), "") if len(letters) == len(set(letters)) else None
 
 
 def readable(answer: str) -> str | None:
     """An answer that math-verify can read completely; None if it has words, or math-verify would skip a part."""
-    text = (
-        re.sub(r"\\(?:boxed|fbox)\s*\{", "{", answer)
-        .strip(" \n,")
-        .removesuffix(".")
-        .removeprefix("=")
-    )
+    text = re.sub(r"\\(?:boxed|fbox)\s*\{", "{", answer)
+    text = text.strip(" \n,").removesuffix(".").removeprefix("=")
     if not text or len(text) > LONGEST or WORD.search(text) or UNREADABLE.search(text):
         return None
-    depths = accumulate((char in "([{") - (char in ")]}") for char in text)
-    return (
-        text if max(depths) <= DEEPEST else None
-    )  # the parser's time grows with the square of the depth
+    depth = 0
+    for char in text:
+        if char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        if depth > DEEPEST:  # the parser's time grows with the square of the depth
+            return None
+    return text
 
 
 def number(answer: str) -> tuple[Fraction, bool] | None:
     """The exact value of a decimal number, perhaps with a power of ten, and whether it is a percentage; or None."""
-    bare = (
-        " ".join(answer.split()).replace("- ", "-").removesuffix(".")
-        if len(answer) <= LONGEST
-        else ""
-    )
-    match = NUMBER.fullmatch(bare[1:-1] if re.fullmatch(r"\([^()]*\)", bare) else bare)
+    if len(answer) > LONGEST:
+        return None
+    text = " ".join(answer.split()).replace("- ", "-").removesuffix(".")
+    if re.fullmatch(r"\([^()]*\)", text):
+        text = text[1:-1]
+    match = NUMBER.fullmatch(text)
     if match is None:
         return None
     sign, digits, power, percent = match.groups()
