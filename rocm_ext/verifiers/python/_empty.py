@@ -6,12 +6,11 @@ import sys
 from collections import deque
 from functools import partial
 
+# The functions of the module operator, which compute with values of any kind
 OPERATORS = {value for value in vars(operator).values() if type(value) is type(len)} | {pow, divmod}
-VARIABLE = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-
-
-VIEWS: tuple[type, ...] = type({}.keys()), type({}.values()), type({}.items())
-SIZED = list, tuple, str, bytes, bytearray, range, dict, set, frozenset, deque, *VIEWS
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+SIZED = (list, tuple, str, bytes, bytearray, range, dict, set, frozenset, deque, *VIEWS)
 
 
 def zipped(longer, *values):
@@ -23,11 +22,10 @@ def zipped(longer, *values):
     """
     numpy = sys.modules.get("numpy")
     kinds = (*SIZED, numpy.ndarray) if numpy else SIZED
-    whole = [
-        value
-        for value, may in zip(values, longer, strict=True)
-        if not may and isinstance(value, kinds)
-    ]
+    whole = []
+    for value, may in zip(values, longer, strict=True):
+        if not may and isinstance(value, kinds):
+            whole.append(value)
     return _tuples(zip(*values, strict=False), whole)
 
 
@@ -36,8 +34,9 @@ def _tuples(tuples, whole):
     for item in tuples:
         count += 1
         yield item
-    if any(len(value) > count for value in whole):
-        raise AssertionError(f"zip ends after {count} of {max(map(len, whole))}")
+    longest = max(map(len, whole), default=0)
+    if longest > count:
+        raise AssertionError(f"zip ends after {count} of {longest}")
 
 
 def guarded(array):
@@ -50,13 +49,12 @@ def guarded(array):
     class Empty(numpy.ndarray):
         def __array_ufunc__(self, ufunc, method, *inputs, **options):
             same_emptiness(*inputs)
-            options["out"] = tuple(map(plain, options["out"])) if options.get("out") else None
+            if options.get("out"):
+                options["out"] = tuple(map(plain, options["out"]))
             result = getattr(ufunc, method)(*map(plain, inputs), **options)
-            return (
-                result.view(Empty)
-                if isinstance(result, numpy.ndarray) and not result.size
-                else result
-            )
+            if isinstance(result, numpy.ndarray) and not result.size:
+                return result.view(Empty)
+            return result
 
     def plain(value):
         return value.view(numpy.ndarray) if isinstance(value, Empty) else value
@@ -73,12 +71,17 @@ def same_emptiness(*values):
 
 def guard():
     """Make pytest's comparison of a number fail for an empty array."""
-    if pytest := sys.modules.get("pytest"):
-        scalar = type(pytest.approx(1.0))
-        equal = scalar.__eq__
-        scalar.__eq__ = lambda self, other: (
-            0 not in (getattr(other, "shape", ()) or ()) and equal(self, other)
-        )
+    pytest = sys.modules.get("pytest")
+    if pytest is None:
+        return
+    number = type(pytest.approx(1.0))
+    equal = number.__eq__
+
+    def compare(self, other):
+        shape = getattr(other, "shape", ()) or ()
+        return 0 not in shape and equal(self, other)
+
+    number.__eq__ = compare
 
 
 def full(function, /, *args, **keywords):
@@ -87,44 +90,52 @@ def full(function, /, *args, **keywords):
     Empty and non-empty values together are a failure where numpy would broadcast them, or calls the two equal. An
     empty array that comes out is guarded.
     """
-    if isinstance(
-        function, bool
-    ):  # True: args[0] is called; False: it is mentioned, and as a type may be compared
-        value = args[0]
-        if not callable(value) or not (function or not isinstance(value, type)):
-            return value
-        kinds = value, type(value), type(owner(value))
-        computes = any(str(getattr(kind, "__module__", "")).startswith("numpy") for kind in kinds)
-        return partial(full, value) if computes or is_operator(value) else value
-    in_place, numpy = False, sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")
+    if isinstance(function, bool):
+        return wrapped(args[0], called=function)
+    in_place = isinstance(function, str) and function[0] == "i"
     if isinstance(function, str):
-        in_place, function = function[0] == "i", getattr(operator, function)
+        function = getattr(operator, function)
     inputs = operands(numpy, function, args) if numpy else ()
-    if not all(
-        type(value) is numpy.ndarray or numpy.size(value) for value in inputs
-    ):  # a[a > 5] may be empty
+    # a[a > 5] may be empty
+    if not all(type(value) is numpy.ndarray or numpy.size(value) for value in inputs):
         same_emptiness(*inputs)
     if in_place:  # the statement computes
         return args[1]
     result = function(*args, **keywords)
-    if is_operator(function) and not inputs:
-        return result
+    if not inputs:
+        if is_operator(function):
+            return result
+        check_compared(function, args, keywords, result)
+    return guarded(result) if type(result) is numpy.ndarray and not result.size else result
+
+
+def wrapped(value, called):
+    """A function of numpy, or an operator, that goes through :func:`full`; any other value as it is.
+
+    The tests call it, or mention it: then a type may be there to be compared.
+    """
+    if not callable(value) or not (called or not isinstance(value, type)):
+        return value
+    kinds = (value, type(value), type(owner(value)))
+    computes = any(str(getattr(kind, "__module__", "")).startswith("numpy") for kind in kinds)
+    return partial(full, value) if computes or is_operator(value) else value
+
+
+def check_compared(function, args, keywords, result):
+    """Raise AssertionError if a function of numpy calls two values equal of which one has no elements."""
+    numpy = sys.modules["numpy"]
     empty = isinstance(result, numpy.ndarray) and not result.size
-    if not inputs and (
-        result is None or empty or (isinstance(result, (bool, numpy.bool_)) and result)
-    ):
-        pair = compared(function, args, keywords)
-        if (
-            not empty
-            or result.dtype == bool
-            or isinstance(pair[-1] if pair else 0, (list, numpy.ndarray))
-        ):
-            same_emptiness(*pair)
-    return guarded(result) if empty and type(result) is numpy.ndarray else result
+    holds = result is None or (isinstance(result, (bool, numpy.bool_)) and result)
+    if not (holds or empty):
+        return
+    values = compared(function, args, keywords)
+    arrays = (list, numpy.ndarray)
+    if holds or result.dtype == bool or isinstance(values[-1] if values else 0, arrays):
+        same_emptiness(*values)
 
 
 def is_operator(function):
-    """Whether a function computes with values of any kind, like the functions of the module operator."""
     return type(function) is type(len) and function in OPERATORS
 
 
@@ -148,9 +159,8 @@ def compared(function, args, keywords):
         given = inspect.signature(function).bind(*args, **keywords)
     except (ValueError, TypeError):  # a method of a builtin type has no signature
         return args[:2]
-    values = [
-        p.name
-        for p in given.signature.parameters.values()
-        if p.default is p.empty and p.kind not in VARIABLE
-    ]
+    values = []
+    for parameter in given.signature.parameters.values():
+        if parameter.default is parameter.empty and parameter.kind not in VARIABLE:
+            values.append(parameter.name)
     return [given.arguments[name] for name in values] if len(values) == 2 else ()

@@ -45,36 +45,30 @@ from _wire import (
 )
 
 VISIBLE = {"__name__", "__qualname__", "__dict__", "__members__", "__match_args__"}
-LIBRARIES = {*sys.stdlib_module_names, "numpy"} - {
-    "unittest",
-    "doctest",
-    "__main__",
-}  # their exceptions cross
-STOPS, STEPS = {"StopIteration", "StopAsyncIteration"}, {"next", "send", "throw", "await", "anext"}
+# Modules whose exceptions cross
+LIBRARIES = {*sys.stdlib_module_names, "numpy"} - {"unittest", "doctest", "__main__"}
+STOPS = {"StopIteration", "StopAsyncIteration"}
+STEPS = {"next", "send", "throw", "await", "anext"}
 OF_DATA = {  # module -> types of data; their attributes are the names that data has
     "builtins": "str bytes bytearray list tuple dict set frozenset int float complex range",
-    **{
-        "collections": "deque",
-        "datetime": "date datetime timedelta",
-        "decimal": "Decimal",
-        "fractions": "Fraction",
-    },
-    **{"pathlib": "PurePath", "numpy": "ndarray"},
+    "collections": "deque",
+    "datetime": "date datetime timedelta",
+    "decimal": "Decimal",
+    "fractions": "Fraction",
+    "pathlib": "PurePath",
+    "numpy": "ndarray",
 }
 OF_TABLES = {"all", "any", "equals", "isin", "isna", "isnull", "notna", "notnull", "between"}
+# Beginnings of names that ask a yes or no question
 ASKS = ("is", "startswith", "endswith", "any", "all", "equals", "not", "match", "between", "exists")
-ALWAYS = ("bool", "delitem", "next", "setitem")
-OF_ALL = ("dir", "format", "repr", "str")  # operations that all objects have
-KNOWN = "abs complex float index int invert iter len neg pos reversed round".split()  # noqa: SIM905
 VALUES = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 GENERATOR = type(_ for _ in ())
-FIELDS = {
-    "nt",
-    "x",
-    "slice",
-    *_wire.LIBRARY,
-}  # tags of values with attributes, which must not be callable
-METHOD, NONE = object(), object()  # stand for an attribute that is a method, and for no value
+# Tags of values with attributes, which must not be callable
+FIELDS = {"nt", "x", "slice", *_wire.LIBRARY}
+# What decoding raises for messages that an honest program does not send
+NONSENSE = (Malformed, LookupError, TypeError, ValueError, AttributeError, RecursionError)
+METHOD = object()  # stands for an attribute that is a method
+NONE = object()  # stands for no value
 JUDGE = None  # this process's Judge
 
 
@@ -162,7 +156,8 @@ class Handle:
                     f"the code gives one object of {kind.__name__} for different arguments"
                 )
             return True
-        mine, theirs = value_of(self, "eq"), value_of(other, "eq")
+        mine = value_of(self, "eq")
+        theirs = value_of(other, "eq")
         if mine is not NONE and theirs is not NONE:
             return mine == theirs
         if isinstance(other, Handle):
@@ -247,26 +242,15 @@ def leave(self, kind, error, trace):
     return False
 
 
-async def enter_async(self):
-    """``async with self:`` begins."""
-    return await JUDGE.request("method", self, "__aenter__")
-
-
 async def leave_async(self, kind, error, trace):
     """``async with self:`` ends."""
-    return await JUDGE.request("method", self, "__aexit__", kind, error, None) and not is_failure(
-        error
-    )
+    handled = await JUDGE.request("method", self, "__aexit__", kind, error, None)
+    return handled and not is_failure(error)
 
 
-def iterate_async(self):
-    """``async for x in self:`` begins."""
-    return JUDGE.request("method", self, "__aiter__")
-
-
-async def next_async(self):
-    """``async for x in self:`` goes on."""
-    return await JUDGE.request("method", self, "__anext__")
+def forwarded(name):
+    """A special method that does what the code's class says, without arguments."""
+    return lambda self: JUDGE.request("method", self, name)
 
 
 def compute(op, *values):
@@ -296,12 +280,12 @@ def known(op):
             return JUDGE.request(op, self, *args)
         if (value := value_of(self, op)) is not NONE:
             return compute(op, value, *args)
-        given = JUDGE.request(
-            op, self, *args
-        )  # before refusing: an error that data would raise counts
+        # before refusing: an error that data would raise counts
+        given = JUDGE.request(op, self, *args)
         if op != "iter":
             taken_for_data(self)
-        given = JUDGE.revive("y", [self.__number__]) if given is self else given
+        if given is self:
+            given = JUDGE.revive("y", [self.__number__])
         if type(given) is not GENERATOR:
             taken_for_data(self)
         return JUDGE.iterated.setdefault(self.__number__, given)  # once, as a generator
@@ -311,16 +295,21 @@ def known(op):
 
 def named(op):
     """An operation of the classes that the tests name, such as enumerations."""
-    return lambda cls, *args: (
-        taken_for_data(cls) if cls.__open__ is None else JUDGE.request(op, cls, *args)
-    )
+
+    def run(cls, *args):
+        if cls.__open__ is None:
+            taken_for_data(cls)
+        return JUDGE.request(op, cls, *args)
+
+    return run
 
 
 def ordered(op):
     """A comparison by size, of values or of objects whose classes the tests know."""
 
     def compare(self, other):
-        mine, theirs = value_of(self, op), value_of(other, op)
+        mine = value_of(self, op)
+        theirs = value_of(other, op)
         if mine is not NONE and theirs is not NONE:
             return compute(op, mine, theirs)
         if not (self.__known__ and isinstance(other, Handle) and other.__known__):
@@ -336,17 +325,20 @@ def binary(op, how=""):
     operation = f"i{name}" if how == "i" else op
 
     def run(self, other):
-        built, kind = self.__built__, type(self)  # a reply to value_of may reset __built__
-        mine, theirs = (value_of(value, name, f"r{name}", f"i{name}") for value in (self, other))
-        changes = how == "i" and hasattr(
-            kind.__data__, f"__i{name}__"
-        )  # the operation changes the object
+        built = self.__built__  # a reply to value_of may reset it
+        kind = type(self)
+        operations = (name, f"r{name}", f"i{name}")
+        mine = value_of(self, *operations)
+        theirs = value_of(other, *operations)
+        changes = how == "i" and hasattr(kind.__data__, f"__i{name}__")  # the object itself
         if mine is not NONE and theirs is not NONE and not changes:
-            return compute(operation, *((theirs, mine) if how == "r" else (mine, theirs)))
+            values = (theirs, mine) if how == "r" else (mine, theirs)
+            return compute(operation, *values)
         fits = changes or (isinstance(other, Handle) and other.__known__)
         if not (built or (self.__known__ and fits)):
             taken_for_data(self)
-        result = JUDGE.request(operation, *((other, self) if how == "r" else (self, other)))
+        values = (other, self) if how == "r" else (self, other)
+        result = JUDGE.request(operation, *values)
         if type(result) is kind and built:
             set_slot(result, "__built__", True)
         elif not (isinstance(result, Handle) or isinstance(other, Handle)):
@@ -372,37 +364,39 @@ def attribute(target, name):
     if name[:2] == "__" and name[-2:] == "__" and name not in VISIBLE:
         raise AttributeError(name)  # numpy would read any address from __array_interface__
     of_data = not target.__built__ and name in JUDGE.of_data
+    answers = name.startswith(ASKS) or not target.__known__
     if of_data and isinstance(target, Handle) and name not in type(target).__defined__:
         value = value_of(target)
-        if (
-            value is not NONE
-            and hasattr(value, name)
-            and (name.startswith(ASKS) or not target.__known__)
-        ):
+        if answers and value is not NONE and hasattr(value, name):
             return getattr(value, name)
-    if of_data and (name.startswith(ASKS) or not target.__known__):
+    if of_data and answers:
         JUDGE.refuse(f"an object of the code is asked .{name} as if it were data")
     value = JUDGE.request("get", target, name)
     return Method(target, name, of_data) if value is METHOD else value
 
 
-OPERATIONS = {  # special method -> what it does for a handle; a class has those that the code's class defines
-    **{f"__{op}__": always(op) for op in ALWAYS},
-    **{f"__{op}__": known(op) for op in KNOWN},
-    **{f"__{op}__": ordered(op) for op in ("lt", "le", "gt", "ge")},
-    **{f"__{op.strip('_')}__": binary(op) for op in (*BINARY, "divmod")},
-    **{f"__r{op.strip('_')}__": binary(op, "r") for op in (*BINARY, "divmod")},
-    **{f"__i{op.strip('_')}__": binary(op, "i") for op in BINARY},
+OPERATIONS = {  # special method -> what it does for a handle, if the code's class defines it
     "__contains__": contains,
     "__getitem__": get_item,
     "__enter__": enter,
     "__exit__": leave,
-    "__aenter__": enter_async,
+    "__aenter__": forwarded("__aenter__"),
     "__aexit__": leave_async,
-    "__aiter__": iterate_async,
-    "__anext__": next_async,
+    "__aiter__": forwarded("__aiter__"),
+    "__anext__": forwarded("__anext__"),
     "__call__": called,
 }
+for op in ("bool", "delitem", "next", "setitem"):
+    OPERATIONS[f"__{op}__"] = always(op)
+for op in "abs complex float index int invert iter len neg pos reversed round".split():  # noqa: SIM905
+    OPERATIONS[f"__{op}__"] = known(op)
+for op in ("lt", "le", "gt", "ge"):
+    OPERATIONS[f"__{op}__"] = ordered(op)
+for op in (*BINARY, "divmod"):
+    name = op.strip("_")
+    OPERATIONS[f"__{name}__"] = binary(op)
+    OPERATIONS[f"__r{name}__"] = binary(op, "r")
+    OPERATIONS[f"__i{name}__"] = binary(op, "i")
 ATTRIBUTES = {
     "__getattr__": attribute,
     "__setattr__": always("setattr"),
@@ -411,10 +405,10 @@ ATTRIBUTES = {
 for name, operation in ATTRIBUTES.items():
     setattr(Handle, name, operation)
     setattr(CodeClass, name, operation)
-for name in OF_ALL:
-    setattr(Handle, f"__{name}__", always(name))
-for name in ("iter", "len", "getitem"):
-    setattr(CodeCollection, f"__{name}__", named(name))
+for op in ("dir", "format", "repr", "str"):  # all objects have these
+    setattr(Handle, f"__{op}__", always(op))
+for op in ("iter", "len", "getitem"):
+    setattr(CodeCollection, f"__{op}__", named(op))
 
 
 def special_methods(defined, hashes, data):
@@ -425,8 +419,8 @@ def special_methods(defined, hashes, data):
         hashes: whether its objects may be hashed.
         data: the builtin type that it derives from; None if it derives from none.
     """
-    own = {*defined, *(dir(data) if data is not None else ())}
-    methods = {name: run for name, run in OPERATIONS.items() if name in own}
+    names = {*defined} if data is None else {*defined, *dir(data)}
+    methods = {name: run for name, run in OPERATIONS.items() if name in names}
     if "__len__" in methods:  # an object with a length of 0 is false
         methods["__bool__"] = OPERATIONS["__bool__"]
     if not hashes:
@@ -456,7 +450,9 @@ class Method:
     """A method of an object in the code's process; ``of_data``: the object may stand for data that has it, too."""
 
     def __init__(self, target, name, of_data):
-        self.__self__, self.__name__, self._of_data = target, name, of_data
+        self.__self__ = target
+        self.__name__ = name
+        self._of_data = of_data
 
     def __call__(self, /, *args, **keywords):
         value = JUDGE.request("method", self.__self__, self.__name__, *args, **keywords)
@@ -475,13 +471,14 @@ def same(a, b):
     """Whether two objects of the code are equal: the code says so, and their attributes are equal."""
     if JUDGE.request("eq", a, b) is not True:
         return False
-    pair = a.__number__, b.__number__
+    pair = (a.__number__, b.__number__)
     if pair in JUDGE.comparing:  # a cycle
         return True
     JUDGE.comparing.append(pair)
     try:
-        mine, other = JUDGE.request("state", a), JUDGE.request("state", b)
-        if type(a) is not type(b) or not mine or mine != other:
+        attributes = JUDGE.request("state", a)
+        others = JUDGE.request("state", b)
+        if type(a) is not type(b) or not attributes or attributes != others:
             JUDGE.refuse(
                 f"the code calls two objects of {type(a).__name__} equal whose attributes do not say so"
             )
@@ -502,34 +499,35 @@ class Judge(Wire):
     def __init__(self, channel, task, namespace):
         global JUDGE
         JUDGE = self
-        self.channel, self.namespace = channel, namespace
+        self.channel = channel
+        self.namespace = namespace
         self.source = "\n".join([task["tests"], *task["trusted"]])
         self.entry = task["entry_point"]
         self.bare = {"Solution", *task["functions"]}  # classes that only hold the entry point
-        self.handles, self.kinds, self.errors = {}, {}, {}
-        self.things, self.thing_numbers = (
-            [],
-            {},
-        )  # the tests' functions, iterators and exceptions; the code has numbers
-        self.streams, self.steps = (
-            {},
-            {},
-        )  # the code's generators and coroutines: number -> object, id -> number
-        self.comparing, self.failed, self.live = [], None, set()
+        # by the code's numbers
+        self.handles = {}
+        self.kinds = {}
+        self.errors = {}
+        self.streams = {}  # generators and coroutines
+        self.steps = {}  # id of a stream -> its number
+        # the tests' functions, iterators and exceptions; the code has their numbers, which begin with 1
+        self.things = []
+        self.thing_numbers = {}
+        self.comparing = []  # pairs of objects whose attributes are being compared
+        self.failed = None  # a failure of the tests inside a call of the code
+        self.live = set()
         self.inside = set()  # numbers of functions that came inside data
         self.iterated = {}  # object of an unknown class -> the generator of its values
         self.made = {}  # object -> the arguments of the calls that gave it
-        self.level, self.fields = (
-            0,
-            False,
-        )  # around the decoded value: number of values; whether one has attributes
+        self.level = 0  # number of values around the decoded one
+        self.fields = False  # whether one of them has attributes
         self.gone = self.unjudged = ""
         self.lock = RLock()  # the tests may have threads
-        used = [module for module in OF_DATA if module == "builtins" or module in self.source]
-        kinds = [
-            getattr(__import__(module), name) for module in used for name in OF_DATA[module].split()
-        ]
-        self.of_data = OF_TABLES.union(task["methods"], *map(dir, kinds))
+        self.of_data = OF_TABLES.union(task["methods"])
+        for module, names in OF_DATA.items():
+            if module == "builtins" or module in self.source:
+                for name in names.split():
+                    self.of_data.update(dir(getattr(__import__(module), name)))
         self.kind(0, "function", False, True, False, [], "", ["__call__"])
 
     def refuse(self, reason):
@@ -543,11 +541,8 @@ class Judge(Wire):
             return ["B", value.kind.__name__]
         if kind is Method:
             return ["m", value.__self__.__number__, value.__name__]
-        if (
-            isinstance(value, Handle)
-            or issubclass(kind, (CodeClass, ErrorClass))
-            or hasattr(value, "__number__")
-        ):
+        classes = (CodeClass, ErrorClass)
+        if isinstance(value, Handle) or issubclass(kind, classes) or hasattr(value, "__number__"):
             return ["h", value.__number__]
         if isinstance(value, BaseException):
             return self.thrown(value)
@@ -560,9 +555,8 @@ class Judge(Wire):
         waits = getattr(getattr(value, "__code__", 0), "co_flags", 0) & 0x80
         if waits or not (steps or kind in FUNCTIONS or kind.__name__ in ("method", "partial")):
             raise Unsendable(f"a {kind.__name__} of the tests")
-        key = (
-            (id(value.__self__), name) if kind.__name__ == "method" else id(value)
-        )  # bound methods are new objects
+        # bound methods are new objects each time
+        key = (id(value.__self__), name) if kind.__name__ == "method" else id(value)
         if key not in self.thing_numbers:
             self.things.append(value)
             self.thing_numbers[key] = len(self.things)
@@ -570,27 +564,26 @@ class Judge(Wire):
 
     def thrown(self, error):
         """The JSON of an exception of the tests: its first builtin class, and its arguments if they are plain data."""
-        names = [
-            base.__name__
-            for base in type(error).__mro__
-            if getattr(builtins, base.__name__, None) is base
-        ]
+        bases = type(error).__mro__
+        builtin = next(base for base in bases if vars(builtins).get(base.__name__) is base)
+        # the arguments of a failed assert may hold expected values
+        args = () if isinstance(error, AssertionError) else error.args
         try:
-            args = self.encode(
-                () if isinstance(error, AssertionError) else error.args, 1
-            )  # may hold expected values
+            args = self.encode(args, 1)
         except Unsendable:
             args = self.encode((str(error),))
         self.things.append(error)
-        return ["x", len(self.things), names[0], args]
+        return ["x", len(self.things), builtin.__name__, args]
 
     def _decode(self, item):
-        fields, self.level = self.fields, self.level + 1
+        fields = self.fields
         self.fields = fields or (type(item) is list and item[0] in FIELDS)
+        self.level += 1
         try:
             value = super()._decode(item)
         finally:
-            self.fields, self.level = fields, self.level - 1
+            self.level -= 1
+            self.fields = fields
         empty = type(value).__name__ == "ndarray" and not value.size
         return sys.modules["_empty"].guarded(value) if empty else value
 
@@ -613,17 +606,20 @@ class Judge(Wire):
             return self.streams[at]
         expect(tag == "h", f"tag {tag!r}")
         if at not in self.handles:
-            self.handles[at], self.fresh = made_handle(self.kind(*parts[1:9]), at), at
+            self.handles[at] = made_handle(self.kind(*parts[1:9]), at)
+            self.fresh = at
         handle = self.handles[at]
-        calls, is_object = "__call__" in vars(type(handle)), type(handle).__class_number__
-        if calls and (self.fields or (self.level > 1 and is_object)):
-            self.refuse("the code gives a container with what can be called")
-        if calls and self.level > 1:
-            self.inside.add(at)
+        kind = type(handle)
+        if "__call__" in vars(kind):
+            inside = self.level > 1
+            if self.fields or (inside and kind.__class_number__):
+                self.refuse("the code gives a container with what can be called")
+            if inside:
+                self.inside.add(at)
         set_slot(handle, "__built__", False)  # an object that the code sends may stand for data
         if parts[9:]:
             set_slot(handle, "__value__", self._decode(parts[9]))
-            expect(type(handle.__value__) is type(handle).__data__, "no value")
+            expect(type(handle.__value__) is kind.__data__, "no value")
         return handle
 
     def kind(self, at, name, compares, hashes, has_items, bases, data, defined):
@@ -656,11 +652,8 @@ class Judge(Wire):
         at = number(names[0][2])
         if module.split(".")[0] in LIBRARIES:
             kind = vars(sys.modules.get(module, builtins)).get(name)
-            if (
-                isinstance(kind, type)
-                and issubclass(kind, BaseException)
-                and kind.__module__ == module
-            ):
+            is_error = isinstance(kind, type) and issubclass(kind, BaseException)
+            if is_error and kind.__module__ == module:
                 return kind
         if at not in self.errors:
             base = self.exception_class(names[1:]) if names[1:] else Exception
@@ -677,7 +670,8 @@ class Judge(Wire):
 
     def exception(self, names, at, says, args, attributes, cause):
         """An exception of the code."""
-        kind, args = self.exception_class(names), self._decode(args)
+        kind = self.exception_class(names)
+        args = self._decode(args)
         try:
             error = type.__call__(kind, *args)
         except Exception:
@@ -735,39 +729,35 @@ class Judge(Wire):
             both = [*args, *keywords.values()]
             try:
                 encoded = [self.encode(value) for value in both]
-                named = [[name, encoded[len(args) + index]] for index, name in enumerate(keywords)]
-                self.channel.send(
-                    {"op": op, "a": encoded[: len(args)], "k": named, "w": any(map(mutable, both))}
-                )
-                while "op" in (reply := self.channel.receive()):
-                    self.show(reply)
-                    self.channel.send(self.serve(reply))
-                self.show(reply)
-                returned, error = self.result(op, reply, both)
+                named = list(map(list, zip(keywords, encoded[len(args) :], strict=True)))
+                writable = any(map(mutable, both))
+                message = {"op": op, "a": encoded[: len(args)], "k": named, "w": writable}
+                returned, error = self.result(op, self.exchange(message), both)
             except Unsendable as problem:
                 self.refuse(f"the tests give the code {problem}")
-            except (
-                Closed,
-                Malformed,
-                LookupError,
-                TypeError,
-                ValueError,
-                AttributeError,
-                RecursionError,
-            ) as problem:
-                ended = isinstance(problem, Closed)
-                self.gone = (
-                    "the program ended during the tests"
-                    if ended
-                    else f"the program sent nonsense: {problem!r}"
-                )
-                raise CodeEnded(self.gone) from None
+            except Closed:
+                self.end("the program ended during the tests")
+            except NONSENSE as problem:
+                self.end(f"the program sent nonsense: {problem!r}")
             failed, self.failed = self.failed, None
-            if failed or error:
-                raise (
-                    failed or error
-                )  # a failed assert takes precedence over the code's reaction to it
+            if failed or error:  # a failed assert takes precedence over the code's reaction to it
+                raise failed or error
             return returned
+
+    def exchange(self, message):
+        """Send a request and return its reply; meanwhile the code may call functions of the tests."""
+        self.channel.send(message)
+        while True:
+            reply = self.channel.receive()
+            self.show(reply)
+            if "op" not in reply:
+                return reply
+            self.channel.send(self.serve(reply))
+
+    def end(self, reason):
+        """Stop the tests, because the code no longer answers."""
+        self.gone = reason
+        raise CodeEnded(reason) from None
 
     def result(self, op, reply, both):
         """The value and the exception in a reply; None for the one that it lacks."""
@@ -776,12 +766,10 @@ class Judge(Wire):
         for index, now in reply["changed"]:
             rewrite(both[number(index)], self.decode(now))
         for name, now in reply["globals"]:
-            if (
-                name in self.live
-                and not callable(value := self.decode(now))
-                and not isinstance(value, Handle)
-            ):
-                self.namespace[name] = value
+            if name in self.live:
+                value = self.decode(now)
+                if not (callable(value) or isinstance(value, Handle)):
+                    self.namespace[name] = value
         if "x" in reply:
             return None, self.raised(op, self.decode(reply["x"]))
         answer = reply["ok"]
@@ -797,14 +785,12 @@ class Judge(Wire):
     def raised(self, op, error):
         """The exception to raise for one of the code."""
         expect(isinstance(error, BaseException), "no exception")
-        names = {
-            kind.__name__
-            for kind in type(error).__mro__
-            if kind.__module__ in ("builtins", "asyncio.exceptions")
-        }
-        expected = any(
-            name in self.source for name in names - {"object", "BaseException", "Exception"}
-        )
+        names = set()
+        for kind in type(error).__mro__:
+            if kind.__module__ in ("builtins", "asyncio.exceptions"):
+                names.add(kind.__name__)
+        general = {"object", "BaseException", "Exception"}
+        expected = any(name in self.source for name in names - general)
         if not isinstance(error, Exception) and not expected:
             self.gone = f"the code raised {type(error).__name__}: {str(error)[:300]}"
             return CodeEnded(self.gone)

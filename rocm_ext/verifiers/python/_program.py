@@ -10,7 +10,7 @@ import posix  # os is not loaded yet, and takes a millisecond
 import sys
 from _thread import RLock
 
-from _wire import BINARY, FACTORIES, FUNCTIONS, Closed, Unsendable, Wire, mutable, program_channel
+from _wire import FACTORIES, FUNCTIONS, Closed, Unsendable, Wire, mutable, program_channel
 
 PRINTED = 1 << 20  # characters between two messages; the rest is dropped
 CAUSES = 5  # length of an exception's chain of causes
@@ -21,25 +21,17 @@ WRAPPERS = {
     "singledispatch_wrapper",
     "builtin_function_or_method",
 }
+STREAMS = {"coroutine": "w", "async_generator": "g"}  # type -> tag
 LEAVES = {int: int.__int__, float: float.__float__, complex: complex.__pos__, str: str.__str__}
 ITEMS = {dict: lambda value: dict(dict.items(value))} | {
     kind: lambda value, kind=kind: kind(kind.__iter__(value))
     for kind in (list, tuple, set, frozenset, bytes, bytearray)
 }
-READ = (
-    LEAVES | ITEMS
-)  # builtin type -> the plain value of an object of a class that derives from it
-OPERATORS = "lt le gt ge eq neg pos invert contains getitem setitem delitem index".split()  # noqa: SIM905
-MAY_ADD = {
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-    "__annotations__",
-}  # to a class of the set-up, as well as methods
+# Builtin type -> the plain value of an object of a class that derives from it
+READ = LEAVES | ITEMS
+# What the code may add to a class of the set-up, as well as methods
+MAY_ADD = {"__lt__", "__le__", "__gt__", "__ge__", "__annotations__"}
 FUNCTION = type(lambda: None)
-BUILTINS = """abs bool complex delattr dir divmod float format hash int iter len next repr reversed round setattr
-str""".split()  # noqa: SIM905
 
 
 class Program(Wire):
@@ -47,11 +39,10 @@ class Program(Wire):
 
     def __init__(self, channel):
         self.channel = channel
-        self.objects, self.numbers = [], {}
-        self.theirs, self.their_numbers = (
-            {},
-            {},
-        )  # stand-ins for the tests' functions and exceptions
+        self.objects = []
+        self.numbers = {}
+        self.theirs = {}  # stand-ins for the tests' functions and exceptions
+        self.their_numbers = {}
         self.depth = 0  # number of nested operations under way
         self.reading = False  # while the value of a container is encoded
         self.plain = False  # while the content of an exception is encoded
@@ -62,10 +53,9 @@ class Program(Wire):
         self.module = sys.modules["solution"] = type(sys)("solution")
         self.namespace = self.module.__dict__
         self.namespace["__builtins__"] = builtins
-        in_place = ["i" + name.strip("_") for name in BINARY]
         self.operations = {
-            **{name: getattr(_operator, name) for name in (*BINARY, *in_place, *OPERATORS)},
-            **{name: getattr(builtins, name) for name in BUILTINS},
+            **vars(builtins),
+            **vars(_operator),
             "call": lambda f, /, *a, **k: f(*a, **k),
             "method": lambda o, name, /, *a, **k: getattr(o, name)(*a, **k),
             "send": lambda o, value: o.send(value),
@@ -92,12 +82,11 @@ class Program(Wire):
             return self.kind(value)
         if kind is type(sys):
             raise Unsendable(f"the module {value.__name__}")
-        if kind.__module__ == "itertools" or (
-            kind.__module__ == "builtins" and hasattr(kind, "__next__")
-        ):
-            return ["y", self.number(value)]
-        if kind.__module__ == "builtins" and kind.__name__ in ("coroutine", "async_generator"):
-            return ["w" if kind.__name__ == "coroutine" else "g", self.number(value)]
+        if kind.__module__ in ("builtins", "itertools"):
+            if kind.__module__ == "itertools" or hasattr(kind, "__next__"):
+                return ["y", self.number(value)]
+            if kind.__name__ in STREAMS:
+                return [STREAMS[kind.__name__], self.number(value)]
         if kind in FUNCTIONS or kind.__name__ in WRAPPERS:
             return ["h", self.number(value), 0, "function", False, True, False, [], "", []]
         return ["h", self.number(value), *self.describe(kind), *self.value(value, base_of(kind))]
@@ -113,11 +102,9 @@ class Program(Wire):
         """The JSON of a class: a builtin type's name, an exception's lineage, another class's description."""
         if FACTORIES.get(kind.__name__) is kind and not hasattr(kind, "__class_getitem__"):
             return ["T", kind.__name__]
-        return (
-            ["X", self.lineage(kind)]
-            if issubclass(kind, BaseException)
-            else ["k", *self.describe(kind)]
-        )
+        if issubclass(kind, BaseException):
+            return ["X", self.lineage(kind)]
+        return ["k", *self.describe(kind)]
 
     def describe(self, kind):
         """A class, for ``Judge.kind``.
@@ -127,6 +114,7 @@ class Program(Wire):
         """
         equals = next(base for base in kind.__mro__ if "__eq__" in vars(base))
         compares = equals is not object and equals.__module__ != "enum"
+        hashes = kind.__hash__ is not None
         has_items = hasattr(type(kind), "__iter__") or hasattr(kind, "__class_getitem__")
         bases = [self.number(base) for base in kind.__mro__[1:-1] if base.__module__ == "solution"]
         data = base_of(kind)
@@ -136,14 +124,16 @@ class Program(Wire):
                 if data or name[:2] == name[-2:] == "__":
                     defined.setdefault(name, value is not None)
         names = [name for name, usable in defined.items() if usable]
-        return [self.number(kind), kind.__name__, compares, kind.__hash__ is not None, has_items, bases,
-                data.__name__ if data else "", names]  # fmt: skip
+        name_of_data = data.__name__ if data else ""
+        first = [self.number(kind), kind.__name__]
+        return [*first, compares, hashes, has_items, bases, name_of_data, names]
 
     def value(self, value, base):
         """A list with the JSON of an object's plain value; empty if it has none, or is a container inside another."""
         if base is None or (base in ITEMS and self.reading):  # cycles of objects would take forever
             return []
-        outer, self.reading = self.reading, self.reading or base in ITEMS
+        outer = self.reading
+        self.reading = outer or base in ITEMS
         data = self.as_data(READ[base](value))
         self.reading = outer
         return [] if data is ... else [data]
@@ -154,9 +144,8 @@ class Program(Wire):
         for base in kind.__mro__:
             if issubclass(base, BaseException):
                 library = getattr(sys.modules.get(base.__module__), base.__name__, None) is base
-                kinds.append(
-                    [base.__module__ if library else "solution", base.__name__, self.number(base)]
-                )
+                module = base.__module__ if library else "solution"
+                kinds.append([module, base.__name__, self.number(base)])
                 if library and base.__module__ == "builtins":
                     break
         return kinds
@@ -167,11 +156,9 @@ class Program(Wire):
             says = str(error)[:10_000]
         except BaseException:
             says = ""
-        args = (
-            (*error.args, error.filename)
-            if isinstance(error, OSError) and len(error.args) == 2
-            else error.args
-        )
+        args = error.args
+        if isinstance(error, OSError) and len(args) == 2:
+            args = (*args, error.filename)
         outer = self.plain
         self.plain = True
         args = self.as_data(args)
@@ -186,15 +173,8 @@ class Program(Wire):
         self.plain = outer
         if args is ...:
             args = self.as_data((says,))
-        return [
-            "x",
-            self.lineage(type(error)),
-            self.number(error),
-            says,
-            args,
-            ["d", *attributes],
-            cause,
-        ]
+        lineage = self.lineage(type(error))
+        return ["x", lineage, self.number(error), says, args, ["d", *attributes], cause]
 
     def as_data(self, value):
         """The JSON of a value; ``...`` if it may not cross."""
@@ -210,15 +190,20 @@ class Program(Wire):
             return getattr(self.objects[parts[0] - 1], parts[1])
         if tag == "B":
             return getattr(builtins, parts[0])
-        if tag == "f" and parts[0] not in self.theirs:
-            self.keep(parts[0], self.stand_in(*parts))
+        if tag not in ("f", "x"):
+            return super().revive(tag, parts)
+        number = parts[0]
         if tag == "x":
-            self.keep(parts[0], getattr(builtins, parts[1])(*self.decode(parts[2])))
-        return self.theirs[parts[0]] if tag in ("f", "x") else super().revive(tag, parts)
+            kind = getattr(builtins, parts[1])
+            self.keep(number, kind(*self.decode(parts[2])))
+        elif number not in self.theirs:
+            self.keep(number, self.stand_in(*parts))
+        return self.theirs[number]
 
     def keep(self, number, value):
         """Let a value stand for the tests' object of that number; it stays alive, so that no other gets its id."""
-        self.theirs[number], self.their_numbers[id(value)] = value, number
+        self.theirs[number] = value
+        self.their_numbers[id(value)] = number
 
     def stand_in(self, number, name, steps):
         """A stand-in for a function of the tests, or for an iterator if it ``steps``."""
@@ -229,7 +214,7 @@ class Program(Wire):
         def iterator():
             while True:
                 try:
-                    item = self.request("next", number, [])
+                    item = self.request("next", number, [], {})
                 except StopIteration:
                     return
                 yield item
@@ -237,30 +222,33 @@ class Program(Wire):
         function.__name__ = function.__qualname__ = name
         return iterator() if steps else function
 
-    def request(self, op, number, args, keywords=None):
+    def request(self, op, number, args, keywords):
         """Ask the tests' process to call one of its functions, or to advance an iterator."""
         if not self.depth:
             raise RuntimeError("the tests are called outside of their calls")
         with self.turn:
-            named = [[name, self.encode(value)] for name, value in (keywords or {}).items()]
-            self.channel.send({"op": op, "f": number, "a": [self.encode(arg) for arg in args], "k": named,
-                               **self.printed()})  # fmt: skip
-            while "op" in (reply := self.channel.receive()):  # the function calls the code
+            named = [[name, self.encode(value)] for name, value in keywords.items()]
+            encoded = [self.encode(arg) for arg in args]
+            message = {"op": op, "f": number, "a": encoded, "k": named, **self.printed()}
+            self.channel.send(message)
+            reply = self.channel.receive()
+            while "op" in reply:  # the function calls the code
                 self.channel.send(self.answer(reply))
+                reply = self.channel.receive()
             if "x" in reply:
                 raise self.decode(reply["x"])
             return self.decode(reply["ok"])
 
     def printed(self):
         """The text that the code has printed since the last message, by stream."""
-        texts = {
-            "stdout": self.stdout.getvalue()[:PRINTED],
-            "stderr": self.stderr.getvalue()[:PRINTED],
-        }
-        for stream in (self.stdout, self.stderr):
+        texts = {}
+        for name, stream in (("stdout", self.stdout), ("stderr", self.stderr)):
+            text = stream.getvalue()[:PRINTED]
+            if text:
+                texts[name] = text
             stream.seek(0)
             stream.truncate()
-        return {name: said for name, said in texts.items() if said}
+        return texts
 
     def serve(self):
         """Answer until the tests' process ends."""
@@ -275,19 +263,21 @@ class Program(Wire):
     def answer(self, request):
         """Do an operation and return the answer."""
         self.depth += 1
-        both, before = [], {}
+        both = []
+        before = {}
         try:
             args = [self.decode(arg) for arg in request["a"]]
             keywords = {name: self.decode(value) for name, value in request["k"]}
             both = [*args, *keywords.values()]
-            kept = [index for index, arg in enumerate(both) if mutable(arg)]
-            before = {index: self.as_data(both[index]) for index in kept} if request["w"] else {}
+            containers = [index for index, value in enumerate(both) if mutable(value)]
+            if request["w"]:
+                before = {index: self.as_data(both[index]) for index in containers}
             if request["op"] in self.describing:
                 reply = {"ok": self.describing[request["op"]](*args)}
             else:
                 value = self.operations[request["op"]](*args, **keywords)
-                argument = next((index for index in kept if both[index] is value), None)
-                reply = {"ok": self.encode(value) if argument is None else ["a", argument]}
+                same = [index for index in containers if both[index] is value]
+                reply = {"ok": ["a", same[0]] if same else self.encode(value)}
         except Closed:
             raise
         except Unsendable as error:
@@ -339,11 +329,9 @@ class Program(Wire):
     def get(self, value, name):
         """The JSON of an attribute; ``["m"]`` for a method."""
         attribute = getattr(value, name)
-        return (
-            ["m"]
-            if callable(attribute) and not isinstance(attribute, type)
-            else self.encode(attribute)
-        )
+        if callable(attribute) and not isinstance(attribute, type):
+            return ["m"]
+        return self.encode(attribute)
 
     def finish(self, value):
         """The result of an awaitable."""
@@ -365,7 +353,7 @@ class Program(Wire):
         for name, value in self.namespace.items():
             if isinstance(value, type) and value.__module__ == here:
                 shared[name] = value
-        self.set_up = [(kind, dict(vars(kind))) for kind in shared.values()]
+                self.set_up.append((value, dict(vars(value))))
         exec(compile(task["code"], "solution", "exec", dont_inherit=True), self.namespace)
         self.namespace |= shared  # an answer may repeat them
         self.printed()
@@ -377,18 +365,19 @@ class Program(Wire):
         """
         for kind, before in self.set_up:
             now = vars(kind)
-            added = [name for name in now if name not in before and name not in MAY_ADD]
-            if (any(name.startswith("__") or type(now[name]) is not FUNCTION for name in added)
-                    or any(now.get(name) is not value for name, value in before.items())):  # fmt: skip
+            for name, value in now.items():
+                is_method = type(value) is FUNCTION and not name.startswith("__")
+                if name not in before and name not in MAY_ADD and not is_method:
+                    return kind.__name__
+            if any(now.get(name) is not value for name, value in before.items()):
                 return kind.__name__
         return ""
 
 
 def base_of(kind):
     """The builtin type that a class of the code derives from, if READ knows it; else None."""
-    base = next(
-        (base for base in kind.__mro__ if base.__module__ not in ("solution", "enum")), None
-    )
+    ours = ("solution", "enum")
+    base = next((base for base in kind.__mro__ if base.__module__ not in ours), None)
     return base if base in READ else None
 
 

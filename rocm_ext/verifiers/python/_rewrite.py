@@ -8,13 +8,12 @@ import ast
 
 from _source import calls_check, functions_that, is_test, last_name, walk
 
-WATCH, RAN, FAILURE, ZIP, FULL = NAMES = (
-    "__watch__",
-    "__ran__",
-    "__failure__",
-    "__zip__",
-    "__full__",
-)
+WATCH = "__watch__"
+RAN = "__ran__"
+FAILURE = "__failure__"
+ZIP = "__zip__"
+FULL = "__full__"
+NAMES = (WATCH, RAN, FAILURE, ZIP, FULL)
 OPERATORS = dict(
     zip("Add Sub Mult Div FloorDiv Mod Pow Eq NotEq Lt LtE Gt GtE".split(),  # noqa: SIM905
         "add sub mul truediv floordiv mod pow eq ne lt le gt ge".split(), strict=True))  # noqa: SIM905  # fmt: skip
@@ -60,11 +59,11 @@ class Checks(Rewriter):
     def counted(self, nodes):
         """Those of the rewritten nodes that hold a check which counts, perhaps in a function that they call."""
         counting = functions_that(self._counts, self.functions)
-        return [
-            node
-            for node in nodes
-            if any(self._counts(part, counting) for part in _outside_methods(node))
-        ]
+        found = []
+        for node in nodes:
+            if any(self._counts(part, counting) for part in _outside_methods(node)):
+                found.append(node)
+        return found
 
     def _counts(self, node, counting):
         """Whether a node counts as a check that must run; ``counting``: names of functions that hold one."""
@@ -79,7 +78,7 @@ class Checks(Rewriter):
 
     def visit_FunctionDef(self, node):
         self.functions.append(node)
-        outer = self.returns, self.inside_with
+        outer = (self.returns, self.inside_with)
         self.returns = is_test(node.name) and node.name not in self.called
         self.inside_with = False
         node = self.generic_visit(node)
@@ -120,7 +119,8 @@ class Checks(Rewriter):
         chooses = isinstance(node.value, (ast.BoolOp, ast.IfExp))  # `a == b or pytest.fail()`
         is_check = chooses and any(calls_check(part) for part in walk(node))
         node = self.generic_visit(node)
-        node.value = _ran(node.value) if is_check else node.value
+        if is_check:
+            node.value = _ran(node.value)
         return node
 
     def visit_If(self, node):
@@ -130,7 +130,8 @@ class Checks(Rewriter):
         for end in failures:
             if self.inside_with and isinstance(end, ast.Raise) and end.exc:
                 end.exc = _call(FAILURE, end, end.exc)
-        node.test = _ran(node.test) if failures else node.test
+        if failures:
+            node.test = _ran(node.test)
         return node
 
     def visit_For(self, node):
@@ -209,9 +210,8 @@ def _fails(statement):
 
 def _call(name, place, *args):
     """A call of one of the ``NAMES`` at the place of another node."""
-    return ast.copy_location(
-        ast.Call(ast.copy_location(ast.Name(name, ast.Load()), place), list(args), []), place
-    )
+    function = ast.copy_location(ast.Name(name, ast.Load()), place)
+    return ast.copy_location(ast.Call(function, list(args), []), place)
 
 
 def _ran(value):
@@ -252,9 +252,9 @@ def _zipped(call):
     shared = any(root and roots.count(root) > 1 for root in roots)
     if len(roots) < 2 or shared or any(isinstance(arg, ast.Starred) for arg in call.args):
         return call
-    literal = [not root or root.startswith("range(") for root in roots]
-    longer = [any(literal) and not written for written in literal]
-    mask = ast.copy_location(ast.Tuple([ast.Constant(may) for may in longer], ast.Load()), call)
+    written = [not root or root.startswith("range(") for root in roots]  # by the tests
+    longer = [ast.Constant(any(written) and not literal) for literal in written]
+    mask = ast.copy_location(ast.Tuple(longer, ast.Load()), call)
     return _call(ZIP, call, ast.fix_missing_locations(mask), *call.args)
 
 

@@ -20,14 +20,8 @@ from _source import Broken, Tests, is_test
 from _wire import Closed, Malformed, judge_channel
 
 MAIN = "__main__"  # unittest, dataclasses and pickle look for the tests' classes there
-PLUGINS = (
-    "cacheprovider",
-    "terminal",
-    "faulthandler",
-    "warnings",
-    "doctest",
-    "junitxml",
-)  # of pytest; slow
+# Plugins of pytest, which are slow
+PLUGINS = ("cacheprovider", "terminal", "faulthandler", "warnings", "doctest", "junitxml")
 FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 
@@ -43,9 +37,12 @@ class TestCounts:
     """
 
     def __init__(self, judge, source, go_on):
-        self.judge, self.lines, self.go_on = judge, source.split("\n"), go_on
+        self.judge = judge
+        self.lines = source.split("\n")
+        self.go_on = go_on
         self.passed = self.total = self.failures = self.ran = 0
-        self.detail, self.failed = "", None
+        self.detail = ""
+        self.failed = None
 
     def __enter__(self):
         self.ran += 1
@@ -53,7 +50,7 @@ class TestCounts:
     def __exit__(self, kind, error, trace):
         if isinstance(error, Exception):
             error.__in_assert__ = True
-        if isinstance(error, AssertionError) and not hasattr(error, "__number__"):
+        if isinstance(error, AssertionError) and not of_code(error):
             self.failed = error
 
     def count(self, value=None):
@@ -86,9 +83,8 @@ class TestCounts:
                 run()
             if self.failed is not None:
                 raise self.failed
-        except (
-            BaseException
-        ) as error:  # this name goes at the end: its traceback would keep the unit's objects
+        except BaseException as error:
+            # this name goes at the end: its traceback would keep the unit's objects
             self.note(error, text)
         if self.judge.gone and self.failures == failures:
             self.note(None, text)
@@ -96,30 +92,32 @@ class TestCounts:
 
     def note(self, error, text):
         """Record a failure; raises Broken if the tests cannot import a module."""
-        if (
-            isinstance(error, ImportError)
-            and not hasattr(error, "__number__")
-            and error.name != "solution"
-        ):
+        if isinstance(error, ImportError) and not of_code(error) and error.name != "solution":
             raise Broken(f"{type(error).__name__}: {error}")
         self.failures += 1
         if self.detail:
             return
-        line, trace = "", getattr(error, "__traceback__", None)
+        line = ""
+        trace = getattr(error, "__traceback__", None)
         while trace is not None:
             if trace.tb_frame.f_code.co_filename == "tests":
                 line = "".join(self.lines[trace.tb_lineno - 1 : trace.tb_lineno]).strip()[:150]
             trace = trace.tb_next
-        parts = [text, "" if line in text else line]
+        parts = [text]
+        if line not in text:
+            parts.append(line)
         if error is not None and (said(error) or not isinstance(error, AssertionError)):
-            tests = (
-                " in the tests"
-                if isinstance(error, MemoryError) and not hasattr(error, "__number__")
-                else ""
-            )
-            parts.append(f"{type(error).__name__}{tests}: {said(error)}")
-        parts.append(self.judge.gone if self.judge.gone not in parts[-1] else "")
+            in_tests = isinstance(error, MemoryError) and not of_code(error)
+            where = " in the tests" if in_tests else ""
+            parts.append(f"{type(error).__name__}{where}: {said(error)}")
+        if self.judge.gone and self.judge.gone not in parts[-1]:
+            parts.append(self.judge.gone)
         self.detail = ": ".join(filter(None, parts))
+
+
+def of_code(error):
+    """Whether an exception comes from the code's process."""
+    return hasattr(error, "__number__")
 
 
 def failure(error):
@@ -142,61 +140,60 @@ def run(task, judge, namespace, report):
     """Run the tests in their namespace; the report for the verifier. Raises Broken if the tests do not work."""
     builtins.exit = builtins.quit = sys.exit  # as `site` does
     calls = task["cases"] is not None
-    tests = (
-        Calls(task) if calls else Tests(task["tests"], task["trusted"], task["entry_point"], False)
-    )
+    if calls:
+        tests = Calls(task)
+    else:
+        tests = Tests(task["tests"], task["trusted"], task["entry_point"], False)
     judge.greeted()
     report("started")
-    if error := judge.loaded():
+    error = judge.loaded()
+    if error:
         return {"kind": "failed", "detail": f"{type(error).__name__}: {said(error)}"}
     defined = judge.names(sorted({*tests.wanted, *task["shared"]}))
     missing = tests.required - set(defined) or (tests.own if tests.own.isdisjoint(defined) else ())
     if missing:
         return {"kind": "failed", "detail": f"the code defines no {' or '.join(sorted(missing))}"}
-    score, judge.live = TestCounts(judge, task["tests"], task["all"]), tests.live
+    judge.live = tests.live
+    score = TestCounts(judge, task["tests"], task["all"])
     prepare("\n".join([task["tests"], *task["trusted"]]), score)
-    namespace.update((name, defined[name]) for name in task["shared"] if name in defined)
-    namespace.update(
-        zip(NAMES, (score, score.count, failure, _empty.zipped, _empty.full), strict=True)
-    )
+    shared = set(task["shared"])  # these classes live with the code
+    for name, value in defined.items():
+        if name in shared:
+            namespace[name] = value
+    replacements = (score, score.count, failure, _empty.zipped, _empty.full)
+    namespace.update(zip(NAMES, replacements, strict=True))
     checks = None if calls else Checks(tests)
     for source in task["trusted"]:
         tree = ast.parse(source)
-        tree.body = [
-            s for s in tree.body if getattr(s, "name", "") not in task["shared"]
-        ]  # they live with the code
+        tree.body = [part for part in tree.body if getattr(part, "name", "") not in shared]
         if checks:
             checks.visit(tree)
             guard_numpy(tests, tree)
         try:
             exec(compile(tree, "setup", "exec", dont_inherit=True), namespace)
         except Exception as error:
-            if not task["shared"]:
+            if not shared:
                 raise
-            return {
-                "kind": "failed",
-                "detail": f"the set-up, with the code's objects: {type(error).__name__}: {said(error)}",
-            }
+            problem = f"{type(error).__name__}: {said(error)}"
+            return {"kind": "failed", "detail": f"the set-up, with the code's objects: {problem}"}
+    # the set-up may define the answer's name, such as a bare signature or what it imports
     for name in tests.required | (tests.own if calls else set()):
-        namespace.pop(
-            name, None
-        )  # the set-up may define it, such as a bare signature or what it imports
-    given = set(namespace) - set(task["shared"])
+        namespace.pop(name, None)
+    given = set(namespace) - shared
     for name, (module, attribute) in tests.library.items():
         if name not in given:
             library = importlib.import_module(module)
             namespace[name] = getattr(library, attribute, library) if attribute else library
-    namespace.update(
-        {
-            name: value
-            for name, value in defined.items()
-            if name in tests.wanted and name not in given
-        }
-    )
+    for name, value in defined.items():
+        if name in tests.wanted and name not in given:
+            namespace[name] = value
     if type(judge) is Judge:
         solution = sys.modules["solution"] = types.ModuleType("solution")
         solution.__dict__.update(defined)
-    tests.take(namespace, score) if calls else take(tests, checks, namespace, score)
+    if calls:
+        tests.take(namespace, score)
+    else:
+        take(tests, checks, namespace, score)
     if not score.total and not score.failures and not judge.unjudged:
         raise Broken("all of them are skipped")
     return {"kind": "done", "passed": score.passed, "total": score.total, "detail": score.detail,
@@ -219,9 +216,11 @@ def prepare(source, score):
 
 def take(tests, checks, namespace, score):
     """Run the tests: the top level's statements in order, then the functions, then pytest."""
-    called = {
-        getattr(getattr(getattr(s, "value", None), "func", None), "id", "") for s in tests.body
-    }
+    called = set()  # what the top level calls by itself
+    for statement in tests.body:
+        match statement:
+            case ast.stmt(value=ast.Call(func=ast.Name(id=name))):
+                called.add(name)
     body, units = rewritten(tests, checks)
     counted = set(checks.counted(body))
     lines = {first_line(function) for function in checks.counted(checks.functions)}
@@ -231,18 +230,17 @@ def take(tests, checks, namespace, score):
     for statement in body:
         if isinstance(statement, ast.ImportFrom) and statement.module != "solution":
             # the entry point stays the answer's
-            statement.names = [
-                a for a in statement.names if (a.asname or a.name) not in tests.required
-            ]
+            aliases = statement.names
+            statement.names = [a for a in aliases if (a.asname or a.name) not in tests.required]
             if not statement.names:
                 continue
-        work, text = partial(execute, statement, flags, namespace), tests.text(statement)
+        work = partial(execute, statement, flags, namespace)
+        text = tests.text(statement)
         if statement in units:
             score.unit(work, text, statement in counted)
         elif score.stopped:
-            score.total += (
-                getattr(statement, "name", "") in tests.simple
-            )  # what was not reached earns nothing
+            # what was not reached earns nothing
+            score.total += getattr(statement, "name", "") in tests.simple
         else:
             try:
                 work()
@@ -295,10 +293,8 @@ def first_line(function):
 def execute(statement, flags, namespace):
     """Run a statement of the tests, which may call ``sys.exit(0)``."""
     try:
-        exec(
-            compile(ast.Module([statement], []), "tests", "exec", flags, dont_inherit=True),
-            namespace,
-        )
+        tree = ast.Module([statement], [])
+        exec(compile(tree, "tests", "exec", flags, dont_inherit=True), namespace)
     except SystemExit as error:
         trace = error.__traceback__
         while trace.tb_next is not None:
@@ -322,7 +318,8 @@ def by_pytest(tests, score, lines):
     import pytest
     from _pytest.config import main
 
-    broken, outcomes = [], {}
+    broken = []
+    outcomes = {}  # test -> whether it passed
 
     class Module(pytest.Module):
         def _getobj(self):
@@ -336,9 +333,8 @@ def by_pytest(tests, score, lines):
             return [] if name in tests.helpers or name in tests.wanted else None
 
         def pytest_pyfunc_call(self, pyfuncitem):
-            arguments = {
-                name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames
-            }
+            names = pyfuncitem._fixtureinfo.argnames
+            arguments = {name: pyfuncitem.funcargs[name] for name in names}
             finish(pyfuncitem.obj(**arguments))
             return True
 
@@ -353,14 +349,15 @@ def by_pytest(tests, score, lines):
 
         def pytest_exception_interact(self, node, call, report):
             error = call.excinfo.value
-            ours = isinstance(error, (CodeEnded, Unjudged)) or hasattr(error, "__number__")
-            if not ours and (
-                report.when == "collect" or type(error).__name__ == "FixtureLookupError"
-            ):
+            if isinstance(error, Unjudged):
+                return
+            by_tests = not (isinstance(error, CodeEnded) or of_code(error))
+            lookup = type(error).__name__ == "FixtureLookupError"
+            if by_tests and (report.when == "collect" or lookup):
                 broken.append(" ".join(said(error).split()) or type(error).__name__)
-            elif not ours and isinstance(error, ImportError):
+            elif by_tests and isinstance(error, ImportError):
                 broken.append(f"{type(error).__name__}: {said(error)}")
-            elif not isinstance(error, Unjudged):
+            else:
                 score.note(error, node.name)
 
         def pytest_runtest_logreport(self, report):
@@ -373,17 +370,10 @@ def by_pytest(tests, score, lines):
 
     failures = score.failures
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    options = [
-        "-c",
-        os.devnull,
-        "--rootdir",
-        os.getcwd(),
-        "--noconftest",
-        "--assert=plain",
-        "-s",
-        "test_row.py",
-    ]
-    options += [f"-pno:{name}" for name in PLUGINS] + ([] if score.go_on else ["-x"])
+    options = ["-c", os.devnull, "--rootdir", os.getcwd(), "--noconftest", "--assert=plain", "-s"]
+    options += ["test_row.py", *(f"-pno:{name}" for name in PLUGINS)]
+    if not score.go_on:
+        options.append("-x")
     with open("test_row.py", "w") as file:  # pytest collects a file; the plugin gives its content
         path = os.path.abspath(file.name)
         status = main(options, [Plugin()])
@@ -400,13 +390,12 @@ class Calls:
     """Cases that are calls of the answer, with the values that it must return; names as in :class:`_source.Tests`."""
 
     def __init__(self, task):
-        self.cases, self.entry, self.tolerance = (
-            task["cases"],
-            task["entry_point"],
-            task["tolerance"],
-        )
+        self.cases = task["cases"]
+        self.entry = task["entry_point"]
+        self.tolerance = task["tolerance"]
         self.lead = self.entry.split(".")[0].split("(")[0]
-        self.required, self.live, self.library = set(), set(), {}
+        self.required = self.live = frozenset()
+        self.library = {}
         self.own = self.wanted = {self.lead, "Solution"}
 
     def take(self, namespace, score):
@@ -431,10 +420,9 @@ class Calls:
             if not isinstance(result, dict):
                 return False
             by_text = {str(key): value for key, value in result.items()}
-            same_keys = by_text.keys() == expected.keys()
-            return same_keys and all(
-                self.equal(by_text[key], value) for key, value in expected.items()
-            )
+            if by_text.keys() != expected.keys():
+                return False
+            return all(self.equal(by_text[key], value) for key, value in expected.items())
         if type(result) is float and type(expected) in (int, float) and self.tolerance is not None:
             if result == expected:
                 return True
@@ -449,17 +437,19 @@ class Local:
     gone = unjudged = ""
 
     def __init__(self, program):
-        self.program, self.module = program, types.ModuleType("solution")
+        self.program = program
+        self.module = types.ModuleType("solution")
 
     def greeted(self):
         """Nothing: this process has started."""
 
     def loaded(self):
         """Run the set-up and the code; the error that ended them, or None."""
-        sys.modules["solution"], names = self.module, vars(self.module)
+        sys.modules["solution"] = self.module
         try:
             for source in ("setup", "code"):
-                exec(compile(self.program[source], "solution", "exec", dont_inherit=True), names)
+                code = compile(self.program[source], "solution", "exec", dont_inherit=True)
+                exec(code, vars(self.module))
         except BaseException as error:
             return error
 
@@ -475,27 +465,24 @@ def judge(task, hears, asks, report):
     """
     module = sys.modules[MAIN] = types.ModuleType(MAIN)
     module.__dict__.update({"__builtins__": builtins, "__file__": "tests.py"})
-    program = (
-        Local(task["program"])
-        if task["program"]
-        else Judge(judge_channel(hears, asks), task, vars(module))
-    )
+    if task["program"]:
+        program = Local(task["program"])
+    else:
+        program = Judge(judge_channel(hears, asks), task, vars(module))
     try:
         outcome = run(task, program, vars(module), report)
     except Unjudged:
         outcome = {}
     except (Closed, Malformed, CodeEnded) as error:
-        outcome = {
-            "kind": "gone",
-            "detail": program.gone or f"the program ended while it was loaded {said(error)}",
-        }
+        ended = f"the program ended while it was loaded {said(error)}"
+        outcome = {"kind": "gone", "detail": program.gone or ended}
+    except Broken as error:
+        outcome = {"kind": "broken", "detail": f"the tests do not work: {said(error)}"}
     except Exception as error:  # the tests or the set-up failed, or code that the set-up uses
-        if hasattr(error, "__number__"):
-            return report(
-                {"kind": "failed", "detail": f"{type(error).__name__[:100]}: {said(error)}"}
-            )
-        name = "" if type(error) is Broken else f"{type(error).__name__}: "
-        outcome = {"kind": "broken", "detail": f"the tests do not work: {name}{said(error)}"}
+        says = f"{type(error).__name__[:100]}: {said(error)}"
+        if of_code(error):
+            return report({"kind": "failed", "detail": says})
+        outcome = {"kind": "broken", "detail": f"the tests do not work: {says}"}
     outcome["detail"] = str(outcome.get("detail", ""))[:1000]  # a report fits into its pipe
     if program.unjudged and not program.gone and outcome.get("kind") != "broken":
         outcome = {"kind": "unjudged", "detail": program.unjudged[:1000]}

@@ -13,16 +13,17 @@ import warnings
 LIBRARY = """bisect cmath collections copy datetime decimal fractions functools heapq itertools json math numpy operator
 os pandas pytest random re statistics string sys time unittest"""
 MODULES = {name: name for name in LIBRARY.split()} | {"np": "numpy", "pd": "pandas"}
-COMMON = dict.fromkeys(("isclose", "sqrt", "pi", "inf", "nan"), "math")
-COMMON |= {"Decimal": "decimal", "Fraction": "fractions"}
-COMMON |= dict.fromkeys(
-    ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"
-)
-STARRED = {*MODULES.values(), "typing", "enum", "dataclasses", "abc", "collections.abc"} - {
-    "numpy",
-    "pandas",
-    "pytest",
+COMMON = {  # well-known names of modules
+    **dict.fromkeys(("isclose", "sqrt", "pi", "inf", "nan"), "math"),
+    **dict.fromkeys(
+        ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"
+    ),
+    "Decimal": "decimal",
+    "Fraction": "fractions",
 }
+# Modules of which the tests may import all names with a star
+STARRED = {*MODULES.values(), "typing", "enum", "dataclasses", "abc", "collections.abc"}
+STARRED -= {"numpy", "pandas", "pytest"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 SCOPES = (*DEFINITIONS, ast.Lambda)
@@ -31,16 +32,8 @@ BINDS = (*SCOPES, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Aug
 ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 CHECKS = {"fail", "raises", "warns"}  # calls that may fail, like assertEqual
 RUNNERS = {"exit", "run", "main"}  # calls that may run tests, or end with their outcome
-HOOKS = (
-    "__",
-    "setup",
-    "teardown",
-    "asyncsetup",
-    "asyncteardown",
-    "runtest",
-    "assert",
-    "_assert",
-)  # need no caller
+# Beginnings of methods' names that need no caller
+HOOKS = ("__", "setup", "teardown", "asyncsetup", "asyncteardown", "runtest", "assert", "_assert")
 PATCHES = ("patch.", "mock.patch.", "unittest.mock.patch.", "monkeypatch.")
 REACHES = ("sys.stdout", "sys.stderr", "__main__.")  # the judge prints the code's output there
 TEXT = "would run what the answer returns in the tests' process"
@@ -63,10 +56,8 @@ REFUSED = {  # reason -> calls, modules and fixtures; ".name": also methods; "na
         unittest.mock.create_autospec""",
 }
 REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
-TEXTS, INNER = (
-    {*REFUSED[TEXT].split()},
-    ("__builtins__", "__globals__", "__self__", "__subclasses__"),
-)
+TEXTS = set(REFUSED[TEXT].split())
+INNER = ("__builtins__", "__globals__", "__self__", "__subclasses__")
 RISKS = {name.split(".")[0] for name in TEXTS}
 APART = "the code runs in another process; `isolation: same_process` can judge it"
 
@@ -122,10 +113,8 @@ class Tests:
             given_names |= _globals(text, part)[0]
         self.imports = _imports([*above, *self.nodes])
         self.called = _ids(node.func for node in self.of(ast.Call))
-        self.functions = [
-            *self.of(*FUNCTIONS),
-            *(node for node in above if isinstance(node, FUNCTIONS)),
-        ]
+        self.functions = self.of(*FUNCTIONS)
+        self.functions += [node for node in above if isinstance(node, FUNCTIONS)]
         self.checking = functions_that(_checks_alone, self.functions)
         self._sort_definitions(above, "pytestmark" in source)
         self.units = {statement for statement in self.body if self._is_unit(statement)}
@@ -149,32 +138,28 @@ class Tests:
             top += [statement] if isinstance(statement, SCOPES) else walk(statement, False)
         functions = self.of(*FUNCTIONS)
         self.defined = {node.name for node in top if isinstance(node, DEFINITIONS)}
-        self.helpers = {
-            f.name
-            for f in functions
-            if f.name in self.called and _needs(f) and not f.decorator_list
-        }
+        self.helpers = set()
+        for function in functions:
+            called = function.name in self.called
+            if called and _needs(function) and not function.decorator_list:
+                self.helpers.add(function.name)
         self.fixtures = {function for function in functions if _is_fixture(function)}
         cases = {"TestCase", "IsolatedAsyncioTestCase"}
         self.top_classes = [node for node in top if isinstance(node, ast.ClassDef)]
-        for node in (
-            *(node for node in above if isinstance(node, ast.ClassDef)),
-            *self.top_classes,
-        ):
-            bases = {self.name(base).split(".")[-1] for base in node.bases}
-            if bases & cases:
-                cases.add(node.name)
-        self.classes = [
-            node for node in self.top_classes if node.name.startswith("Test") or node.name in cases
-        ]
+        for node in [*above, *self.top_classes]:
+            if isinstance(node, ast.ClassDef):
+                bases = {self.name(base).split(".")[-1] for base in node.bases}
+                if bases & cases:
+                    cases.add(node.name)
+        self.classes = []
+        for node in self.top_classes:
+            if node.name.startswith("Test") or node.name in cases:
+                self.classes.append(node)
         self.tests = []
         for node in top:
-            is_function = (
-                isinstance(node, FUNCTIONS) and is_test(node.name) and node not in self.fixtures
-            )
-            if is_function and (
-                node.name not in self.helpers or (node.name == "check" and self.entry)
-            ):
+            if not (isinstance(node, FUNCTIONS) and is_test(node.name)) or node in self.fixtures:
+                continue
+            if node.name not in self.helpers or (node.name == "check" and self.entry):
                 self.tests.append(node)
         self.simple = []
         for function in self.tests:
@@ -190,9 +175,8 @@ class Tests:
 
     def text(self, node):
         """The beginning of a node's source in one line."""
-        return " ".join(line.strip() for line in self.lines[node.lineno - 1 : node.end_lineno])[
-            :200
-        ]
+        lines = self.lines[node.lineno - 1 : node.end_lineno]
+        return " ".join(map(str.strip, lines))[:200]
 
     def name(self, node):
         """The full name of an expression: ``unittest.mock.patch`` for ``patch``."""
@@ -207,13 +191,11 @@ class Tests:
     def _is_unit(self, statement):
         if isinstance(statement, ast.Expr):
             call = statement.value
-            return (
-                isinstance(call, (ast.Call, ast.Await))
-                and last_name(getattr(call, "func", None)) != "print"
-            )
-        return not isinstance(statement, BINDS) and (
-            isinstance(statement, BLOCKS) or self.checks(statement)
-        )
+            called = last_name(getattr(call, "func", None))
+            return isinstance(call, (ast.Call, ast.Await)) and called != "print"
+        if isinstance(statement, BINDS):
+            return False
+        return isinstance(statement, BLOCKS) or self.checks(statement)
 
     def uses_numpy(self):
         """Whether the tests use numpy."""
@@ -230,11 +212,10 @@ class Tests:
         if any(test.name == "check" and _needs(test) for test in self.tests) and not lead:
             raise Broken("check() takes an argument, and the row has no entry_point")
         own = {name for name in free if not _is_known(name)}
-        unknown = [
-            name
-            for name in sorted(own - {lead})
-            if name.lower().startswith("assert") or name == "TestCase"
-        ]
+        unknown = []  # names of checks
+        for name in sorted(own - {lead}):
+            if name.lower().startswith("assert") or name == "TestCase":
+                unknown.append(name)
         if unknown and (lead or len(unknown) < len(own)):
             raise Broken(f"nothing defines {unknown[0]}, so that the answer could: import it")
         imported = set()
@@ -248,9 +229,10 @@ class Tests:
         # a name that the tests assign may be read before that, as in `count = count(x)`
         assigned = {node.id for node in self.of(ast.Name) if isinstance(node.ctx, ast.Store)}
         again = assigned & bound - self.defined
-        reached = {
-            node.attr for node in self.of(ast.Attribute) if self.name(node.value) == "solution"
-        }
+        reached = set()
+        for node in self.of(ast.Attribute):
+            if self.name(node.value) == "solution":
+                reached.add(node.attr)
         self.wanted = own | self.required | again | imported | reached
         self.live = (own | self.required) - bound
         self.library = {}
@@ -280,10 +262,14 @@ class Tests:
             "the tests use no name that the answer could define: add `from solution import NAME`"
         )
 
-    def _no(self, node, reason, apart=False):
-        """The problem of a node; with ``apart``, only if the code runs in another process."""
-        if self.apart or not apart:
-            yield f"`{self.text(node)[:80]}` {reason}" + f": {APART}" * apart
+    def _no(self, node, reason):
+        """The problem of a node."""
+        yield f"`{self.text(node)[:80]}` {reason}"
+
+    def _no_apart(self, node, reason):
+        """The problem of a node if the code runs in another process."""
+        if self.apart:
+            yield from self._no(node, f"{reason}: {APART}")
 
     def _problems(self):
         """Yield why tests would not run, could not fail, or do not reach the code."""
@@ -298,9 +284,12 @@ class Tests:
         yield from self._problems_of_text()
         for node in self.nodes:
             for block in _blocks_of(node):
-                end = next((i for i, s in enumerate(block) if isinstance(s, ENDS)), len(block))
-                for late in filter(self.checks, block[end + 1 :]):
-                    yield from self._no(late, "comes after the end of its block and never runs")
+                ended = False
+                for statement in block:
+                    if ended and self.checks(statement):
+                        problem = "comes after the end of its block and never runs"
+                        yield from self._no(statement, problem)
+                    ended = ended or isinstance(statement, ENDS)
             yield from self._problems_of_node(node)
         for node in self.top_classes:
             yield from self._problems_of_class(node)
@@ -331,18 +320,17 @@ class Tests:
                 yield from self._no(node, "has a result that nobody looks at: write `assert`")
             case ast.Expr(value=ast.Call(func=func)):
                 name = self.name(func).removeprefix("self.")
-                if name in self.tasks or name.endswith(
-                    (".create_task", ".ensure_future", "asyncio.gather")
-                ):
+                tasks = (".create_task", ".ensure_future", "asyncio.gather")
+                if name in self.tasks or name.endswith(tasks):
                     yield from self._no(node, "makes a task that nobody awaits")
             case ast.Import() | ast.ImportFrom():
                 modules = {path.split(".")[0] for path in _imports([node]).values()}
                 if "pandas" in modules:
-                    yield from self._no(node, REASONS["pandas"], apart=True)
+                    yield from self._no_apart(node, REASONS["pandas"])
             case ast.Call():
                 yield from self._problems_of_call(node)
             case ast.Raise(exc=ast.Name() | ast.Attribute() as kind) if self.name(kind) in REASONS:
-                yield from self._no(node, REASONS[self.name(kind)], apart=True)
+                yield from self._no_apart(node, REASONS[self.name(kind)])
             case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
                 yield from self._problems_of_change(node, node)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -353,19 +341,16 @@ class Tests:
         last = name.split(".")[-1]
         reason = REASONS.get(name) or REASONS.get(f".{last}")
         if reason and reason != TEXT:
-            yield from self._no(node, reason, apart=True)
-        if name.endswith((".skipif", ".skipIf", ".skipUnless", ".mark.xfail")) and self._chooses(
-            node
-        ):
-            yield from self._no(node, REASONS["pytest.skip"], apart=True)
+            yield from self._no_apart(node, reason)
+        marks = (".skipif", ".skipIf", ".skipUnless", ".mark.xfail")
+        if name.endswith(marks) and self._chooses(node):
+            yield from self._no_apart(node, REASONS["pytest.skip"])
         if name.endswith("TextTestRunner"):
             yield from self._no(node, "is not needed: write the TestCase at the top level")
-        if name.endswith((".format", ".format_map")) and not self._is_constant_text(
-            node.func.value
-        ):
-            yield from self._no(
-                node, "would read the tests as the answer's text says: use an f-string"
-            )
+        formats = name.endswith((".format", ".format_map"))
+        if formats and not self._is_constant_text(node.func.value):
+            reason = "would read the tests as the answer's text says: use an f-string"
+            yield from self._no(node, reason)
         if node.args and f"{name}.".startswith(PATCHES):
             yield from self._problems_of_change(node, *node.args[:2])
 
@@ -380,9 +365,10 @@ class Tests:
         if isinstance(node, ast.Constant):
             return True
         name = self.name(node)
-        values = [
-            statement.value for statement in self.of(ast.Assign) if name in _ids(statement.targets)
-        ]
+        values = []
+        for statement in self.of(ast.Assign):
+            if name in _ids(statement.targets):
+                values.append(statement.value)
         return bool(values) and all(isinstance(value, ast.Constant) for value in values)
 
     def _modules_passed_on(self, nodes):
@@ -394,11 +380,12 @@ class Tests:
         for node in nodes:
             if isinstance(node, ast.Attribute) and not node.attr.startswith("__"):
                 mentions.discard(node.value)
-            elif isinstance(node, ast.Call) and f"{self.name(node.func)}.".startswith(
-                (*PATCHES, "hasattr.")
-            ):
+            elif isinstance(node, ast.Call) and self._takes_names(node):
                 mentions -= {*node.args}
         return mentions
+
+    def _takes_names(self, call):
+        return f"{self.name(call.func)}.".startswith((*PATCHES, "hasattr."))
 
     def _runs_text(self, node):
         """Whether a node is a name that can turn text into code in any use."""
@@ -410,60 +397,53 @@ class Tests:
             case ast.Attribute(attr=text) | ast.Constant(value=text) if text in INNER:
                 return True
             case ast.Name(ctx=ast.Load()) | ast.Attribute():
-                name, names = self.name(node), _ids(walk(node))
-                if (
-                    not names & self.imports.keys()
-                ):  # a builtin, unless the answer or the tests define the name
-                    return name in TEXTS and not names & (self.defined | self.required)
-                parts = [part.lstrip("_") for part in name.split(".")]
-                runs = parts[-1] in ("eval", "exec") and parts[0] != "solution"
-                module = (
-                    runs
-                    or parts[0] + "." in TEXTS
-                    or "builtins" in parts
-                    or ".".join(parts[-2:]) in TEXTS
-                )
-                return (
-                    module
-                    or name in TEXTS
-                    or name.startswith(("os.exec", "os.spawn", "os.posix_spawn"))
-                )
+                return self._is_risky(self.name(node), _ids(walk(node)))
+        return False
+
+    def _is_risky(self, name, names):
+        """Whether a full name can turn text into code; ``names``: those of variables in its expression."""
+        if names.isdisjoint(self.imports):  # a builtin, unless the answer or the tests define it
+            return name in TEXTS and not names & (self.defined | self.required)
+        parts = [part.lstrip("_") for part in name.split(".")]
+        if parts[-1] in ("eval", "exec") and parts[0] != "solution":
+            return True
+        if "builtins" in parts or not TEXTS.isdisjoint(
+            (parts[0] + ".", ".".join(parts[-2:]), name)
+        ):
+            return True
+        return name.startswith(("os.exec", "os.spawn", "os.posix_spawn"))
 
     def _problems_of_change(self, node, target, name=None):
         """Yield changes of imported modules, such as ``time.time = f``, since they do not reach the code."""
         imported = {path.split(".")[0] for path in self.imports.values()}
         is_text = isinstance(target, ast.Constant)
-        changed = (
-            str(target.value) if is_text else f"{self.name(target)}.{getattr(name, 'value', '')}"
-        )
-        if (is_text or changed.split(".")[0] in imported) and not changed.startswith(REACHES):
-            yield from self._no(node, "does not reach the code", apart=True)
+        if is_text:
+            changed = str(target.value)
+        else:
+            changed = f"{self.name(target)}.{getattr(name, 'value', '')}"
+        of_module = is_text or changed.split(".")[0] in imported
+        if of_module and not changed.startswith(REACHES):
+            yield from self._no_apart(node, "does not reach the code")
 
     def _problems_of_function(self, node):
         name = node.name
-        runs = (
-            node.decorator_list
-            or name in self.used
-            or is_test(name)
-            or name.lower().startswith(HOOKS)
-        )
+        named = name in self.used or is_test(name) or name.lower().startswith(HOOKS)
+        runs = node.decorator_list or named
         if not runs and self.checks(node):
             yield f"nothing calls {name}(), which holds asserts: call it or name it test_{name}"
         kinds = {type(n) for n in walk(node, False)}
-        if (
-            isinstance(node, ast.AsyncFunctionDef)
-            and ast.Await in kinds
-            and kinds & {ast.Nonlocal, ast.Global}
-        ):
-            yield from self._no(node, "counts concurrent coroutines", apart=True)
+        waits = isinstance(node, ast.AsyncFunctionDef) and ast.Await in kinds
+        if waits and kinds & {ast.Nonlocal, ast.Global}:
+            yield from self._no_apart(node, "counts concurrent coroutines")
         runs = is_test(name) and name not in self.helpers and node not in self.fixtures
         if runs and kinds & {ast.Yield, ast.YieldFrom}:
             yield f"{name}() is a generator, which does not run: use asserts or parametrize"
         chosen = self.wanted & _ids(n for d in node.decorator_list for n in walk(d))
         if is_test(name) and chosen:
             yield f"{chosen.pop()} of the answer decorates {name}(), and so decides what is tested"
-        for arg in (arg.arg for arg in node.args.args if self.apart and arg.arg in REASONS):
-            yield f"{name}() takes {arg}, which {REASONS[arg]}: {APART}"
+        for arg in node.args.args:
+            if self.apart and arg.arg in REASONS:
+                yield f"{name}() takes {arg.arg}, which {REASONS[arg.arg]}: {APART}"
 
     def _problems_of_class(self, node):
         name = node.name
@@ -473,12 +453,8 @@ class Tests:
         runs = node in self.classes
         if tests and not runs and name not in self.used:
             yield f"class {name} does not run: name it Test{name} or derive it from TestCase"
-        if (
-            tests
-            and runs
-            and not bases
-            and any(function.name == "__init__" for function in functions)
-        ):
+        has_init = any(function.name == "__init__" for function in functions)
+        if tests and runs and not bases and has_init:
             yield f"class {name} has an __init__: use setup_method"
         if bases == {"TestCase"} and any(isinstance(test, ast.AsyncFunctionDef) for test in tests):
             yield f"a test of {name} is async: derive it from IsolatedAsyncioTestCase"
@@ -506,11 +482,9 @@ def names_in(block):
 
 def _unwrapped(statement):
     """The statements of an ``if __name__ == "__main__":`` block, since it runs; or the statement."""
-    if isinstance(statement, ast.ImportFrom) and (statement.module, statement.names[0].name) == (
-        "solution",
-        "*",
-    ):
-        return []  # the names that the tests use come anyway
+    match statement:
+        case ast.ImportFrom(module="solution", names=[ast.alias(name="*")]):
+            return []  # the names that the tests use come anyway
     main = isinstance(statement, ast.If) and ast.unparse(statement.test) == "__name__ == '__main__'"
     return statement.body if main else [statement]
 
@@ -581,10 +555,8 @@ def _checks_alone(node, checking):
 def _is_constant(call):
     """Whether a plain name is called with constants and lambdas, and the constants mention nothing that runs text."""
     parts = (ast.Name, ast.Attribute, ast.expr_context)
-    if (
-        not all(isinstance(node, parts) for node in walk(call.func))
-        or not last_name(call.func)[:1].islower()
-    ):
+    plain = all(isinstance(node, parts) for node in walk(call.func))
+    if not plain or not last_name(call.func)[:1].islower():
         return False
     values = list(call.args)
     for keyword in call.keywords:
@@ -607,10 +579,8 @@ def _needs(function):
 
 
 def _is_fixture(function):
-    names = (
-        last_name(getattr(decorator, "func", decorator)) for decorator in function.decorator_list
-    )
-    return "fixture" in names
+    decorators = (getattr(decorator, "func", decorator) for decorator in function.decorator_list)
+    return "fixture" in map(last_name, decorators)
 
 
 def _is_known(name):
@@ -658,11 +628,9 @@ def _globals(source, tree):
             if symbol.is_assigned() or (top and symbol.is_imported()):
                 bound.add(symbol.get_name())
     for node in tree.body:
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.names[0].name == "*"
-            and node.module in STARRED
-        ):
+        if not isinstance(node, ast.ImportFrom) or node.names[0].name != "*":
+            continue
+        if node.module in STARRED:
             names = vars(importlib.import_module(node.module))
             public = [name for name in names if not name.startswith("_")]
             bound.update(names.get("__all__", public))

@@ -31,9 +31,8 @@ def main(task):
     """
     link = socket.socket(fileno=int(sys.argv[1]))
     boxed = sys.argv[2] == "boxed" and os.getpid() == 2  # bwrap's first process has number 1
-    folders = {
-        os.getcwd(): frozenset(os.listdir())
-    }  # with an interpreter below /tmp, its folder is there
+    # with an interpreter below /tmp, its folder is there
+    folders = {os.getcwd(): frozenset(os.listdir())}
     if boxed and os.path.isdir("/dev/shm"):
         folders["/dev/shm"] = frozenset(os.listdir("/dev/shm"))
     prctl = ctypes.CDLL(None).prctl
@@ -83,34 +82,30 @@ def child(hears, asks, tells, tasks):
         resource.setrlimit(resource.RLIMIT_CPU, tuple(task["cpu"]))
         judge(task, hears, asks, report)
     except BaseException as error:  # SystemExit too
-        report(
-            {
-                "kind": "broken",
-                "detail": f"the judge failed: {type(error).__name__}: {error}"[:1000],
-            }
-        )
+        problem = f"the judge failed: {type(error).__name__}: {error}"
+        report({"kind": "broken", "detail": problem[:1000]})
 
 
 def tidy(pid, boxed, folders):
     """Kill the processes that the child left; whether no process and no file of it is left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    for _ in range(1000 if boxed else 0):
-        try:
-            os.kill(
-                -1, signal.SIGKILL
-            )  # all in this PID namespace but its first process and this one
-        except ProcessLookupError:
-            break
-        time.sleep(0.001)
-    else:
-        if boxed:
+    if boxed and not alone():
+        return False
+    for folder, names in folders.items():
+        if names != frozenset(os.listdir(folder)):
             return False
-    writable = any(
-        os.access(f"{folder}/{name}", os.W_OK)
-        for folder, names in folders.items()
-        for name in names
-    )
-    return not writable and all(
-        names == frozenset(os.listdir(folder)) for folder, names in folders.items()
-    )
+        if any(os.access(f"{folder}/{name}", os.W_OK) for name in names):
+            return False
+    return True
+
+
+def alone():
+    """Kill all in this PID namespace but its first process and this one; whether they ended."""
+    for _ in range(1000):
+        try:
+            os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.001)
+    return False

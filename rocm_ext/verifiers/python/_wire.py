@@ -39,58 +39,63 @@ def factory(value):
     return name if FACTORIES.get(name) is value.default_factory else None
 
 
+def attributes(*names):
+    """A function that gives an object's attributes of these names as a list."""
+    return lambda value: [getattr(value, name) for name in names]
+
+
+def from_pairs(kind):
+    """The inverse of :func:`flat` for a class of mappings."""
+    return lambda parts: kind(pairs(parts))
+
+
+DAY = ("year", "month", "day")
+TIME = ("hour", "minute", "second", "microsecond", "tzinfo")
+RANGE = attributes("start", "stop", "step")
+MAPPING_PROXY = type(vars(type))
 BUILTIN = {  # type -> its tag, a function from a value to its parts, and the inverse function
     list: ("l", list, list),
     tuple: ("t", list, tuple),
     set: ("s", list, set),
     frozenset: ("z", list, frozenset),
-    dict: ("d", flat, lambda parts: dict(pairs(parts))),
-    OrderedDict: ("OD", flat, lambda parts: OrderedDict(pairs(parts))),
+    dict: ("d", flat, from_pairs(dict)),
+    OrderedDict: ("OD", flat, from_pairs(OrderedDict)),
     defaultdict: ("DD", lambda v: [factory(v), *flat(v)],
                   lambda parts: defaultdict(parts[0] and FACTORIES[parts[0]], pairs(parts[1:]))),
     deque: ("q", lambda v: [v.maxlen, *v], lambda parts: deque(parts[1:], parts[0])),
     bytes: ("b", lambda v: [v.hex()], lambda parts: bytes.fromhex(parts[0])),
     bytearray: ("ba", lambda v: [v.hex()], lambda parts: bytearray.fromhex(parts[0])),
-    complex: ("c", lambda v: [v.real, v.imag], lambda parts: complex(*map(float, parts))),
-    range: ("range", lambda v: [v.start, v.stop, v.step], lambda parts: range(*parts)),
-    slice: ("slice", lambda v: [v.start, v.stop, v.step], lambda parts: slice(*parts)),
+    complex: ("c", attributes("real", "imag"), lambda parts: complex(*map(float, parts))),
+    range: ("range", RANGE, lambda parts: range(*parts)),
+    slice: ("slice", RANGE, lambda parts: slice(*parts)),
     type(...): ("e", lambda v: [], lambda parts: ...),
     type({}.keys()): ("dk", list, lambda parts: dict.fromkeys(parts).keys()),
     type({}.items()): ("di", list, lambda parts: dict(parts).items()),
     type({}.values()): ("dv", list, lambda parts: dict(enumerate(parts)).values()),
-    type(vars(type)): ("mp", flat, lambda parts: type(vars(type))(dict(pairs(parts)))),
+    MAPPING_PROXY: ("mp", flat, lambda parts: MAPPING_PROXY(dict(pairs(parts)))),
     memoryview: ("mv", lambda v: [v.tobytes(), v.format], lambda parts: memoryview(parts[0]).cast(parts[1])),
 }  # fmt: skip
 LIBRARY = {  # module.class -> the arguments that make an equal object
     "collections.Counter": lambda v: [dict(v)],
     "collections.ChainMap": lambda v: v.maps,
-    **dict.fromkeys(
-        ("collections.UserList", "collections.UserDict", "collections.UserString"),
-        lambda v: [v.data],
-    ),
+    "collections.UserList": attributes("data"),
+    "collections.UserDict": attributes("data"),
+    "collections.UserString": attributes("data"),
     "decimal.Decimal": lambda v: [str(v)],
-    "fractions.Fraction": lambda v: [v.numerator, v.denominator],
-    "datetime.date": lambda v: [v.year, v.month, v.day],
-    "datetime.time": lambda v: [v.hour, v.minute, v.second, v.microsecond, v.tzinfo],
-    "datetime.datetime": lambda v: [
-        v.year,
-        v.month,
-        v.day,
-        v.hour,
-        v.minute,
-        v.second,
-        v.microsecond,
-        v.tzinfo,
-    ],
-    "datetime.timedelta": lambda v: [v.days, v.seconds, v.microseconds],
+    "fractions.Fraction": attributes("numerator", "denominator"),
+    "datetime.date": attributes(*DAY),
+    "datetime.time": attributes(*TIME),
+    "datetime.datetime": attributes(*DAY, *TIME),
+    "datetime.timedelta": attributes("days", "seconds", "microseconds"),
     "datetime.timezone": lambda v: v.__getinitargs__(),
-    "zoneinfo.ZoneInfo": lambda v: [v.key],
+    "zoneinfo.ZoneInfo": attributes("key"),
     "uuid.UUID": lambda v: [str(v)],
     "pathlib.PosixPath": lambda v: [str(v)],
     "pathlib.PurePosixPath": lambda v: [str(v)],
     "array.array": lambda v: [v.typecode, v.tolist()],
     "time.struct_time": lambda v: [tuple(v)],
-    **dict.fromkeys(("urllib.parse.ParseResult", "urllib.parse.SplitResult"), list),
+    "urllib.parse.ParseResult": list,
+    "urllib.parse.SplitResult": list,
     "re.Match": lambda v: [v.re.pattern, v.re.flags, v.string, v.start(), v.endpos, v.regs],
 }
 VIEWS = {  # module.class -> the tag of dict's
@@ -127,7 +132,8 @@ class Channel:
     def __init__(self, reader, writer, dumps, loads):
         self.reader = open(reader, "rb", closefd=False)  # noqa: SIM115
         self.writer = open(writer, "wb", closefd=False)  # noqa: SIM115
-        self.dumps, self.loads = dumps, loads
+        self.dumps = dumps
+        self.loads = loads
 
     def send(self, message):
         """Send a dict; raises Unsendable if it is too large or too deep, and Closed if the other process has ended."""
@@ -145,7 +151,8 @@ class Channel:
 
     def receive(self):
         """The next dict; raises Malformed if it is invalid or too large, and Closed if the other process has ended."""
-        size = int.from_bytes(head := self.reader.read(4), "big")
+        head = self.reader.read(4)
+        size = int.from_bytes(head, "big")
         expect(size <= MAX_FRAME, f"a message of {size} bytes")
         data = self.reader.read(size)
         if len(head) < 4 or len(data) < size:
@@ -202,9 +209,11 @@ class Wire:
             return value
         if depth > MAX_DEPTH:
             raise Unsendable("a value that is nested too deeply")
-        tag, parts = (
-            (BUILTIN[kind][0], BUILTIN[kind][1](value)) if kind in BUILTIN else library(value)
-        )
+        if kind in BUILTIN:
+            tag, parts_of, _ = BUILTIN[kind]
+            parts = parts_of(value)
+        else:
+            tag, parts = library(value)
         if tag is None:
             return self.opaque(value, depth)
         return [tag, *[self.encode(part, depth + 1) for part in parts]]
@@ -250,12 +259,10 @@ def library(value):
     if name in VIEWS:
         return VIEWS[name], list(value)
     numpy = sys.modules.get("numpy") if name.startswith("numpy.") else None
-    if (
-        numpy
-        and (kind is numpy.ndarray or isinstance(value, numpy.generic))
-        and value.dtype.kind in DTYPES
-    ):
-        return "numpy", [kind is numpy.ndarray, value.dtype.str, value.tobytes(), *value.shape]
+    if numpy:
+        is_array = kind is numpy.ndarray
+        if (is_array or isinstance(value, numpy.generic)) and value.dtype.kind in DTYPES:
+            return "numpy", [is_array, value.dtype.str, value.tobytes(), *value.shape]
     return None, None
 
 
@@ -283,12 +290,11 @@ def match(pattern, flags, string, start, end, spans):
 
     expect({type(pattern), type(string)} <= {str, bytes}, "no pattern")
     pattern = re.compile(pattern, flags)
-    matches = (search(string, start, end) for search in (pattern.match, pattern.fullmatch))
-    fitting = next(
-        (candidate for candidate in matches if candidate and candidate.regs == spans), None
-    )
-    expect(fitting, "no match")
-    return fitting
+    for search in (pattern.match, pattern.fullmatch):
+        found = search(string, start, end)
+        if found and found.regs == spans:
+            return found
+    raise Malformed("no match")
 
 
 def mutable(value):

@@ -46,9 +46,8 @@ from rocm_ext.verifiers.python.start import (
 log = logging.getLogger("rocm_ext")
 JUDGE_MB = 1024  # the tests may need more memory than the code
 REPORTS = 1 << 16  # bytes; more than all reports of a verdict
-READS = re.compile(
-    r"\binput *[(,)]|= *input\b|\bstdin\b|\bopen\(0|\bos\.read\b|\bfileinput\b"
-)  # stdin
+# A program that reads stdin
+READS = re.compile(r"\binput *[(,)]|= *input\b|\bstdin\b|\bopen\(0|\bos\.read\b|\bfileinput\b")
 BODY = re.compile(r"(?:[ \t]*\n)*[ \t]+\S")  # the body of a function without its head
 ENDS = 2.0  # seconds that a sandbox may take to report how its program ended
 
@@ -118,13 +117,12 @@ class PythonTests(Verifier):
         check_limits("PythonTests", timeout, memory_mb)
         require_known("isolation", isolation, ("two_processes", "same_process"))
         require_known("unjudged", unjudged, ("wrong", "error"))
-        self.isolation, self.unjudged = isolation, unjudged
+        self.isolation = isolation
+        self.unjudged = unjudged
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
-        self.partial_credit, self.kind, self.python = (
-            partial_credit,
-            sandbox,
-            python or sys.executable,
-        )
+        self.partial_credit = partial_credit
+        self.kind = sandbox
+        self.python = python or sys.executable
         self.comparison = OutputRule(tolerance, checker, sandbox, self.python)
         self._judges = Judges(JUDGE_MB if isolation == "two_processes" else memory_mb)
 
@@ -135,9 +133,8 @@ class PythonTests(Verifier):
     def check(self) -> None:
         self._sandbox.check()
         path = interpreter(self.python).path
-        outcome = self._sandbox.run(
-            [path, "-s", "-S", "-c", "print(6 * 7)"], limits=Limits(seconds=20)
-        )
+        argv = [path, "-s", "-S", "-c", "print(6 * 7)"]
+        outcome = self._sandbox.run(argv, limits=Limits(seconds=20))
         if outcome.stdout.strip() != b"42":
             said = short(outcome.stderr.decode("utf-8", "replace"), 200)
             raise UserError(f"{path} does not run in the sandbox: {said}")
@@ -161,11 +158,8 @@ class PythonTests(Verifier):
                 field(row, name, str)
         entry = row.get("entry_point") or ""
         tests = "" if row.get("cases") is not None else tests_of(row)
-        for name, source in (
-            ("tests", tests),
-            ("test_setup", row.get("test_setup") or ""),
-            ("entry_point", entry),
-        ):
+        sources = {"tests": tests, "test_setup": row.get("test_setup") or "", "entry_point": entry}
+        for name, source in sources.items():
             try:
                 parse_python(source)
             except (SyntaxError, ValueError) as error:
@@ -177,17 +171,21 @@ class PythonTests(Verifier):
             raise ValueError(f"field 'tests': {error}") from error
 
     def __call__(self, completion: str, row: Row) -> Result:
-        prefix, entry = row.get("code_prefix") or "", row.get("entry_point") or ""
+        prefix = row.get("code_prefix") or ""
+        entry = row.get("entry_point") or ""
+        tests = ""
+        calls = None
         try:
-            tests, calls = (
-                (tests_of(row), None) if row.get("cases") is None else ("", calls_of(row))
-            )
+            if row.get("cases") is None:
+                tests = tests_of(row)
+            else:
+                calls = calls_of(row)
         except ValueError as problem:
             return error(problem)
-        trusted, lead = (
-            trusted_of(row),
-            [re.split(r"\W", entry)[0]] + ["Solution"] * (calls is not None),
-        )
+        trusted = trusted_of(row)
+        lead = [re.split(r"\W", entry)[0]]  # what the answer must define
+        if calls is not None:
+            lead.append("Solution")
         is_program = not tests and calls is None  # the cases are input and output
 
         def names() -> Set[str]:
@@ -196,22 +194,22 @@ class PythonTests(Verifier):
         code = code_in(completion, None if is_program else names, bool(tests), prefix)
         if not code.strip():
             return unparsed("no Python code")
-        _, packages, path = interpreter(self.python)
         if is_program:
-            boot = f"import builtins,runpy,sys;sys.path+={list(packages)!r};builtins.exit=builtins.quit=sys.exit;"
-            boot += f"sys.argv=['solution.py'];runpy.run_path({BOX + '/solution.py'!r},run_name='__main__')"
-            argv = [path, "-s", "-S", "-c", boot]
-            results = run_cases(self._sandbox, argv, {"solution.py": code}, row, self.limits, self.partial_credit,
-                                self.comparison)  # fmt: skip
-            if isinstance(results, Result):
-                return results
-            return results.result(results.right / results.total if self.partial_credit else 0.0)
+            return self._output(code, row)
         definition = rf"^[ \t]*(async[ \t]+)?(def|class)[ \t]+{re.escape(entry)}\b"
         if prefix and entry and not re.search(definition, code, re.M):
             code = prefix + ("" if prefix.endswith("\n") else "\n") + code
-        classes = [node for source in trusted for node in parse_python(source).body if isinstance(node, ast.ClassDef)
-                   and not any("TestCase" in ast.unparse(base) for base in node.bases)]  # fmt: skip
+        shared = []
+        methods = []
+        for source in trusted:
+            for node in parse_python(source).body:
+                if not isinstance(node, ast.ClassDef):
+                    continue
+                if not any("TestCase" in ast.unparse(base) for base in node.bases):
+                    shared.append(node.name)
+                    methods += [n.name for n in node.body if isinstance(n, ast.FunctionDef)]
         forget = f"[globals().pop(name, None) for name in {lead!r}]"  # a definition in the set-up is not the answer
+        _, packages, path = interpreter(self.python)
         program: ProgramTask = {
             "setup": "\n".join([*trusted, forget]),
             "code": code,
@@ -222,10 +220,8 @@ class PythonTests(Verifier):
             "tests": tests,
             "entry_point": entry,
             "functions": [] if entry.isidentifier() else re.findall(r"\w+", entry),
-            "shared": [node.name for node in classes],
-            "methods": [
-                n.name for node in classes for n in node.body if isinstance(n, ast.FunctionDef)
-            ],
+            "shared": shared,
+            "methods": methods,
             "cases": calls,
             "tolerance": self.comparison.within(row),
             "all": self.partial_credit,
@@ -238,11 +234,28 @@ class PythonTests(Verifier):
         except JudgeEnded as problem:
             return error(problem)
 
+    def _output(self, code: str, row: Row) -> Result:
+        """Run the code as a program on the row's cases, and return the verdict."""
+        _, packages, path = interpreter(self.python)
+        boot = f"import builtins,runpy,sys;sys.path+={list(packages)!r};builtins.exit=builtins.quit=sys.exit;"
+        boot += (
+            f"sys.argv=['solution.py'];runpy.run_path({BOX + '/solution.py'!r},run_name='__main__')"
+        )
+        argv = [path, "-s", "-S", "-c", boot]
+        files = {"solution.py": code}
+        credit = self.partial_credit
+        results = run_cases(self._sandbox, argv, files, row, self.limits, credit, self.comparison)
+        if isinstance(results, Result):
+            return results
+        return results.result(results.right / results.total if credit else 0.0)
+
     def _judged(self, judge: WarmJudge, task: JudgeTask, program: ProgramTask) -> Result:
         """Run the code and the tests, and return the verdict."""
         began = time.monotonic()
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-            (asked, ask), (heard, answer), (reports, report) = os.pipe(), os.pipe(), os.pipe()
+            asked, ask = os.pipe()
+            heard, answer = os.pipe()
+            reports, report = os.pipe()
             for fd in (heard, reports):
                 ours.callback(os.close, fd)
             for fd in (asked, ask, answer, report):
@@ -250,9 +263,8 @@ class PythonTests(Verifier):
             running = None
             if task["program"] is None:
                 path = interpreter(self.python).path
-                running = start(
-                    "program", self._sandbox, path, program, self.limits, (asked, answer)
-                )
+                fds = (asked, answer)
+                running = start("program", self._sandbox, path, program, self.limits, fds)
                 ours.callback(running.close)
             judge.give(task, heard, ask, report)
             theirs.close()
@@ -262,9 +274,8 @@ class PythonTests(Verifier):
             if running:
                 hung_up = select.poll()
                 hung_up.register(heard, 0)
-                if in_time and hung_up.poll(
-                    0
-                ):  # the code has ended by itself; wait for the sandbox to report how
+                if in_time and hung_up.poll(0):
+                    # the code has ended by itself; wait for the sandbox to report how
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         child.process.wait(ENDS)
                 running.close()
@@ -277,24 +288,21 @@ class PythonTests(Verifier):
             return timeout(f"still running after {self.limits.seconds:g} s")
         if child.killed:
             return wrong(f"the code {child.killed}")
-        result = self._verdict(
-            said, judge.child.killed, status, bytes(child.stderr).decode("utf-8", "replace")
-        )
+        stderr = bytes(child.stderr).decode("utf-8", "replace")
+        result = self._verdict(said, judge.child.killed, status, stderr)
         ends = (128 + signal.SIGXCPU, -signal.SIGXCPU, signal.SIGXCPU)
         spent = (child.returncode if running else status) in ends
-        return (
-            timeout("used up its CPU time") if spent and result.verdict is Verdict.WRONG else result
-        )
+        if spent and result.verdict is Verdict.WRONG:
+            return timeout("used up its CPU time")
+        return result
 
     def _verdict(self, said: bytes, killed: str, status: int | None, stderr: str) -> Result:
         """The verdict in the judge's reports, which the program cannot write to: "started", then the result."""
         reports: list[Any] = []
         with contextlib.suppress(ValueError):  # in the same process, the code can write anything
             reports.extend(map(json.loads, said.split(b"\n")[:-1]))
-        started, last = (
-            "started" in reports,
-            reports[-1] if reports and isinstance(reports[-1], dict) else None,
-        )
+        started = "started" in reports
+        last = reports[-1] if reports and isinstance(reports[-1], dict) else None
         if last is None and status is None and not killed:
             return error("the tests' process died")
         if last is None and started:
@@ -303,12 +311,11 @@ class PythonTests(Verifier):
             return error(f"the sandbox or the tests did not start: {stderr or killed}")
         detail = short(last["detail"])
         if re.search("MemoryError|map segment|allocate memory", detail):
-            tests = "MemoryError in the tests" in detail and self.isolation == "two_processes"
-            detail += (
-                f" (they have {JUDGE_MB} MB)"
-                if tests
-                else f" (memory_mb is {self.limits.memory_mb})"
-            )
+            of_tests = "MemoryError in the tests" in detail and self.isolation == "two_processes"
+            if of_tests:
+                detail += f" (they have {JUDGE_MB} MB)"
+            else:
+                detail += f" (memory_mb is {self.limits.memory_mb})"
         if last["kind"] == "unjudged":
             return (wrong if self.unjudged == "wrong" else error)(f"cannot be judged: {detail}")
         if last["kind"] != "done":
@@ -318,9 +325,8 @@ class PythonTests(Verifier):
             return correct(f"passed {total} of {total}")
         if not self.partial_credit:
             return wrong(f"failed: {detail}")
-        return wrong(
-            f"passed {passed} of {total}; failed: {detail}", passed / total if total else 0.0
-        )
+        share = passed / total if total else 0.0
+        return wrong(f"passed {passed} of {total}; failed: {detail}", share)
 
 
 def tests_of(row: Row) -> str:
@@ -374,7 +380,7 @@ def defining(blocks: Sequence[str], names: Set[str], every: bool) -> str | None:
     one of them.
     """
     known = [names_in(block) for block in blocks]
-    defined = {name for defines, _, _ in known for name in defines}
+    defined = set().union(*(defines for defines, _, _ in known))
     picked: list[str] = []
     left = names
     for block, (defines, imported, read) in zip(reversed(blocks), reversed(known), strict=True):
