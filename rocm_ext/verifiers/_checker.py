@@ -4,12 +4,8 @@ import json
 import os
 import sys
 
-WRONG = (
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    AssertionError,
-)  # a checker that parses wrong output raises these
+# A checker that parses wrong output raises these
+WRONG = (ValueError, LookupError, ArithmeticError, AssertionError)
 
 
 def scores(task):

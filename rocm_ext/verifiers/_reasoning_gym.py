@@ -24,10 +24,9 @@ CALLS |= {before + name + after for name in ("sin", "cos", "tan", "cot", "sec", 
 def checked(source):
     """Return ``source`` if it is a value or a formula; else raise ValueError."""
     for node in ast.walk(ast.parse(source.strip(), mode="eval")):
-        called = isinstance(node, ast.Call) and not (
-            isinstance(node.func, ast.Name) and node.func.id in CALLS
-        )
-        if called or not isinstance(node, NODES):
+        function = getattr(node, "func", None)
+        known = isinstance(function, ast.Name) and function.id in CALLS
+        if not isinstance(node, NODES) or (isinstance(node, ast.Call) and not known):
             raise ValueError(f"{type(node).__name__} is no part of a value or a formula")
     return source
 
@@ -36,11 +35,14 @@ def guard():
     """Restrict ``eval`` and sympy's parser to values and formulas."""
     from sympy.parsing import sympy_parser
 
-    evaluate, stringify = builtins.eval, sympy_parser.stringify_expr
-    # a call that passes namespaces comes from a library: namedtuple, or sympy's parser, which is restricted below
-    builtins.eval = lambda source, *names: (
-        evaluate(source, *names) if names else evaluate(checked(source), {})
-    )
+    evaluate = builtins.eval
+    stringify = sympy_parser.stringify_expr
+
+    def restricted(source, *names):
+        # a call that passes namespaces comes from a library: namedtuple, or sympy's parser
+        return evaluate(source, *names) if names else evaluate(checked(source), {})
+
+    builtins.eval = restricted
     sympy_parser.stringify_expr = lambda *args, **kwargs: checked(stringify(*args, **kwargs))
 
 
@@ -52,9 +54,8 @@ def score(datasets, row, answer):
     except BaseException as problem:
         return {"row": f"{type(problem).__name__}: {problem}"}
     if entry["question"] != row["question"]:
-        return {
-            "row": "reasoning-gym makes another question of this row; was it made by another version?"
-        }
+        reason = "reasoning-gym makes another question of this row"
+        return {"row": f"{reason}; was it made by another version?"}
     try:
         return {"score": float(dataset.score_answer(answer, entry))}
     except BaseException as problem:
@@ -101,7 +102,8 @@ def main():
 
 def run(gym, task):
     """The entries of a dataset, or the scores of answers."""
-    rows, datasets = task["rows"], {}
+    rows = task["rows"]
+    datasets = {}
     for row in rows:
         if row["task"] not in gym.factory.DATASETS:
             return {"unknown": row["task"], "tasks": sorted(gym.factory.DATASETS)}
@@ -116,10 +118,10 @@ def run(gym, task):
         entries = (dataset[index] for index in range(rows[0]["size"]))
         return {"entries": [[entry["question"], entry["answer"]] for entry in entries]}
     guard()
-    pairs = zip(rows, task["answers"], strict=True)
-    return {
-        "scores": [apart(task["seconds"], score, datasets, row, answer) for row, answer in pairs]
-    }
+    scores = []
+    for row, answer in zip(rows, task["answers"], strict=True):
+        scores.append(apart(task["seconds"], score, datasets, row, answer))
+    return {"scores": scores}
 
 
 if __name__ == "__main__":

@@ -41,14 +41,17 @@ class ExactMatch(Verifier):
     def __init__(
         self, field: str = "answer", ignore_case: bool = False, strip: bool = True
     ) -> None:
-        self.field, self.ignore_case, self.strip = field, ignore_case, strip
+        self.field = field
+        self.ignore_case = ignore_case
+        self.strip = strip
         self.needs = (field,)
 
     def check_row(self, row: Row) -> None:
         field(row, self.field, str)
 
     def __call__(self, completion: str, row: Row) -> Result:
-        answer, expected = self._form(answer_text(completion)), self._form(row[self.field])
+        answer = self._form(answer_text(completion))
+        expected = self._form(row[self.field])
         if not answer and expected:
             return unparsed("there is no answer")
         return correct() if answer == expected else wrong(f"found {short(answer, 80)!r}")
@@ -79,7 +82,10 @@ class Regex(Verifier):
     ) -> None:
         if (pattern is None) == (field is None):
             raise UserError("Regex takes either pattern or field")
-        self.pattern, self.field, self.full, self.timeout = pattern, field, full, timeout
+        self.pattern = pattern
+        self.field = field
+        self.full = full
+        self.timeout = timeout
         self.needs = (field,) if field else ()
         if pattern is not None:
             _read(_pattern, pattern, "Regex", UserError)
@@ -117,18 +123,16 @@ class JsonSchema(Verifier):
         if (schema is None) == (field is None):
             raise UserError("JsonSchema takes either schema or field")
         check_time("JsonSchema", timeout)
-        self.field, self.needs, self.timeout = field, (field,) if field else (), timeout
+        self.field = field
+        self.needs = (field,) if field else ()
+        self.timeout = timeout
         self._fixed = None if schema is None else _read(_validator, schema, "JsonSchema", UserError)
         self._elsewhere = Elsewhere("JsonSchema", timeout, schema=schema, field=field)
 
     def check_row(self, row: Row) -> None:
         if self.field:
-            _read(
-                _validator,
-                field(row, self.field, (str, Mapping)),
-                f"field {self.field!r}",
-                ValueError,
-            )
+            schema = field(row, self.field, (str, Mapping))
+            _read(_validator, schema, f"field {self.field!r}", ValueError)
 
     def __call__(self, completion: str, row: Row) -> Result:
         if not helper.RUNNING:
@@ -145,11 +149,8 @@ class JsonSchema(Verifier):
                 return unparsed(missing)
             validator = self._fixed if self._fixed is not None else _validator(row[self.needs[0]])
             problem = next(validator.iter_errors(value), None)
-        except (
-            RecursionError,
-            ArithmeticError,
-        ) as problem:  # nested too deeply, or a number beyond all floats
-            return wrong(one_line(problem))
+        except (RecursionError, ArithmeticError) as problem:
+            return wrong(one_line(problem))  # nested too deeply, or a number beyond all floats
         except Exception as problem:  # the schema's fault: a bad pattern, an unresolved reference
             return error(f"the schema cannot be applied: {one_line(problem)}")
         if problem is None:
@@ -160,7 +161,10 @@ class JsonSchema(Verifier):
 def _json_in(text: str) -> tuple[Any, str]:
     """The JSON value in a completion; None and the reason if it holds none."""
     groups, fenced = fenced_code(text, "json")
-    source = answer_text(text) if not fenced else groups[0][-1] if groups else ""
+    if fenced:
+        source = groups[0][-1] if groups else ""
+    else:
+        source = answer_text(text)
     if not source.strip():
         return None, "no JSON"
     if len(source) > MAX_JSON:
@@ -170,12 +174,17 @@ def _json_in(text: str) -> tuple[Any, str]:
         return decoder.decode(source), ""
     except (ValueError, RecursionError) as problem:
         malformed = f"malformed JSON: {problem}"
-    value, start, failures = None, 0, 0  # the last outermost object or array
-    while not fenced and failures < TRIES and (bracket := BRACKET.search(source, start)):
+    value = None  # the last outermost object or array
+    start = failures = 0
+    while not fenced and failures < TRIES:
+        bracket = BRACKET.search(source, start)
+        if bracket is None:
+            break
         try:
             value, start = decoder.raw_decode(source, bracket.start())
         except (ValueError, RecursionError):
-            start, failures = bracket.end(), failures + 1
+            start = bracket.end()
+            failures += 1
     return value, malformed if value is None else ""
 
 
@@ -193,9 +202,8 @@ def _pattern(pattern: Any) -> Any:
     try:
         return regex.compile(pattern)  # regex caches compiled patterns
     except regex.error as problem:
-        raise ValueError(
-            f"{short(pattern, 80)!r} is not a regular expression: {problem}"
-        ) from problem
+        shown = short(pattern, 80)
+        raise ValueError(f"{shown!r} is not a regular expression: {problem}") from problem
 
 
 def _validator(schema: Any) -> Any:

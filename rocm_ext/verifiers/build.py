@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rocm_ext.base.errors import UserError, explain_errors, nearest, refuse
+from rocm_ext.base.errors import UserError, explain_errors, nearest
 from rocm_ext.base.importing import COMPONENT, Component, import_component
 from rocm_ext.base.types import Row
 from rocm_ext.verifiers.base import Result, Verifier, group_results, short
@@ -26,11 +26,9 @@ class Wrapped(Verifier):
         getattr(self.inner, "check_row", super().check_row)(row)
 
     def __call__(self, completion: str, row: Row) -> Result:
-        return (
-            group_results(self, [completion], row)[0]
-            if self.groups
-            else self.inner(completion, row)
-        )
+        if self.groups:
+            return group_results(self, [completion], row)[0]
+        return self.inner(completion, row)
 
     def judge_batch(self, completions: Sequence[str], rows: Sequence[Row]) -> list[Result]:
         return self.inner.judge_batch(completions, rows)
@@ -66,12 +64,11 @@ def build(node: Component | Verifier) -> Verifier:
     if signature is not None:
         parameters = signature.parameters.values()
         known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        unknown = (name for name in args if name not in known)
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            refuse(
-                f"{path} has no argument {name!r}{nearest(name, known) if known else ''}"
-                for name in unknown
-            )
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        for name in args:
+            if name not in known and not takes_all:
+                hint = nearest(name, known) if known else ""
+                raise UserError(f"{path} has no argument {name!r}{hint}")
         try:
             signature.bind(**args)
         except TypeError as error:
@@ -89,9 +86,7 @@ def build(node: Component | Verifier) -> Verifier:
 
 def _built(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return (
-            build(value)
-            if COMPONENT in value
-            else {key: _built(item) for key, item in value.items()}
-        )
+        if COMPONENT in value:
+            return build(value)
+        return {key: _built(item) for key, item in value.items()}
     return [_built(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,7 +1,6 @@
 """Judge programs by the output they print for given input. The expected output never enters their sandbox."""
 
 import ast
-import contextlib
 import json
 import math
 import re
@@ -20,9 +19,8 @@ from rocm_ext.verifiers.base import Result, correct, error, field, short, timeou
 from rocm_ext.verifiers.extract import parse_python
 
 CHECKER_MB = 1024  # it reads all that the program printed
-NUMBER = re.compile(
-    r"[+-]?((?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII
-)  # 007 is a text
+# 007 is a text
+NUMBER = re.compile(r"[+-]?((?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 
 
@@ -73,7 +71,10 @@ class OutputRule:
         sandbox: str,
         python: str = sys.executable,
     ) -> None:
-        self.tolerance, self.source, self.kind, self.python = tolerance, "", sandbox, python
+        self.tolerance = tolerance
+        self.source = ""
+        self.kind = sandbox
+        self.python = python
         try:
             if tolerance is not None:
                 _tolerance(tolerance)
@@ -101,22 +102,20 @@ class OutputRule:
         source = row.get("checker") or self.source
         task = json.dumps({"checker": source, "path": python.packages, "cases": cases}).encode()
         script = Path(__file__).with_name("_checker.py").read_text()
-        box, apart = (
-            Sandbox(self.kind, python.folders),
-            Limits(seconds=limits.seconds, memory_mb=CHECKER_MB),
-        )
-        outcome = box.run(
-            [python.path, "-s", "-S", f"{BOX}/checker.py"], {"checker.py": script}, task, apart
-        )
-        answer: Any = f"the checker did not answer: {outcome.stderr.decode('utf-8', 'replace')}"
-        with contextlib.suppress(ValueError):
+        box = Sandbox(self.kind, python.folders)
+        apart = Limits(seconds=limits.seconds, memory_mb=CHECKER_MB)
+        argv = [python.path, "-s", "-S", f"{BOX}/checker.py"]
+        outcome = box.run(argv, {"checker.py": script}, task, apart)
+        if outcome.killed:
+            raise ValueError(f"the checker {outcome.killed}")
+        if outcome.timed_out:
+            raise ValueError(f"the checker is still running after {limits.seconds:g} s")
+        try:
             answer = json.loads(outcome.stdout)
-        if outcome.timed_out or outcome.killed:
-            answer = (
-                f"the checker {outcome.killed or f'is still running after {limits.seconds:g} s'}"
-            )
+        except ValueError:
+            answer = f"the checker did not answer: {outcome.stderr.decode('utf-8', 'replace')}"
         if isinstance(answer, str):
-            raise ValueError(str(answer))
+            raise ValueError(answer)
         return answer
 
 
@@ -147,10 +146,8 @@ def cases_of(row: Row) -> list[tuple[str, str]]:
 def _checked_cases(row: Row, form: str, given: Any, expected: type) -> Sequence[Any]:
     cases: Sequence[Any] = field(row, "cases", (list, tuple))
     for index, case in enumerate(cases):
-        right = (
-            isinstance(case, Mapping) and isinstance(case.get("input"), given) and "output" in case
-        )
-        if not (right and isinstance(case["output"], expected)):
+        right = isinstance(case, Mapping) and isinstance(case.get("input"), given)
+        if not (right and "output" in case and isinstance(case["output"], expected)):
             raise ValueError(f"field 'cases'[{index}] must be {form}, found {short(case, 80)}")
     return cases
 
@@ -183,7 +180,8 @@ def run_cases(
     ``limits.seconds`` are for all cases together. ``go_on`` continues after a case that fails, but not after a timeout.
     A timeout, and a fault of the sandbox or the checker, is a :class:`Result`.
     """
-    cases, left = cases_of(row), limits.seconds
+    cases = cases_of(row)
+    left = limits.seconds
     batch = bool(row.get("checker") or comparison.source)
     results = CaseResults(len(cases))
     printed: list[tuple[int, tuple[str, str, str]]] = []  # for the checker
@@ -228,15 +226,22 @@ def run_cases(
 
 def same_output(printed: str, expected: str, tolerance: float | None = None) -> bool:
     """Whether a program printed the expected text; see :class:`OutputRule`."""
-    ours, theirs = ([line.rstrip() for line in re.sub(r"\A\s*\n", "", text.rstrip()).split("\n")]
-                    for text in (printed, expected))  # fmt: skip
-    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs, repeat(tolerance)))
+    found = _lines(printed)
+    lines = _lines(expected)
+    return len(found) == len(lines) and all(map(_same_line, found, lines, repeat(tolerance)))
 
 
-def _same_line(mine: str, other: str, tolerance: float | None) -> bool:
-    if mine == other:
+def _lines(text: str) -> list[str]:
+    """The lines without white space at their ends, and without blank lines at the beginning and the end."""
+    text = re.sub(r"\A\s*\n", "", text.rstrip())
+    return [line.rstrip() for line in text.split("\n")]
+
+
+def _same_line(printed: str, line: str, tolerance: float | None) -> bool:
+    if printed == line:
         return True
-    words, expected = mine.split(), other.split()
+    words = printed.split()
+    expected = line.split()
     if tolerance is None and not all(map(NUMBER.fullmatch, expected)):
         return False
     return len(words) == len(expected) and all(map(close, words, expected, repeat(tolerance or 0)))
@@ -252,5 +257,7 @@ def close(word: str, expected: str, tolerance: float) -> bool:
         return True
     if not tolerance or (WHOLE.fullmatch(word) and WHOLE.fullmatch(expected)):
         return False
-    a, b = float(word), float(expected)
-    return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= tolerance * max(1.0, abs(b))
+    value = float(word)
+    right = float(expected)
+    near = abs(value - right) <= tolerance * max(1.0, abs(right))
+    return near and math.isfinite(value) and math.isfinite(right)

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,12 +35,14 @@ class _Several(Verifier):
             )
         self.verifiers = [build(node) for node in verifiers]
         names = [name_of(verifier) for verifier in self.verifiers]
-        self.names = [
-            name if names.count(name) == 1 else f"{name} {i}" for i, name in enumerate(names, 1)
-        ]
-        self.needs = tuple(
-            dict.fromkeys(name for verifier in self.verifiers for name in verifier.needs)
-        )
+        self.names = names.copy()
+        for i, name in enumerate(names):
+            if names.count(name) > 1:
+                self.names[i] = f"{name} {i + 1}"
+        needs: dict[str, None] = {}  # in order
+        for verifier in self.verifiers:
+            needs |= dict.fromkeys(verifier.needs)
+        self.needs = tuple(needs)
         self.groups = any(verifier.groups for verifier in self.verifiers)
 
     def check(self) -> None:
@@ -56,35 +59,29 @@ class _Several(Verifier):
     def judge_group(self, completions: Sequence[str], row: Row) -> list[Result]:
         earlier: list[list[Result]] = [[] for _ in completions]  # the results so far, by answer
         for verifier in self.verifiers:
-            left = [
-                i for i, results in enumerate(earlier) if not (results and self._ends(results[-1]))
-            ]
+            left = []
+            for i, results in enumerate(earlier):
+                if not (results and self._ends(results[-1])):
+                    left.append(i)
             if verifier.groups and left:
-                judged = dict(enumerate(group_results(verifier, completions, row)))
+                group = group_results(verifier, completions, row)
+                judged = [group[i] for i in left]
             else:
-                judged = dict(
-                    zip(
-                        left,
-                        _one_by_one(verifier, [completions[i] for i in left], row),
-                        strict=True,
-                    )
-                )
-            for i in left:
-                earlier[i].append(judged[i])
-        return [
-            results[-1]
-            if results[-1].reward is None
-            else replace(self._combined(results), parts=self._parts(results))
-            for results in earlier
-        ]
+                judged = _one_by_one(verifier, [completions[i] for i in left], row)
+            for i, result in zip(left, judged, strict=True):
+                earlier[i].append(result)
+        return list(map(self._joined, earlier))
 
-    def _parts(self, results: Sequence[Result]) -> dict[str, float]:
+    def _joined(self, results: Sequence[Result]) -> Result:
+        """The combined result on one answer, with its parts; an ERROR as it is."""
+        if results[-1].reward is None:
+            return results[-1]
         parts: dict[str, float] = {}
         for name, result in zip(self.names, results, strict=False):
-            parts |= {name: result.reward or 0.0} | {
-                f"{name}/{part}": value for part, value in result.parts.items()
-            }
-        return parts
+            parts[name] = result.reward or 0.0
+            for part, value in result.parts.items():
+                parts[f"{name}/{part}"] = value
+        return replace(self._combined(results), parts=parts)
 
     def _ends(self, result: Result) -> bool:
         """Whether an answer with this result goes to no further verifier."""
@@ -109,7 +106,8 @@ class All(_Several):
         return result.verdict is not Verdict.CORRECT
 
     def _combined(self, results: Sequence[Result]) -> Result:
-        last, reward = results[-1], min(result.reward or 0.0 for result in results)
+        last = results[-1]
+        reward = min(result.reward or 0.0 for result in results)
         if last.verdict is Verdict.CORRECT:
             return Result(Verdict.CORRECT, reward, "")
         return Result(last.verdict, reward, f"{self.names[len(results) - 1]}: {last.detail}")
@@ -130,27 +128,24 @@ class Weighted(_Several):
         super().__init__(verifiers)
         count = len(self.verifiers)
         listed = isinstance(weights, (list, tuple)) and len(weights) == count
-        if not (
-            listed
-            and all(type(w) in (int, float) and 0 <= w < math.inf for w in weights)
-            and sum(weights) > 0
-        ):
+        numbers = listed and all(type(w) in (int, float) and 0 <= w < math.inf for w in weights)
+        if not (numbers and sum(weights) > 0):
             raise UserError(f"Weighted needs {count} weights >= 0, not all 0; found {weights!r}")
         if not (0 < threshold <= 1):
             raise UserError(f"Weighted: threshold must be in (0, 1], found {threshold}")
-        self.weights, self.threshold = list(weights), threshold
+        self.weights = list(weights)
+        self.threshold = threshold
 
     def _combined(self, results: Sequence[Result]) -> Result:
-        parts = [result.reward or 0.0 for result in results]
-        mean = sum(weight * part for weight, part in zip(self.weights, parts, strict=True)) / sum(
-            self.weights
-        )
+        rewards = [result.reward or 0.0 for result in results]
+        weighted = map(operator.mul, self.weights, rewards)
+        mean = sum(weighted) / sum(self.weights)
+        details = []
+        for name, reward, result in zip(self.names, rewards, results, strict=True):
+            why = f" ({result.detail})" if result.detail else ""
+            details.append(f"{name} {reward:g}{why}")
         failed = [result.verdict for result in results if result.verdict is not Verdict.CORRECT]
         verdict = next(iter(failed), Verdict.WRONG)  # all may say CORRECT with partial rewards
-        details = [
-            f"{name} {part:g}" + f" ({result.detail})" * bool(result.detail)
-            for name, part, result in zip(self.names, parts, results, strict=True)
-        ]
         correct = mean >= self.threshold - 1e-9
         return Result(Verdict.CORRECT if correct else verdict, min(1.0, mean), "; ".join(details))
 

@@ -19,7 +19,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.types import Json, Row
 from rocm_ext.sandbox import helper
 from rocm_ext.sandbox.children import CHUNK, MARK, Child, supervise
-from rocm_ext.verifiers.base import Result, Verdict, Verifier, check_time, error, short
+from rocm_ext.verifiers.base import Result, Verifier, check_time, error, short
 
 MAX_LINE = 1 << 20  # bytes of an answer
 TAIL = 4096  # bytes of stderr that are kept
@@ -47,16 +47,15 @@ class Command(Verifier):
     def __init__(
         self, command: Sequence[str], timeout: float = 30.0, persistent: bool = False
     ) -> None:
-        if not (
-            command
-            and not isinstance(command, str)
-            and all(isinstance(part, str) for part in command)
-        ):
+        listed = bool(command) and not isinstance(command, str)
+        if not (listed and all(isinstance(part, str) for part in command)):
             raise UserError(
                 f"Command: command must be a list of strings, [program, argument, ...], found {command!r}"
             )
         check_time("Command", timeout)
-        self.command, self.timeout, self.persistent = list(command), timeout, persistent
+        self.command = list(command)
+        self.timeout = timeout
+        self.persistent = persistent
         self._program: _Program | None = None
         self._asked = 0
         self._lock = threading.Lock()
@@ -97,10 +96,8 @@ class Command(Verifier):
             self._program = _Program(self.command)
             self._end = weakref.finalize(self, self._program.end)  # also when the interpreter ends
         try:
-            said = self._program.ask(
-                json.dumps({"id": self._asked, **request}).encode() + b"\n", self.timeout
-            )
-            return _result(said, self._asked)
+            line = json.dumps({"id": self._asked, **request}).encode() + b"\n"
+            return _result(self._program.ask(line, self.timeout), self._asked)
         except _Fault as fault:
             self._program = None
             noise = short(self._end(), 120)
@@ -114,7 +111,8 @@ class _Fault(Exception):
 def _started(
     command: Sequence[str], feed: bytes = b"", tie: Callable[[], None] | None = None
 ) -> Child:
-    mark, pipe = uuid.uuid4().hex, subprocess.PIPE
+    mark = uuid.uuid4().hex
+    pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, bufsize=0,
                                env=os.environ | {MARK: mark}, preexec_fn=tie)  # fmt: skip
     return Child(process, feed, mark=mark)
@@ -127,16 +125,14 @@ def _result(said: bytes, number: int | None = None) -> Result:
         answer = json.loads(text)
         if number is not None and answer["id"] != number:
             raise ValueError(f"the id is {answer.get('id')!r}")
-        detail, parts = str(answer.get("detail", "")), answer.get("parts", {})
-        return Result(Verdict(answer["verdict"]), answer["reward"], detail, parts)
+        detail = str(answer.get("detail", ""))
+        return Result(answer["verdict"], answer["reward"], detail, answer.get("parts", {}))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as problem:
-        expected = (
-            f'"id": {number}, ' * (number is not None)
-            + '"verdict": "CORRECT", "reward": 1.0, "detail": ""'
-        )
-        raise _Fault(
-            f"must answer like {{{expected}}}, found {short(text, 80)!r}: {problem}"
-        ) from problem
+        expected = '"verdict": "CORRECT", "reward": 1.0, "detail": ""'
+        if number is not None:
+            expected = f'"id": {number}, {expected}'
+        found = short(text, 80)
+        raise _Fault(f"must answer like {{{expected}}}, found {found!r}: {problem}") from problem
 
 
 class _Program:
@@ -154,20 +150,22 @@ class _Program:
 
     def ask(self, line: bytes, seconds: float) -> bytes:
         """Send a line and return the answer; raises _Fault if that is late or not one line, or the program ended."""
-        deadline, rest, said = time.monotonic() + seconds, memoryview(line), bytearray()
+        deadline = time.monotonic() + seconds
+        rest = memoryview(line)  # of the request
+        said = bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(self._in, selectors.EVENT_WRITE)
             selector.register(self._out, selectors.EVENT_READ)
             selector.register(self._err, selectors.EVENT_READ)
             while b"\n" not in said:
-                if (left := deadline - time.monotonic()) <= 0:
+                left = deadline - time.monotonic()
+                if left <= 0:
                     raise _Fault(f"has not answered within {seconds:g} s")
                 for key, _ in selector.select(left):
                     if key.fd == self._in:
                         try:
-                            count = os.write(
-                                self._in, rest[: select.PIPE_BUF]
-                            )  # a writable pipe takes this much
+                            # a writable pipe takes this much
+                            count = os.write(self._in, rest[: select.PIPE_BUF])
                         except OSError:  # it has closed its stdin; reading stdout says why
                             count = len(rest)
                         rest = rest[count:]
@@ -176,17 +174,17 @@ class _Program:
                     elif key.fd == self._err:
                         if not self._listen():
                             selector.unregister(self._err)
-                    elif not (data := os.read(self._out, CHUNK)):
-                        raise _Fault(self._end())
                     else:
+                        data = os.read(self._out, CHUNK)
+                        if not data:
+                            raise _Fault(self._end())
                         said += data
                         if len(said) > MAX_LINE:
                             raise _Fault(f"printed more than {MAX_LINE} bytes")
         answer, _, more = bytes(said).partition(b"\n")
         if more:
-            raise _Fault(
-                f"printed more than one line for a request: {short(said.decode('utf-8', 'replace'), 120)!r}"
-            )
+            found = short(said.decode("utf-8", "replace"), 120)
+            raise _Fault(f"printed more than one line for a request: {found!r}")
         if rest:
             raise _Fault("answered before it had read the request")
         return answer

@@ -28,9 +28,8 @@ SIGNS = {  # the beginning of a line of unfenced code; bounded repetitions keep 
     "go": re.compile(r"^[ \t]*(package\s{1,9}\w|func\s{1,9}\w{1,99}\()", re.M),
     "json": re.compile(r"\A\s*[\[{\"\d\-tfn]"),
 }
-FENCE = re.compile(
-    r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?(?=(`{3,}|~{3,})[ \t]*(\S*))"
-)  # also behind a list's marker
+# Also behind a list's marker
+FENCE = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?(?=(`{3,}|~{3,})[ \t]*(\S*))")
 REASONING = re.compile(
     r"(?:\A|\n)[ \t]*(?:<think>|\[THINK\]).*?(?:</think>|\[/THINK\]|\Z)|\A.*?(?:</think>|\[/THINK\])(?![\"'\\])",
     re.S,
@@ -43,8 +42,10 @@ def answer_text(text: str) -> str:
 
     It is empty if the reasoning does not end.
     """
-    text = text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
-    return REASONING.sub("", text) if "think>" in text or "THINK]" in text else text
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if "think>" in text or "THINK]" in text:
+        return REASONING.sub("", text)
+    return text
 
 
 def extract_code(text: str, language: str, fits: Callable[[str], Any] = bool) -> str | None:
@@ -72,10 +73,10 @@ def extract_code(text: str, language: str, fits: Callable[[str], Any] = bool) ->
     if language != "python":
         return text if SIGNS[language].search(text) else None
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        for node in parse_python(text).body if len(text) <= MAX_PARSED else ():
-            if not isinstance(node, ast.Expr) or isinstance(
-                node.value, ast.Call
-            ):  # prose can parse as an expression
+        tree = parse_python(text if len(text) <= MAX_PARSED else "")
+        for node in tree.body:
+            # prose can parse as an expression
+            if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call):
                 return text
     return None
 
@@ -90,19 +91,21 @@ def fenced_code(text: str, language: str) -> tuple[list[list[str]], bool]:
     groups: dict[tuple[bool, bool], list[str]]  # by whether the blocks are closed, and tagged
     groups = {(closed, tagged): [] for tagged in (True, False) for closed in (True, False)}
     lines: list[str] = []
-    fence, tag, indent, fenced = "", "", "", False
+    fence = tag = indent = ""
+    fenced = False
     for line in answer_text(text).split("\n"):
         bare = line.strip()
         if not fence:
             marker = FENCE.match(line)
             if marker and "`" not in line[marker.end(1) :]:
                 indent = " " * marker.end() if marker[0].strip() else marker[0]
-                fence, tag, lines, fenced = marker[1], marker[2].lower().strip("{}.:,"), [], True
-        elif (
-            bare.startswith(fence)
-            and not bare.strip(fence[0])
-            and line.index(bare) < len(indent) + 4
-        ):
+                fence = marker[1]
+                tag = marker[2].lower().strip("{}.:,")
+                lines = []
+                fenced = True
+            continue
+        closes = bare.startswith(fence) and not bare.strip(fence[0])
+        if closes and line.index(bare) < len(indent) + 4:
             groups[True, bool(tag)] += _block(lines, indent, tag in ("", *TAGS[language]))
             fence = ""
         else:
@@ -116,9 +119,8 @@ def _block(lines: list[str], indent: str, ours: bool) -> list[str]:
     """The block between two fences, without the opening fence's indent; empty if it is not ``ours``."""
     first = next(filter(str.strip, lines), "")
     if indent and first.startswith(indent):
-        lines = [
-            line[len(indent) :] if line.startswith(indent) else line.lstrip() for line in lines
-        ]
+        size = len(indent)
+        lines = [line[size:] if line.startswith(indent) else line.lstrip() for line in lines]
     return ["\n".join(lines) + "\n"] if ours and first else []
 
 

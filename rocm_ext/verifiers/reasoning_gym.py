@@ -61,7 +61,9 @@ class ReasoningGym(Verifier):
         self, timeout: float = 10.0, memory_mb: int = 2048, sandbox: str = "bubblewrap"
     ) -> None:
         check_limits("ReasoningGym", timeout, memory_mb, 256)
-        self.timeout, self.memory_mb, self.kind = timeout, memory_mb, sandbox
+        self.timeout = timeout
+        self.memory_mb = memory_mb
+        self.kind = sandbox
 
     @cached_property
     def _sandbox(self) -> Sandbox:
@@ -78,14 +80,20 @@ class ReasoningGym(Verifier):
             field(made, name)
 
     def judge_batch(self, completions: Sequence[str], rows: Sequence[Row]) -> list[Result]:
-        answers = [_answer(completion) for completion in completions]
-        asked = [index for index, answer in enumerate(answers) if answer is not None]
         results = [unparsed("no text between <answer> and </answer>")] * len(rows)
+        asked = []
+        made = []
+        answers = []
+        for index, (completion, row) in enumerate(zip(completions, rows, strict=True)):
+            answer = _answer(completion)
+            if answer is not None:
+                asked.append(index)
+                made.append({**row[COLUMN], "question": row["prompt"]})
+                answers.append(answer)
         if not asked:
             return results
-        made = [{**rows[index][COLUMN], "question": rows[index]["prompt"]} for index in asked]
         try:
-            said = self._run(made, [answers[index] for index in asked])
+            said = self._run(made, answers)
         except (UserError, ValueError) as problem:
             return [error(problem)] * len(rows)
         for index, score in zip(asked, said["scores"], strict=True):
@@ -98,25 +106,20 @@ class ReasoningGym(Verifier):
         if said.get("late"):
             return timeout(f"the judge is still running after {self.timeout:g} s")
         if "score" not in said:
-            return wrong(
-                f"the judge cannot read the answer: {said.get('answer', 'its process died')}"
-            )
+            why = said.get("answer", "its process died")
+            return wrong(f"the judge cannot read the answer: {why}")
         value = said["score"]
         if not 0 <= value <= 1:
             return error(f"the judge gave {value:g}; expected a score from 0 to 1")
         return correct() if value == 1 else wrong(f"the judge gave {value:.4g}", value)
 
-    def _run(self, rows: Sequence[Row], answers: Sequence[str | None]) -> Json:
+    def _run(self, rows: Sequence[Row], answers: Sequence[str]) -> Json:
         limits = Limits(seconds=START + self.timeout * len(rows), memory_mb=self.memory_mb)
-        argv, stdin = _command(
-            {"rows": rows, "answers": answers, "seconds": self.timeout}, f"{BOX}/judge.py"
-        )
+        task = {"rows": rows, "answers": answers, "seconds": self.timeout}
+        argv, stdin = _command(task, f"{BOX}/judge.py")
         outcome = self._sandbox.run(argv, {"judge.py": SCRIPT.read_text()}, stdin, limits)
-        why = (
-            outcome.killed
-            or outcome.stderr.decode("utf-8", "replace")
-            or f"took over {limits.seconds:g} s"
-        )
+        said = outcome.stderr.decode("utf-8", "replace")
+        why = outcome.killed or said or f"took over {limits.seconds:g} s"
         if not (outcome.started and not outcome.timed_out and not outcome.killed):
             raise ValueError(f"the sandbox of reasoning-gym: {short(why, 200)}")
         return _read(outcome.stdout, outcome.stderr)
@@ -128,14 +131,14 @@ def entries(task: str, options: Json, seed: int, size: int) -> list[tuple[str, s
     argv, stdin = _command({"rows": [row]}, str(SCRIPT))
     # its environment has a fixed seed of hashes, on which a few tasks depend
     process = subprocess.run(argv, input=stdin, capture_output=True, check=False, env=ENVIRONMENT)
-    return [
-        (question, answer) for question, answer in _read(process.stdout, process.stderr)["entries"]
-    ]
+    answer = _read(process.stdout, process.stderr)
+    return [tuple(entry) for entry in answer["entries"]]
 
 
 def _command(task: Json, script: str) -> tuple[list[str], bytes]:
     python = interpreter(sys.executable)
-    return [python.path, "-s", "-S", script], json.dumps({**task, "path": python.packages}).encode()
+    stdin = json.dumps({**task, "path": python.packages}).encode()
+    return [python.path, "-s", "-S", script], stdin
 
 
 def _read(stdout: bytes, stderr: bytes) -> Json:
@@ -143,19 +146,15 @@ def _read(stdout: bytes, stderr: bytes) -> Json:
     try:
         said = json.loads(stdout)
     except ValueError:
-        raise UserError(
-            f"reasoning-gym: {short(stderr.decode('utf-8', 'replace')[-500:], 200) or 'it died'}"
-        ) from None
+        why = short(stderr.decode("utf-8", "replace")[-500:], 200) or "it died"
+        raise UserError(f"reasoning-gym: {why}") from None
     if "unknown" in said:
-        raise UserError(
-            f"reasoning-gym has no task {said['unknown']!r}{nearest(said['unknown'], said['tasks'])}"
-        )
+        task = said["unknown"]
+        raise UserError(f"reasoning-gym has no task {task!r}{nearest(task, said['tasks'])}")
     if "missing" in said:
-        raise UserError(f"reasoning-gym cannot be imported: {said.get('missing')}; {INSTALL}")
+        raise UserError(f"reasoning-gym cannot be imported: {said['missing']}; {INSTALL}")
     if "problem" in said:
-        raise UserError(
-            f"reasoning-gym: {said.get('problem')}; set `options` to arguments of the task"
-        )
+        raise UserError(f"reasoning-gym: {said['problem']}; set `options` to arguments of the task")
     return said
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rocm_ext.base.errors import UserError, one_line, refuse
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.importing import COMPONENT, Component, import_component
 from rocm_ext.base.types import Message, Row
 from rocm_ext.verifiers.base import Result, Verdict, Verifier, error, field, short
@@ -62,24 +62,24 @@ class RewardFunction(Verifier):
             raise UserError(
                 f"RewardFunction: {function} is a class; expected a function, or an object with __call__"
             )
-        self.__name__ = getattr(
-            self.function, "__name__", type(self.function).__name__
-        )  # for messages and parts
-        self.conversational, self.batch_size, self.groups = conversational, batch_size, groups
+        # for messages and parts
+        self.__name__ = getattr(self.function, "__name__", type(self.function).__name__)
+        self.conversational = conversational
+        self.batch_size = batch_size
+        self.groups = groups
         parameters = inspect.signature(self.function).parameters.values()
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         required = [p.name for p in named if p.default is p.empty]
-        absent = (name for name in required if name in TRAINERS)
-        refuse(
-            f"RewardFunction: the function needs {name}, which only a trainer has"
-            for name in absent
-        )
+        for name in required:
+            if name in TRAINERS:
+                raise UserError(
+                    f"RewardFunction: the function needs {name}, which only a trainer has"
+                )
         # parameter -> whether it is required
         self._named = {p.name: p.name in required for p in named if p.name not in TRAINERS}
-        self.needs = tuple(
-            name for name in required if name not in ("prompts", "completions", *LOGGERS)
-        )
+        given = ("prompts", "completions", *LOGGERS)
+        self.needs = tuple(name for name in required if name not in given)
 
     def check_row(self, row: Row) -> None:
         super().check_row(row)
@@ -92,24 +92,21 @@ class RewardFunction(Verifier):
             return error(f"the reward function failed: {one_line(problem)}")
 
     def judge_batch(self, completions: Sequence[Any], rows: Sequence[Row]) -> list[Result]:
-        answers = [  # a conversation's completion is a list of messages
-            [{"role": "assistant", "content": text}]
-            if isinstance(text, str) and self._talks(row)
-            else text
-            for text, row in zip(completions, rows, strict=True)
-        ]
-        given: dict[str, Any] = {
-            "prompts": [self.prompt(row) for row in rows],
-            "completions": answers,
-        }
-        columns = dict.fromkeys(
-            name for row in rows for name in row if name not in (*NO_COLUMNS, *given)
-        )
-        given |= {name: [row.get(name) for row in rows] for name in columns}
-        given = {
-            name: value for name, value in given.items() if self._takes_all or name in self._named
-        }
-        given |= {name: lambda *_, **__: None for name in LOGGERS if self._named.get(name)}
+        answers = []
+        for text, row in zip(completions, rows, strict=True):
+            is_text = isinstance(text, str)  # a conversation's completion is a list of messages
+            message = {"role": "assistant", "content": text}
+            answers.append([message] if is_text and self._talks(row) else text)
+        prompts = [self.prompt(row) for row in rows]
+        given: dict[str, Any] = {"prompts": prompts, "completions": answers}
+        for name in dict.fromkeys(itertools.chain.from_iterable(rows)):
+            if name not in (*NO_COLUMNS, *given):
+                given[name] = [row.get(name) for row in rows]
+        if not self._takes_all:
+            given = {name: value for name, value in given.items() if name in self._named}
+        for name in LOGGERS:
+            if self._named.get(name):
+                given[name] = lambda *_, **__: None
         parts: dict[str, float] = {}
         if "log_metric" in self._named:
             given["log_metric"] = lambda name, value: parts.update(_finite({name: value}))
@@ -154,18 +151,15 @@ class RewardFunction(Verifier):
                 raise ValueError(
                     f"it returned {short(repr(reward), 80)}; expected 'reward' beside its parts"
                 )
-            parts = {
-                **parts,
-                **_finite({name: value for name, value in reward.items() if name != "reward"}),
-            }
+            own_parts = {name: value for name, value in reward.items() if name != "reward"}
+            parts = {**parts, **_finite(own_parts)}
             reward = reward["reward"]
         if reward is None:
             return error("the reward function does not apply to this row: it returned None")
         if isinstance(reward, str):
             raise TypeError(f"it returned the text {short(reward, 40)!r} as a reward")
-        return replace(
-            scaled(float(reward), self.scale, self.threshold, "the reward function"), parts=parts
-        )
+        result = scaled(float(reward), self.scale, self.threshold, "the reward function")
+        return replace(result, parts=parts)
 
 
 async def _result_of(awaitable: Awaitable[Any]) -> Any:
@@ -182,9 +176,8 @@ def checked_scale(
     who: str, scale: Sequence[float], threshold: float
 ) -> tuple[tuple[float, float], float]:
     """A verifier's arguments ``scale`` and ``threshold`` as floats; raises UserError if one is out of range."""
-    numbers = isinstance(scale, (list, tuple)) and all(
-        type(number) in (int, float) for number in scale
-    )
+    listed = isinstance(scale, (list, tuple))
+    numbers = listed and all(type(number) in (int, float) for number in scale)
     if not (numbers and len(scale) == 2 and -math.inf < scale[0] < scale[1] < math.inf):
         raise UserError(
             f"{who}: scale must be [low, high], two numbers with low < high, found {scale!r}"
@@ -201,11 +194,8 @@ def scaled(value: float, scale: tuple[float, float], threshold: float, who: str)
         hint = "; set scale to its least and greatest value" if math.isfinite(value) else ""
         return error(f"{who} gave {value:g}, which is not between {low:g} and {high:g}{hint}")
     reward = (value - low) / (high - low)
-    return Result(
-        Verdict.CORRECT if reward >= threshold - 1e-9 else Verdict.WRONG,
-        reward,
-        f"{who} gave {value:g}",
-    )
+    verdict = Verdict.CORRECT if reward >= threshold - 1e-9 else Verdict.WRONG
+    return Result(verdict, reward, f"{who} gave {value:g}")
 
 
 class _VerifierReward:
@@ -217,9 +207,8 @@ class _VerifierReward:
         self._verifier = build(node)
         self._verifier.check()
         self._pool = Pool(node, workers, timeout).__enter__()
-        self.close = weakref.finalize(
-            self, self._pool.close
-        )  # ends the workers; also when the interpreter ends
+        # ends the workers; also when the interpreter ends
+        self.close = weakref.finalize(self, self._pool.close)
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
@@ -227,12 +216,13 @@ class _VerifierReward:
         kept = {name: values for name, values in columns.items() if name not in NO_COLUMNS}
         rows = []
         for index, prompt in enumerate(prompts):
-            row = {
-                name: values[index] for name, values in kept.items() if values[index] is not None
-            }
-            row |= {"prompt": _text(prompt)} | (
-                {} if isinstance(prompt, str) else {"messages": prompt}
-            )
+            row = {}
+            for name, values in kept.items():
+                if values[index] is not None:
+                    row[name] = values[index]
+            row["prompt"] = _text(prompt)
+            if not isinstance(prompt, str):
+                row["messages"] = prompt
             self._verifier.check_row(row)
             rows.append(row)
         answers = zip(rows, map(_text, completions), strict=True)

@@ -111,12 +111,11 @@ class Pool:
 
         ``to_worker``: a worker judges the answer even if this process could at once.
         """
-        with contextlib.suppress(Exception):  # a worker says what is wrong with the row
-            if (
-                not (self.groups or to_worker)
-                and (result := self._at_once(completion, row)) is not None
-            ):
-                return done(result)
+        if not (self.groups or to_worker):
+            with contextlib.suppress(Exception):  # a worker says what is wrong with the row
+                result = self._at_once(completion, row)
+                if result is not None:
+                    return done(result)
         return self._enqueue(completion, row)
 
     def submit_group(self, completions: Sequence[str], row: Row) -> "Future[list[Result]]":
@@ -147,9 +146,8 @@ class Pool:
             waiting = self._waiting
             if not waiting:
                 return []
-            count = min(
-                self.batch_size, -(-len(waiting) // len(self._all))
-            )  # leave a share to the other workers
+            # leave a share to the other workers
+            count = min(self.batch_size, -(-len(waiting) // len(self._all)))
             first = waiting.popleft()
             window = [waiting.popleft() for _ in range(min(len(waiting), 4 * (count - 1)))]
             window.sort(key=lambda request: request.row is not first.row)
@@ -170,20 +168,21 @@ class Pool:
     def _ask(self, worker: "_Worker", requests: "list[_Request]") -> list[Result] | str:
         """The results, or why there are none."""
         try:
-            wire: Any = [
-                {"completion": request.answer, "row": dict(request.row)} for request in requests
-            ]
-            if isinstance(requests[0].answer, list):
-                wire = {"completions": requests[0].answer, "row": dict(requests[0].row)}
+            first = requests[0]
+            wire: Any
+            if isinstance(first.answer, list):
+                wire = {"completions": first.answer, "row": dict(first.row)}
+            else:
+                wire = [{"completion": r.answer, "row": dict(r.row)} for r in requests]
             return worker.verify(json.dumps(wire, default=_plain), self._timeout)
         except (TypeError, ValueError, RecursionError) as problem:
             return f"the row cannot be sent to a worker: {problem}"
         except UserError as problem:
             return str(problem)
         except Exception as problem:
-            return (
-                "verification was ended" if self._closed else f"{type(problem).__name__}: {problem}"
-            )
+            if self._closed:
+                return "verification was ended"
+            return f"{type(problem).__name__}: {problem}"
 
 
 def at_once(verifier_config: Component) -> Callable[..., Result | None]:
@@ -192,9 +191,8 @@ def at_once(verifier_config: Component) -> Callable[..., Result | None]:
     kind = import_component(path) if path.startswith("rocm_ext.verifiers.") else Verifier
     if getattr(kind, "at_once", Verifier.at_once) is Verifier.at_once:
         return Verifier().at_once
-    return kind(
-        **{name: value for name, value in verifier_config.items() if name != COMPONENT}
-    ).at_once
+    arguments = {name: value for name, value in verifier_config.items() if name != COMPONENT}
+    return kind(**arguments).at_once
 
 
 @dataclass(frozen=True)
@@ -208,7 +206,8 @@ class _Worker:
     """One process and its pipes. One thread at a time uses it; any thread may call ``close``."""
 
     def __init__(self, verifier_config: Any, folder: str) -> None:
-        self._verifier_config, self._folder = verifier_config, folder
+        self._verifier_config = verifier_config
+        self._folder = folder
         self._process: subprocess.Popen | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -237,11 +236,10 @@ class _Worker:
         line = self._line(deadline)
         message = json.loads(line) if line else {}
         if "ready" not in message:
-            said = message.get("error") or (
-                f"the worker did not start within {START:g} s"
-                if line is None
-                else f"the worker {self._end()}"
-            )
+            said = message.get("error")
+            if said is None:
+                ended = f"did not start within {START:g} s" if line is None else self._end()
+                said = f"the worker {ended}"
             self.kill()
             raise UserError(f"the verifier cannot be built in a worker: {said}")
         return message["ready"], message["groups"]
@@ -262,11 +260,10 @@ class _Worker:
             if "error" in answer:
                 return answer["error"]
             return [Result(*values) for values in answer["results"]]
-        ended = (
-            f"the verifier hung for {timeout:g} s"
-            if line is None
-            else f"the verifier's process {self._end()}"
-        )
+        if line is None:
+            ended = f"the verifier hung for {timeout:g} s"
+        else:
+            ended = f"the verifier's process {self._end()}"
         self.kill()
         return "verification was ended" if self._closed else ended
 
@@ -310,11 +307,9 @@ class _Worker:
             code = process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return "closed its pipe"
-        return (
-            f"died of signal {-code} ({signal.Signals(-code).name})"
-            if code < 0
-            else f"exited with {code}"
-        )
+        if code < 0:
+            return f"died of signal {-code} ({signal.Signals(-code).name})"
+        return f"exited with {code}"
 
     def _send(self, text: str, deadline: float) -> bool:
         """Send a line; False if the process has not read it before the deadline."""

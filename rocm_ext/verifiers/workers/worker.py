@@ -24,9 +24,9 @@ def judged(verifier: Any, requests: Json | list[Json]) -> list[tuple]:
     elif len(requests) == 1:
         results = [checked(verifier, verifier(requests[0]["completion"], requests[0]["row"]))]
     else:
-        judged = verifier.judge_batch(
-            [r["completion"] for r in requests], [r["row"] for r in requests]
-        )
+        completions = [request["completion"] for request in requests]
+        rows = [request["row"] for request in requests]
+        judged = verifier.judge_batch(completions, rows)
         results = all_checked(verifier, "judge_batch", judged, len(requests))
     return [result.values() for result in results]
 
@@ -57,13 +57,8 @@ def main() -> None:
                 f"batch_size must be a whole number of at least 1, found {verifier.batch_size!r}"
             )
     except BaseException as problem:
-        say(
-            {
-                "error": str(problem)
-                if type(problem).__name__ == "UserError"
-                else helper.blame(problem)
-            }
-        )
+        is_mistake = type(problem).__name__ == "UserError"
+        say({"error": str(problem) if is_mistake else helper.blame(problem)})
         return
     say({"ready": verifier.batch_size, "groups": verifier.groups})
     for line in reader:
