@@ -1,12 +1,12 @@
 """The base of all trainers: optimiser, schedule, step, checkpoints and outputs."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
-import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 from rocm_ext.base import registry, supervised
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import append_line, read_lines, replace_folder, replace_text
-from rocm_ext.base.log import Progress, log
+from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
 from rocm_ext.config import references
 from rocm_ext.config.keys import free_keys
-from rocm_ext.data.batches import StepLoader, Update
+from rocm_ext.data.batches import Update
 from rocm_ext.machine import numerics
 from rocm_ext.machine.trace import TRAINING
 from rocm_ext.model.adapters.merge import merge
@@ -108,10 +108,15 @@ class Training:
         metric_logger: Any = None,
         interrupt: Interrupt | None = None,
     ) -> None:
-        self.learner, self.runtime, self.ranks = learner, learner.runtime, learner.runtime.ranks
-        self.cfg, self.folder, self.metric_logger = cfg, folder, metric_logger
+        self.learner = learner
+        self.runtime = learner.runtime
+        self.ranks = learner.runtime.ranks
+        self.cfg = cfg
+        self.folder = folder
+        self.metric_logger = metric_logger
         self.interrupt = interrupt or Interrupt()
-        self.step, self.total_steps = 0, 0
+        self.step = 0
+        self.total_steps = 0
         self._began_at = 0  # the step from which this process goes on
         self.best: Best | None = None
         self._updated = False  # whether the run has done an update
@@ -123,7 +128,8 @@ class Training:
             UserError: a component cannot be built, or the checkpoint belongs to another run.
         """
         self.build(total_steps)
-        self._identity, self._environment = self.identity(), references.digests(self.cfg)
+        self._identity = self.identity()
+        self._environment = references.digests(self.cfg)
         resumed = self._resume()
         if resumed:
             self.ranks.on_main(self._check_metrics)
@@ -154,15 +160,10 @@ class Training:
             UserError: optimiser or schedule cannot be built, or does not work; or ``loraplus_lr_ratio`` is set, and a
                 subclass overrides :meth:`setup_optimizer`.
         """
-        if (
-            cfg.loraplus_lr_ratio is not None
-            and cls.setup_optimizer is not Training.setup_optimizer
-        ):
+        own_optimizer = cls.setup_optimizer is not Training.setup_optimizer
+        if own_optimizer and cfg.loraplus_lr_ratio is not None:
             raise UserError(f"{cls.__name__} makes its own optimiser; set loraplus_lr_ratio=null")
-        if (cls.setup_optimizer, cls.setup_scheduler) != (
-            Training.setup_optimizer,
-            Training.setup_scheduler,
-        ):
+        if own_optimizer or cls.setup_scheduler is not Training.setup_scheduler:
             return
         layer = next(iter(learner.adapter)).partition(".lora_")[0]
         some = {name: p for name, p in learner.adapter.items() if name.startswith(f"{layer}.")}
@@ -217,13 +218,13 @@ class Training:
 
     def identity(self) -> dict[str, str | int | None]:
         """Return what a run shares with the one it resumes, in addition to the config."""
+        learner = self.learner
+        drops = has_dropout(learner.decoder)
         return {
-            "base model": self.learner.base_fingerprint,
+            "base model": learner.base_fingerprint,
             "dtype": str(self.runtime.dtype),
             "seed": self.cfg.seed,
-            _DROPOUT_CUT: self.learner.tokens_per_micro_batch
-            if has_dropout(self.learner.decoder)
-            else None,
+            _DROPOUT_CUT: learner.tokens_per_micro_batch if drops else None,
         }
 
     def extra_state(self) -> State:
@@ -249,25 +250,9 @@ class Training:
         return total == was
 
     @property
-    def stopped_early(self) -> bool:
-        """Whether the run ends before its last update."""
-        return False
-
-    @property
     def goes_on(self) -> bool:
         """Whether updates follow."""
-        return self.updates < self.total_steps and not self.stopped_early
-
-    def count_update(self) -> None:
-        """Count an update."""
-        self.step += 1
-
-    def log_update(self, to_logger: bool, values: dict[str, float]) -> None:
-        """Log the values of an update."""
-        self.write_metrics(to_logger, **values)
-
-    def measure(self) -> None:
-        """Validate or evaluate after an update, if due."""
+        return self.updates < self.total_steps
 
     @contextlib.contextmanager
     def evaluating(self, name: str) -> Iterator[None]:
@@ -289,21 +274,16 @@ class Training:
             if self.goes_on:
                 raise Interrupted(f"after {name}")
 
-    def saves(self, epoch_ends: bool) -> bool:
-        """Return whether to save after this update."""
-        every = self.cfg.save_every_n_steps
-        return epoch_ends or (bool(every) and self.updates % every == 0)
-
     # ---- resuming
-
-    def logged_steps(self, lines: Iterable[Json]) -> set[int]:
-        """Return the steps whose training is in ``lines`` of ``metrics.jsonl``."""
-        return {line["step"] for line in lines if "eval" not in line and "val_loss" not in line}
 
     def _check_metrics(self) -> None:
         """Warn if ``metrics.jsonl`` lacks finished steps; a UserError if one of :attr:`rules` reads them."""
         path = self.folder.path / "metrics.jsonl"
-        lost = describe_lost(path, self.step, self.logged_steps(read_lines(path)))
+        logged = set()
+        for line in read_lines(path):
+            if "eval" not in line and "val_loss" not in line:
+                logged.add(line["step"])
+        lost = describe_lost(path, self.step, logged)
         rules = [key for key in self.rules if self.cfg.get(key) is not None]
         if lost and rules:
             raise UserError(
@@ -323,9 +303,9 @@ class Training:
             return False
         path, state = self.folder.resumed
         same_ranks = len(state["rng"]) == self.ranks.world
-        identity = {
-            what: is_ for what, is_ in self._identity.items() if same_ranks or what != _DROPOUT_CUT
-        }
+        identity = dict(self._identity)
+        if not same_ranks:
+            identity.pop(_DROPOUT_CUT, None)
         check_same_run(path, state, self.cfg, identity, self.free_keys)
         self.step, self.best = state["step"], state["best"]
         self._began_at = self.step
@@ -337,11 +317,10 @@ class Training:
             self.skip_updates(self.updates)
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None:
-            if same_length:
-                self.scheduler.load_state_dict(state["scheduler"])
-            else:
-                self._set_rates(rates)
+        if self.scheduler is not None and same_length:
+            self.scheduler.load_state_dict(state["scheduler"])
+        elif self.scheduler is not None:
+            self._set_rates(rates)
         self.scaler.load_state_dict(state["scaler"])
         if same_ranks:
             set_rng_state(state["rng"][self.ranks.rank], self.runtime.device)
@@ -358,7 +337,8 @@ class Training:
     def _set_rates(self, rates: Sequence[float]) -> None:
         """Set the learning rates of a schedule of another length than the checkpoint's."""
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            if rate != (was := float(group["lr"])):
+            was = float(group["lr"])
+            if rate != was:
                 log.info(
                     "lr_scheduler follows the new number of steps: learning rate %.3g, was %.3g",
                     rate,
@@ -371,49 +351,21 @@ class Training:
 
     # ---- a step
 
-    def train_epochs(self, loader: StepLoader, per_epoch: int, where: str = "") -> None:
-        """Do the updates that the schedule has left: log each, measure and save where due.
-
-        Args:
-            loader: the run's updates.
-            per_epoch: updates of an epoch.
-            where: part of the run, for messages.
-
-        Raises:
-            Interrupted: the user asked to stop; the last update is saved.
-        """
-        with contextlib.closing(
-            Progress(self.total_steps, self.updates, self.ranks.is_main)
-        ) as progress:
-            while self.goes_on:
-                end = (self.updates // per_epoch + 1) * per_epoch
-                began = time.perf_counter()
-                for update in loader.range(self.updates, end):
-                    stats = self.train_step(update)
-                    self.count_update()
-                    seconds = time.perf_counter() - began
-                    self.log_update(
-                        self.updates % self.cfg.log_every_n_steps == 0,
-                        stats.line(seconds) | self.memory(),
-                    )
-                    progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
-                    self.measure()
-                    if stats.interrupted or self.stopped_early or self.saves(self.updates == end):
-                        self.save_checkpoint()
-                    if stats.interrupted:
-                        self.interrupt.check(f"{where}at step {self.updates}", self.ranks)
-                    if self.stopped_early:
-                        break
-                    began = time.perf_counter()
-
     def train_step(self, update: Update) -> StepStats:
         """Do an update, and return its measurements over all ranks.
 
         Raises:
             UserError: the loss or the gradient norm is not finite, or a layer cannot be compiled; no weight changed.
         """
-        with self.runtime.trace.part(TRAINING):
-            return self._train_step(update)
+        try:
+            with self.runtime.trace.part(TRAINING):
+                return self._train_step(update)
+        except RuntimeError as error:
+            if not (self.cfg.compile and isinstance(error, torch._dynamo.exc.TorchDynamoException)):
+                raise
+            raise UserError(
+                f"compile: torch cannot compile the model's layers ({one_line(error)[:300]}); set compile: False"
+            ) from error
 
     def _train_step(self, update: Update) -> StepStats:
         learner, device = self.learner, self.runtime.device
@@ -424,7 +376,7 @@ class Training:
         summed = torch.zeros((), dtype=torch.float32, device=device)
         if not self._updated and self.runtime.dtype != torch.float32:
             self._check_dtypes(update)
-        with self._compiling(), learner.objective.measuring() as tally:
+        with learner.objective.measuring() as tally:
             for batch in update.batches:
                 with learner.offloading:
                     value = learner.model(batch.to(device))
@@ -494,57 +446,44 @@ class Training:
 
     def _check_gradients(self) -> None:
         """Check that gradients reach every layer: torch has compiled layers whose gradients are 0, without an error."""
-        trained = [
-            [p for p in layer.parameters() if p.requires_grad]
-            for layer in self.learner.decoder.layers
-        ]
-        learns = [
-            any(p.grad is not None and bool(p.grad.any()) for p in layer) for layer in trained
-        ]
-        dead = sum(not learning for learning, layer in zip(learns, trained, strict=True) if layer)
+        learns = []  # by layer with an adapter
+        layers = self.learner.decoder.layers
+        for layer in layers:
+            trained = [p for p in layer.parameters() if p.requires_grad]
+            if trained:
+                learns.append(any(p.grad is not None and bool(p.grad.any()) for p in trained))
+        dead = learns.count(False)
         if dead and any(learns):
             raise UserError(
-                f"compile: {dead} of {len(trained)} layers get no gradient with torch {torch.__version__}, so they "
+                f"compile: {dead} of {len(layers)} layers get no gradient with torch {torch.__version__}, so they "
                 "would learn nothing; set compile: False, or install another torch"
             )
 
     def _uncompiled(self) -> contextlib.AbstractContextManager:
-        return (
-            torch.compiler.set_stance("force_eager")
-            if self.cfg.compile
-            else contextlib.nullcontext()
-        )
-
-    @contextlib.contextmanager
-    def _compiling(self):
-        try:
-            yield
-        except RuntimeError as error:
-            if not (self.cfg.compile and isinstance(error, torch._dynamo.exc.TorchDynamoException)):
-                raise
-            why = one_line(error)[:300]
-            raise UserError(
-                f"compile: torch cannot compile the model's layers ({why}); set compile: False"
-            ) from error
+        if self.cfg.compile:
+            return torch.compiler.set_stance("force_eager")
+        return contextlib.nullcontext()
 
     def _check_finite(self, loss: float, grad_norm: float, update: Update) -> None:
-        scaled = (
-            self.scaler.is_enabled()
-        )  # fp16 gradients overflow now and then, and the scaler skips such a step
-        if math.isfinite(loss) and (
-            math.isfinite(grad_norm) or (scaled and self.scaler.get_scale() >= 1)
-        ):
+        # fp16 gradients overflow now and then, and the scaler skips such a step
+        skipped = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or skipped):
             return
         where, cure = self._locate(update, loss)
         if not cure and self._updated:
             cure = "Lower the learning rate, set clip_grad_norm, or look at these rows"
         elif not cure:
             cure = "No step came before, so the learning rate is not the cause: look at these rows, or set dtype=fp32"
-        last, rows = self.folder.checkpoints.steps(), update.rows
+        checkpoints = self.folder.checkpoints.steps()
+        last = "There is no checkpoint yet"
+        if checkpoints:
+            last = f"The last good checkpoint is {checkpoints[-1]}"
+        rows = ", ".join(map(str, update.rows[:32]))
+        if len(update.rows) > 32:
+            rows += " …"
         raise UserError(
             f"{self.where}: loss {loss}, gradient norm {grad_norm}; no weight changed. {where}. Rows of this step: "
-            f"{', '.join(map(str, rows[:32]))}{' …' if len(rows) > 32 else ''}. {cure}. "
-            + (f"The last good checkpoint is {last[-1]}" if last else "There is no checkpoint yet")
+            f"{rows}. {cure}. {last}"
         )
 
     def _locate(self, update: Update, loss: float) -> tuple[str, str]:
@@ -553,44 +492,40 @@ class Training:
         Returns:
             The origin of the first value that is not finite; and the setting that avoids it, or an empty text.
         """
-        cfg, learner, finite = self.cfg, self.learner, True
+        cfg, learner = self.cfg, self.learner
+        values = []
         with self._uncompiled(), numerics.first_non_finite(learner.decoder) as origins:
             for batch in update.batches:
                 with learner.offloading:
-                    finite = (
-                        math.isfinite(learner.model(batch.to(self.runtime.device)).item())
-                        and finite
-                    )
-        of_ranks = self.ranks.gather((origins[0] if origins else None, finite))
-        if (origin := next((origin for origin, _ in of_ranks if origin), None)) is not None:
-            where, cure = f"The first values that are not finite are those of {origin[0]}", ""
-            if origin[1] and cfg.attention not in ("math", "eager"):
+                    values.append(learner.model(batch.to(self.runtime.device)).item())
+        finite = all(self.ranks.gather(all(map(math.isfinite, values))))
+        of_ranks = list(itertools.chain(*self.ranks.gather(origins)))
+        if of_ranks:
+            name, computes_attention = of_ranks[0]
+            cure = ""
+            if computes_attention and cfg.attention not in ("math", "eager"):
                 cure = "Its inputs are finite: set attention=math, or attention=eager"
-            elif origin[1] or self.runtime.dtype == torch.float16:
-                cure = (
-                    "Its inputs are finite: set dtype=fp32"
-                    + ", or dtype=bf16" * self.runtime.machine.bf16
-                )
-            return where, cure
-        if not all(finite for _, finite in of_ranks):
-            return (
-                f"All hidden states are finite, so it is the loss {type(learner.objective).__name__}",
-                "",
-            )
-        if not math.isfinite(loss):
-            again = "Computed again, uncompiled," if cfg.compile else "Computed again,"
-            return f"{again} the values are finite", "Set compile=False" if cfg.compile else ""
-        return "All activations are finite, so it is the backward pass", ""
+            elif computes_attention or self.runtime.dtype == torch.float16:
+                cure = "Its inputs are finite: set dtype=fp32"
+                if self.runtime.machine.bf16:
+                    cure += ", or dtype=bf16"
+            return f"The first values that are not finite are those of {name}", cure
+        if not finite:
+            loss_name = type(learner.objective).__name__
+            return f"All hidden states are finite, so it is the loss {loss_name}", ""
+        if math.isfinite(loss):
+            return "All activations are finite, so it is the backward pass", ""
+        if cfg.compile:
+            return "Computed again, uncompiled, the values are finite", "Set compile=False"
+        return "Computed again, the values are finite", ""
 
     # ---- the outputs
 
     def memory(self) -> dict[str, int]:
         """Return the peak of memory for a line of ``metrics.jsonl``, if ``log_peak_memory_stats`` asks for it."""
-        return (
-            {"peak_memory": peak_memory(self.runtime.device)}
-            if self.cfg.log_peak_memory_stats
-            else {}
-        )
+        if not self.cfg.log_peak_memory_stats:
+            return {}
+        return {"peak_memory": peak_memory(self.runtime.device)}
 
     def write_metrics(self, to_logger: bool, **values: Any) -> None:
         """Append a line to ``metrics.jsonl``, and give its numbers to the metric logger if ``to_logger`` is set."""
@@ -602,9 +537,7 @@ class Training:
     def log_numbers(self, values: Mapping[str, object]) -> None:
         """Give the numbers among ``values`` to the metric logger, if there is one."""
         if self.metric_logger is not None:
-            numbers = {
-                name: value for name, value in values.items() if isinstance(value, int | float)
-            }
+            numbers = {k: value for k, value in values.items() if isinstance(value, int | float)}
             self.metric_logger.log_dict(numbers, step=self.count)
 
     def save_checkpoint(self) -> None:
@@ -613,11 +546,12 @@ class Training:
         Raises:
             UserError: the last step left values in the adapter that are not finite; or the disk is full.
         """
-        if bad := [name for name, p in self.learner.adapter.items() if not p.isfinite().all()]:
-            raise UserError(
-                f"{bad[0]} has values that are not finite after step {self.count}, so nothing was saved; "
-                "lower the learning rate"
-            )
+        for name, parameter in self.learner.adapter.items():
+            if not parameter.isfinite().all():
+                raise UserError(
+                    f"{name} has values that are not finite after step {self.count}, so nothing was saved; "
+                    "lower the learning rate"
+                )
         rng = self.ranks.gather(rng_state(self.runtime.device))
         if self.ranks.is_main:
             state = {
@@ -638,25 +572,22 @@ class Training:
         self.ranks.barrier()
 
     @property
-    def takes_best(self) -> bool:
-        """Whether ``adapter/`` gets the best adapter, not the last."""
-        return self.best is not None
-
-    def which_adapter(self) -> str:
-        """Return which adapter ``adapter/`` has, in words."""
-        if self.best is not None and self.takes_best:
-            return f"the best, of {self.unit} {self.best['step']}"
-        return f"the last, of {self.unit} {self.adapter_step}"
+    def best_to_keep(self) -> Best | None:
+        """The best adapter if ``adapter/`` gets it; None if it gets the last one."""
+        return self.best
 
     def write_outputs(self) -> None:
         """Write ``adapter/``, ``summary.json`` and, if the config asks for it, ``merged/``."""
         cfg, out = self.cfg, self.folder.path
-        if self.best is not None and self.takes_best:
-            self.learner.load_adapter(self.best["adapter"], "best")
+        which = f"the last, of {self.unit} {self.adapter_step}"
+        best = self.best_to_keep
+        if best is not None:
+            self.learner.load_adapter(best["adapter"], "best")
+            which = f"the best, of {self.unit} {best['step']}"
         if self.ranks.is_main:
             with replace_folder(out / "adapter") as folder:
                 self.learner.write_adapter(folder)
-            log.info("adapter: %s (%s)", out / "adapter", self.which_adapter())
+            log.info("adapter: %s (%s)", out / "adapter", which)
             if not cfg.save_adapter_weights_only:
                 merge(cfg.checkpointer, out / "adapter", out / "merged", self.learner.decoder)
             replace_text(out / "summary.json", json.dumps(self.summary(), indent=2) + "\n")

@@ -1,7 +1,9 @@
 """One training run over rows: epochs, validation, and evaluation by answers."""
 
 import math
+import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +12,7 @@ from omegaconf import DictConfig
 
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.base.files import read_lines
-from rocm_ext.base.log import log
+from rocm_ext.base.log import Progress, log
 from rocm_ext.base.types import Json
 from rocm_ext.config.checks.training import EVAL_METRIC
 from rocm_ext.data.batches import StepLoader, Steps, Update, rows_per_step
@@ -18,7 +20,7 @@ from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.rows import Rows
 from rocm_ext.runs.records import EvalScores
 from rocm_ext.runs.scores import Score
-from rocm_ext.train.checkpoint import State
+from rocm_ext.train.checkpoint import Best, State
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, Interrupted
 from rocm_ext.train.loop import StepStats, Training
@@ -27,7 +29,7 @@ from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.scoring import set_baseline, validation_loss
 
 
-class Evaluation(Protocol):
+class AnswerEvaluator(Protocol):
     """Measures a model in training by its answers; :class:`rocm_ext.evaluate.answers.Evaluator` does."""
 
     def fingerprint(self) -> str:
@@ -68,20 +70,26 @@ class Trainer(Training):
         validation_rows: Rows | None = None,
         metric_logger: Any = None,
         interrupt: Interrupt | None = None,
-        evaluation: Evaluation | None = None,
+        evaluation: AnswerEvaluator | None = None,
     ) -> None:
         super().__init__(learner, cfg, folder, metric_logger=metric_logger, interrupt=interrupt)
-        self.rows, self.validation_rows, self.evaluation = rows, validation_rows, evaluation
+        self.rows = rows
+        self.validation_rows = validation_rows
+        self.evaluation = evaluation
         self.worse = 0  # number of validations, or evaluations, since the best one
-        self.validated, self.evaluated = (
-            0,
-            -1,
-        )  # steps of the last validation and of the last evaluation
+        self.validated = 0  # step of the last validation
+        self.evaluated = -1  # step of the last evaluation
         for part in filter(None, (rows, validation_rows)):
             learner.check_rows(part)
         self.mixture = Mixture.of(cfg.dataset, rows)
-        order = cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle, self.mixture
-        self.steps = Steps(len(rows), rows_per_step(cfg, self.ranks.world), *order)
+        self.steps = Steps(
+            len(rows),
+            rows_per_step(cfg, self.ranks.world),
+            cfg.max_steps_per_epoch,
+            cfg.data_seed,
+            cfg.shuffle,
+            self.mixture,
+        )
         self.loader = StepLoader(rows, self.steps, learner.layout, cfg.num_workers, cfg.pin_memory)
 
     def open(self) -> None:
@@ -114,9 +122,9 @@ class Trainer(Training):
         cls.try_out(cfg, learner, steps * cfg.epochs)
 
     @property
-    def takes_best(self) -> bool:
-        """Whether ``adapter/`` gets the best adapter by ``early_stopping_metric``: with ``early_stopping_patience``."""
-        return bool(self.cfg.early_stopping_patience) and self.best is not None
+    def best_to_keep(self) -> Best | None:
+        """The best adapter if ``adapter/`` gets it: with ``early_stopping_patience``."""
+        return self.best if self.cfg.early_stopping_patience else None
 
     def position(self) -> dict[str, int]:
         """Return step and epoch, from 1."""
@@ -124,27 +132,26 @@ class Trainer(Training):
 
     def identity(self) -> dict[str, str | int | None]:
         """Return what a run shares with the one it resumes, in addition to the config."""
-        mixture = self.mixture
+        weights = self.mixture.weights
         return {
             **super().identity(),
             "data": self.rows.fingerprint(),
             "validation data": self.validation_rows.fingerprint() if self.validation_rows else None,
             "rows per step": self.steps.per_step,
-            "rows and weights of the data sets": str(mixture.rows + mixture.weights)
-            if mixture.weights
-            else None,
+            "rows and weights of the data sets": (
+                str(self.mixture.rows + weights) if weights else None
+            ),
             "eval prompts": self.evaluation.fingerprint() if self.evaluation is not None else None,
         }
 
     def keeps_line(self, line: Json) -> bool:
         """Return whether a line of ``metrics.jsonl`` stays when the run resumes."""
-        return line["step"] <= (
-            self.validated
-            if "val_loss" in line
-            else self.evaluated
-            if "eval" in line
-            else self.step
-        )
+        last = self.step
+        if "val_loss" in line:
+            last = self.validated
+        elif "eval" in line:
+            last = self.evaluated
+        return line["step"] <= last
 
     def extra_state(self) -> State:
         """Return the steps of the last validation and evaluation, and their number since the best."""
@@ -156,11 +163,12 @@ class Trainer(Training):
         metric = self.cfg.early_stopping_metric
         if self.best is None or self.best["metric"] == metric:
             self.worse = state["worse"]
-            return
-        log.info(
-            "early_stopping_metric is now %s: the best validation is one of those to come", metric
-        )
-        self.best = None
+        else:
+            self.best = None
+            log.info(
+                "early_stopping_metric is now %s: the best validation is one of those to come",
+                metric,
+            )
 
     def check_length(self, path: Path, state: State) -> bool:
         """Check ``epochs`` and ``max_steps_per_epoch`` as :meth:`Training.check_length` does.
@@ -168,13 +176,13 @@ class Trainer(Training):
         Raises:
             UserError: the checkpoint is past this run's end, or its steps had other rows.
         """
-        before = replace(self.steps, limit=state["config"]["max_steps_per_epoch"])
-        if before.per_epoch != self.steps.per_epoch and self.step > min(
-            before.per_epoch, self.steps.per_epoch
-        ):
+        now = self.steps
+        before = replace(now, limit=state["config"]["max_steps_per_epoch"])
+        shorter, longer = sorted((before.per_epoch, now.per_epoch))
+        if shorter != longer and self.step > shorter:
             raise UserError(
                 f"{path} has {self.step} steps, so max_steps_per_epoch cannot change from {before.limit} to "
-                f"{self.steps.limit}: with it these steps would have had other rows. Undo the change; epochs may be "
+                f"{now.limit}: with it these steps would have had other rows. Undo the change; epochs may be "
                 "raised"
             )
         return super().check_length(path, state)
@@ -208,6 +216,35 @@ class Trainer(Training):
             )
         self.write_outputs()
 
+    def train_epochs(self, loader: StepLoader, per_epoch: int) -> None:
+        """Do the steps that are left: log each, measure and save where due.
+
+        Raises:
+            Interrupted: the user asked to stop; the last step is saved.
+        """
+        cfg = self.cfg
+        with closing(Progress(self.total_steps, self.step, self.ranks.is_main)) as progress:
+            while self.goes_on:
+                end = (self.step // per_epoch + 1) * per_epoch
+                began = time.perf_counter()
+                for update in loader.range(self.step, end):
+                    stats = self.train_step(update)
+                    self.step += 1
+                    seconds = time.perf_counter() - began
+                    line = stats.line(seconds) | self.memory()
+                    self.write_metrics(self.step % cfg.log_every_n_steps == 0, **line)
+                    progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
+                    self.measure()
+                    every = cfg.save_every_n_steps
+                    due = self.step == end or (every and self.step % every == 0)
+                    if stats.interrupted or self.stopped_early or due:
+                        self.save_checkpoint()
+                    if stats.interrupted:
+                        self.interrupt.check(f"at step {self.step}", self.ranks)
+                    if self.stopped_early:
+                        break
+                    began = time.perf_counter()
+
     def measure(self) -> None:
         """Validate and evaluate this step, if due and not done yet."""
         if not (self._validation_is_due or self._evaluation_is_due):
@@ -236,6 +273,11 @@ class Trainer(Training):
         """Whether the last ``early_stopping_patience`` validations, or evaluations, brought no improvement."""
         patience = self.cfg.early_stopping_patience
         return bool(patience) and self.worse >= patience
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether steps follow."""
+        return super().goes_on and not self.stopped_early
 
     def validate(self) -> float:
         """Return the normalised objective on the validation rows; log it, and remember the best adapter."""
@@ -275,7 +317,7 @@ class Trainer(Training):
 
     def _compare(self, values: Mapping[str, float]) -> str:
         """Compare measurements with the best so far by ``early_stopping_metric``, and return a text for the log."""
-        metric, loss = self.cfg.early_stopping_metric, values.get("val_loss")
+        metric = self.cfg.early_stopping_metric
         value = values.get(metric, math.nan)
         if not math.isfinite(value):
             raise UserError(
@@ -284,11 +326,10 @@ class Trainer(Training):
         sign = 1 if _metric_direction(self.cfg, self.learner) == "higher" else -1
         best = self.best
         if best is None or sign * value > sign * best["value"]:
-            adapter = self.learner.adapter_state()
             self.best = best = {
-                "loss": loss,
+                "loss": values.get("val_loss"),
                 "step": self.step,
-                "adapter": adapter,
+                "adapter": self.learner.adapter_state(),
                 "metric": metric,
                 "value": value,
             }
@@ -300,10 +341,14 @@ class Trainer(Training):
 
     def chosen(self) -> tuple[int, int]:
         """Return the step of the adapter in ``adapter/``, and the number of evaluations that chose it."""
-        if self.best is None or not self.takes_best:
+        best = self.best_to_keep
+        if best is None:
             return self.step, 1
-        lines = read_lines(self.folder.path / "metrics.jsonl") if self._by_answers else ()
-        return self.best["step"], max(1, sum("eval" in line and line["step"] > 0 for line in lines))
+        evaluations = 0
+        if self._by_answers:
+            for line in read_lines(self.folder.path / "metrics.jsonl"):
+                evaluations += "eval" in line and line["step"] > 0
+        return best["step"], max(1, evaluations)
 
     @property
     def _metric_name(self) -> str:
@@ -312,35 +357,29 @@ class Trainer(Training):
 
     def summary(self) -> Json:
         """Return the content of ``summary.json``."""
-        best, metric = None, self.cfg.early_stopping_metric
+        best = None
         if self.best is not None:
-            named = {
-                "loss": self.best["loss"],
-                "step": self.best["step"],
-                metric: self.best["value"],
-            }
-            best = {
-                name: value
-                for name, value in named.items()
-                if value is not None and name != "val_loss"
-            }
+            named = {"loss": self.best["loss"], "step": self.best["step"]}
+            if self.best["metric"] != "val_loss":
+                named[self.best["metric"]] = self.best["value"]
+            best = {name: value for name, value in named.items() if value is not None}
         return {
             **summarize(self.folder.path / "metrics.jsonl"),
             "rows": self.rows.counts,
             "data_sets": self.mixture.table(self.steps[step] for step in range(self.step)),
             "best_validation": best,
-            "adapter_is": f"best by {self._metric_name}" if self.takes_best else "last",
+            "adapter_is": f"best by {self._metric_name}" if self.best_to_keep else "last",
             **super().summary(),
         }
 
 
 def _metric_direction(cfg: DictConfig, learner: Learner) -> str:
     """Return whether ``higher`` or ``lower`` values of ``early_stopping_metric`` are better."""
-    objective = learner.objective
-    ways = {f"val_{name}": way for name, way in objective.better.items()}
+    metric = cfg.early_stopping_metric
+    ways = {f"val_{name}": way for name, way in learner.objective.better.items()}
     ways |= {"val_loss": "lower", EVAL_METRIC: "higher"}
-    if (metric := cfg.early_stopping_metric) not in ways:
-        loss = type(objective).__name__
+    if metric not in ways:
+        loss = type(learner.objective).__name__
         raise UserError(
             f"early_stopping_metric {metric} is unknown for loss {loss}{nearest(metric, ways)}"
         )
