@@ -147,7 +147,7 @@ class Runtime:
         dtype, why = numerics.pick_dtype(cfg.dtype, machine)
         opened = open_device(profile, machine, local_rank(), cfg.memory_fraction, cfg.device)
         ranks = Ranks.from_env(opened, cfg.node_timeout)
-        run = cfg if run_cfg is None else run_cfg
+        run = run_cfg or cfg
         check_machines(run, dtype, ranks)
         warn(warnings)
         log.info("hardware %s: %s", profile.name, machine)
@@ -168,35 +168,32 @@ def peak_memory(device: torch.device) -> int:
         return psutil.Process().memory_info().peak_wset
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _use_threads(cfg: DictConfig, device: torch.device, ranks: Ranks) -> int | str:
     """Set the number of torch's threads; return the value of ``cpu_threads`` that the run records and resumes with."""
-    count, why = cfg.cpu_threads, "as the config says"
+    count = cfg.cpu_threads
+    why = "as the config says"
     if count == "auto":
         if device.type != "cpu":
             return "auto"
-        deterministic = cfg.cudnn_deterministic_mode not in (None, False, "default")
-        problems: list[str] = []
-        resumed = (
-            read_yaml(Path(cfg.output_dir) / "config.yaml", problems)
-            if cfg.resume_from_checkpoint
-            else {}
-        )
-        warn(problems)
-        recorded = threads if type(threads := resumed.get("cpu_threads")) is int else None
-        chosen = (
-            (recorded, "as the run began")
-            if recorded
-            else choose_threads(os.environ, deterministic)
-        )
+        recorded = None
+        if cfg.resume_from_checkpoint:
+            problems: list[str] = []
+            recorded = read_yaml(Path(cfg.output_dir) / "config.yaml", problems).get("cpu_threads")
+            warn(problems)
+        if type(recorded) is int:
+            chosen = (recorded, "as the run began")
+        else:
+            deterministic = cfg.cudnn_deterministic_mode not in (None, False, "default")
+            chosen = choose_threads(os.environ, deterministic)
         count, why = min(ranks.gather(chosen))  # all ranks wait for the slowest one
     torch.set_num_threads(count)
     log.info("cpu_threads %d (%s)", count, why)
-    if device.type == "cpu" and count > (most := cores()):
+    most = cores()
+    if device.type == "cpu" and count > most:
         log.warning(
             "cpu_threads is %d, and this process may use %g cores; threads without a core make the others wait. "
             "cpu_threads=%d is faster, with results that are equal up to rounding",
@@ -243,7 +240,9 @@ def run(recipe: RunnableRecipe) -> None:
         SystemExit: Ctrl-C, SIGTERM or SIGHUP stopped the run, and all finished work is saved; the code is 128 + the
             signal's number.
     """
-    began, cfg, out = time.monotonic(), recipe.cfg, Path(recipe.cfg.output_dir)
+    began = time.monotonic()
+    cfg = recipe.cfg
+    out = Path(cfg.output_dir)
     with hold(out):
         if cfg.validate_only:
             recipe.check()
@@ -258,10 +257,9 @@ def run(recipe: RunnableRecipe) -> None:
             )
             with _recording(cfg, runtime.ranks), profile:
                 recipe.train()
-        except RuntimeError as error:  # a GPU's, and a CPU's
-            if not (
-                isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-            ):
+        except RuntimeError as error:
+            on_cpu = "can't allocate memory" in str(error)
+            if not (on_cpu or isinstance(error, torch.OutOfMemoryError)):
                 raise
             raise UserError(_out_of_memory(recipe, error), supervised.RETRY) from error
         except Interrupted as stop:
@@ -274,7 +272,8 @@ def run(recipe: RunnableRecipe) -> None:
         log.info("done in %s", duration(time.monotonic() - began))
         if (out / "adapter").is_dir():
             name = shlex.quote(str(out))
-            base, export = Path(cfg.checkpointer.checkpoint_dir), ""
+            base = Path(cfg.checkpointer.checkpoint_dir)
+            export = ""
             if (base / CONFIG).is_file():  # Meta's format has none, and cannot be exported
                 export = f"; take it elsewhere: rocm-ext export {name} {way_out(base)}"
             log.info("try it: rocm-ext chat %s%s", name, export)
@@ -282,34 +281,30 @@ def run(recipe: RunnableRecipe) -> None:
 
 def _out_of_memory(recipe: RunnableRecipe, error: RuntimeError) -> str:
     """Describe planned and measured memory when it ran out, and say what to change."""
-    learner, measured = (
-        getattr(recipe, "learner", None),
-        readable(peak_memory(recipe.runtime.device)),
-    )
-    said = ". ".join(" ".join(str(error).split()).split(". ")[:3]).rstrip(".")
-    text = f"out of memory at {measured}: {said[:200]}."
+    cfg = recipe.cfg
+    learner = getattr(recipe, "learner", None)
+    sentences = " ".join(str(error).split()).split(". ")
+    reason = ". ".join(sentences[:3]).rstrip(".")
+    text = f"out of memory at {readable(peak_memory(recipe.runtime.device))}: {reason[:200]}."
     if learner is None or not hasattr(learner, "planned_budget"):
         return f"{text} Free memory, or use a smaller model"
-    modules = [
-        frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
-    ]
+    peak = learner.planned_peak
+    frames = traceback.walk_tb(error.__traceback__)
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
     if any(name.startswith("rocm_ext.sampling") for name in modules):
-        slots, named = (
-            recipe.cfg.engine.get("slots"),
-            f"max_new_tokens={recipe.cfg.max_new_tokens // 2}",
-        )
+        cures = [f"max_new_tokens={cfg.max_new_tokens // 2}"]
+        slots = cfg.engine.get("slots")
         if slots != MIN_ROWS:
-            named = f"engine.slots={max(MIN_ROWS, (slots or 0) // 2)} or {named}"
+            cures.insert(0, f"engine.slots={max(MIN_ROWS, (slots or 0) // 2)}")
     else:
-        peak = learner.planned_peak
-        shorter = (
+        cures = learner.cures(0.8 * peak) or learner.cures(peak)
+        cures.append(
             "rows of half the length (tokenizer.max_seq_len) or shorter answers (max_new_tokens)"
         )
-        named = " or ".join([*(learner.cures(0.8 * peak) or learner.cures(peak)), shorter])
-    planned = f"{readable(learner.planned_peak)} of {readable(learner.planned_budget)}"
+    planned = f"{readable(peak)} of {readable(learner.planned_budget)}"
     return (
-        f"{text} Planned for training: {planned}. Set {named}. resume_from_checkpoint=True continues, but not with "
-        "other rows or shorter answers, which need a new run"
+        f"{text} Planned for training: {planned}. Set {' or '.join(cures)}. "
+        "resume_from_checkpoint=True continues, but not with other rows or shorter answers, which need a new run"
     )
 
 

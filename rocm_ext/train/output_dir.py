@@ -54,11 +54,12 @@ class OutputDir:
     def __init__(
         self, path: Path, *, keep: int, resume: bool, overwrite: bool, ranks: Ranks
     ) -> None:
-        self.path, self.resume, self.overwrite = path, resume, overwrite
+        self.path = path
+        self.resume = resume
+        self.overwrite = overwrite
         self.checkpoints = Checkpoints(path / "checkpoints", keep)
-        earlier = [
-            name for name in ("checkpoints", "adapter", "metrics.jsonl") if (path / name).exists()
-        ]
+        names = ("checkpoints", "adapter", "metrics.jsonl")
+        earlier = [name for name in names if (path / name).exists()]
         if earlier and not resume and not overwrite:
             raise UserError(
                 f"output_dir {path} holds an earlier run ({', '.join(earlier)}); resume_from_checkpoint=True "
@@ -82,9 +83,11 @@ class OutputDir:
             overwrite=cfg.overwrite_output_dir,
             ranks=ranks,
         )
-        cfg.seed = pick_seed(
-            cfg.seed, folder.resumed[1]["config"]["seed"] if folder.resumed else None, ranks
-        )
+        recorded = None
+        if folder.resumed is not None:
+            _, state = folder.resumed
+            recorded = state["config"]["seed"]
+        cfg.seed = pick_seed(cfg.seed, recorded, ranks)
         set_seed(seed=cfg.seed, debug_mode=cfg.cudnn_deterministic_mode)
         if ranks.is_main:
             folder.create()
@@ -119,11 +122,9 @@ class OutputDir:
             with disk_errors(self.path / HARDWARE_LOG):
                 remove_logs(self.path)
                 for name in ("samples", "verdicts", "turns"):
-                    for file in (
-                        self.path / f"{name}.jsonl",
-                        *self.path.glob(f"{name}.rank*.jsonl"),
-                    ):
-                        file.unlink(missing_ok=True)
+                    (self.path / f"{name}.jsonl").unlink(missing_ok=True)
+                    for part in self.path.glob(f"{name}.rank*.jsonl"):
+                        part.unlink()
         replace_text(self.path / "config.yaml", config)
         rewrite_lines(self.path / "metrics.jsonl", lambda line: step is not None and keeps(line))
 
@@ -152,7 +153,8 @@ def hold(folder: Path) -> Iterator[None]:
     if rank():
         yield
         return
-    made, record = not folder.exists(), folder / _HOLDER
+    made = not folder.exists()
+    record = folder / _HOLDER
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock: BaseFileLock = FileLock(folder / _LOCK, fallback_to_soft=False)
@@ -177,7 +179,8 @@ def hold(folder: Path) -> Iterator[None]:
         yield
     finally:
         record.unlink(missing_ok=True)
-        if os.name != "nt":  # who waits on the removed file notices and starts anew
+        # a process that waits on the removed file notices and starts anew
+        if os.name != "nt":
             (folder / _LOCK).unlink(missing_ok=True)
         lock.release()
         if made:
@@ -185,18 +188,18 @@ def hold(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _holder(folder: Path) -> Json:
-    holder: Json = {}
+def _holder(folder: Path) -> Json | None:
+    """Return the process that holds the folder; None before it has written that."""
     with suppress(OSError):
-        holder = json_object((folder / _HOLDER).read_bytes()) or {}
-    return (
-        holder if {"pid", "host", "started", "command"} <= holder.keys() else {}
-    )  # {}: it is not written yet
+        holder = json_object((folder / _HOLDER).read_bytes())
+        if holder and {"pid", "host", "started", "command"} <= holder.keys():
+            return holder
+    return None
 
 
 def _killed(folder: Path) -> bool:
     holder = _holder(folder)
-    if holder.get("host") != platform.node():
+    if holder is None or holder["host"] != platform.node():
         return False
     try:
         return psutil.Process(holder["pid"]).status() == psutil.STATUS_ZOMBIE
@@ -206,7 +209,8 @@ def _killed(folder: Path) -> bool:
 
 def _used(folder: Path) -> UserError:
     who = "another process"
-    if holder := _holder(folder):
+    holder = _holder(folder)
+    if holder is not None:
         who = f"process {holder['pid']} on {holder['host']}, started {holder['started']}: {holder['command']}"
     lost = f"; if it no longer runs, delete {folder / _SOFT}" if (folder / _SOFT).exists() else ""
     return UserError(
