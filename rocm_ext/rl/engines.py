@@ -5,8 +5,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
 from math import inf, sqrt
 from pathlib import Path
 from typing import Any
@@ -30,23 +30,23 @@ from rocm_ext.rl.records import Sample
 from rocm_ext.rl.rollout import Requests
 from rocm_ext.rl.selection import to_rows
 from rocm_ext.sampling import Completion, Engine, LocalEngine, Sampling, Session
-from rocm_ext.train.learner import Learner
+from rocm_ext.train.learner import Learner, first_adapter
 from rocm_ext.train.scoring import reference, score
 
-_ANSWERS, _TOKENS = (
-    6,
-    32,
-)  # about 200 log-probs tell adapters apart whose log-probs differ by a hundredth
+# about 200 log-probs tell adapters apart whose log-probs differ by a hundredth
+_ANSWERS = 6
+_TOKENS = 32
 _FAR = 0.1  # nats per token; rounding to bf16 on both sides gives about 0.01
 _SURE = 3.0  # standard errors
 _LEAST = 0.003  # nats per token; adapters that differ less do not stop a run, because rounding may hide the difference
 _FEWEST = 8  # tokens that have a standard error
 
 
+@dataclass
 class Engines:
     """The engines of a run.
 
-    Args:
+    Attributes:
         sample: engine for the answers to train on.
         eval: engine for evaluations; it may be the same.
         ranks: all processes of the run.
@@ -54,22 +54,15 @@ class Engines:
         training: returns the bytes that training will allocate between two phases of sampling.
     """
 
-    def __init__(
-        self,
-        sample: Engine,
-        eval: Engine,
-        ranks: Ranks,
-        free: Callable[[], int],
-        training: Callable[[], int],
-    ) -> None:
-        self.sample = sample
-        self.eval = eval
-        self._ranks = ranks
-        self._free = free
-        self._training = training
-        self._kept: dict[int, Any] | None = (
-            None  # open sessions by the engine's id, inside keep_open
-        )
+    sample: Engine
+    eval: Engine
+    ranks: Ranks
+    free: Callable[[], int]
+    training: Callable[[], int]
+
+    def __post_init__(self) -> None:
+        # open sessions by the engine's id, inside keep_open
+        self._kept: dict[int, Any] | None = None
         self._stack = ExitStack()
         self._opening = 0.0  # seconds
         self._logged: set[str] = set()
@@ -82,12 +75,12 @@ class Engines:
     @property
     def layout_bytes(self) -> int:
         """Upper bound on the bytes that sessions hold during training inside :meth:`keep_open`, without caches."""
-        engines: dict[int, Any] = {id(engine): engine for engine in (self.sample, self.eval)}
-        return sum(
-            engine.layout_bytes()
-            for engine in engines.values()
-            if getattr(engine, "refreshes", False)
-        )
+        size = 0
+        engines: list[Any] = [self.sample, self.eval]
+        for engine in engines[: 1 if self.sample is self.eval else 2]:
+            if getattr(engine, "refreshes", False):
+                size += engine.layout_bytes()
+        return size
 
     @contextmanager
     def keep_open(self) -> Iterator[None]:
@@ -128,10 +121,9 @@ class Engines:
                 session.refresh()
             else:
                 began = time.perf_counter()
-                session = self._kept[id(engine)] = self._stack.enter_context(
-                    engine.session(adapter)
-                )
-                session.reserve = self._training
+                session = self._stack.enter_context(engine.session(adapter))
+                session.reserve = self.training
+                self._kept[id(engine)] = session
                 self._opening = time.perf_counter() - began
             yield session
             self._make_room(self._kept)
@@ -143,8 +135,8 @@ class Engines:
 
     def _make_room(self, kept: dict[int, Any]) -> None:
         """Free the caches of the sessions kept open, and then their layouts, if training does not fit otherwise."""
-        needed = self._training()
-        short = self._free() < needed
+        needed = self.training()
+        short = self.free() < needed
         if short:
             for session in kept.values():
                 session.release()
@@ -153,7 +145,7 @@ class Engines:
                 "phase of sampling; each phase allocates it and captures its graphs again"
             )
         # all ranks lay out the weights together, because sharded ones are gathered
-        if any(self._ranks.gather(short and self._free() < needed)):
+        if any(self.ranks.gather(short and self.free() < needed)):
             self._stack.close()
             kept.clear()
             self._log_once(
@@ -162,11 +154,12 @@ class Engines:
             )
 
     def _log_once(self, what: str) -> None:
-        if what[:30] not in self._logged and self._ranks.is_main:
+        if what[:30] not in self._logged and self.ranks.is_main:
             self._logged.add(what[:30])
             log.info("%s", what)
 
 
+@dataclass
 class Policy:
     """Opens sessions with the adapter that the learner has at a step.
 
@@ -174,38 +167,31 @@ class Policy:
     it. Servers load the adapter from a folder: of the cycle, or ``policy/`` in the output folder. A check that they
     sample with it follows: of cycles in every session, otherwise at steps 1, 2, 4, 8, and so on.
 
-    Args:
+    Attributes:
         engines: the run's.
         learner: the model, set up.
         server_check: checks the servers' adapters.
         out: the run's output folder.
         unit: what messages call a step.
-        folder_of: returns the folder of a step's adapter; None: the run keeps no such folders.
-
-    Attributes:
-        on_servers: whether servers sample.
+        folder_of: returns the folder of a step's adapter. None if the run keeps no such folders.
         check_from: first step whose session checks the servers' adapter again.
     """
 
-    def __init__(
-        self,
-        engines: Engines,
-        learner: Learner,
-        server_check: "ServerCheck",
-        out: Path,
-        unit: str,
-        folder_of: Callable[[int], Path] | None,
-    ) -> None:
-        self._engines, self._learner, self._server_check = engines, learner, server_check
-        self._ranks, self._unit, self._folder_of = learner.runtime.ranks, unit, folder_of
-        self._folder = out / "policy"
+    engines: Engines
+    learner: Learner
+    server_check: "ServerCheck"
+    out: Path
+    unit: str
+    folder_of: Callable[[int], Path] | None
+    check_from: int = 0
+
+    def __post_init__(self) -> None:
+        self._ranks = self.learner.runtime.ranks
+        self._folder = self.out / "policy"
         self._written: Path | None = None
         self._open: list[int] = []  # steps of the adapters of open sessions
-        self.check_from = 0
-        self._checked: tuple[str, Mapping[str, Tensor]] | None = (
-            None  # name and weights at the last check
-        )
-        self.on_servers = hasattr(engines.sample, "check_adapter")
+        # name and weights at the last check
+        self._checked: tuple[str, Mapping[str, Tensor]] | None = None
 
     @contextmanager
     def opened(self, stays_open: bool) -> Iterator[None]:
@@ -213,7 +199,7 @@ class Policy:
         end."""
         self._remove()  # leftovers of a killed run
         try:
-            with self._engines.keep_open() if stays_open else nullcontext():
+            with self.engines.keep_open() if stays_open else nullcontext():
                 yield
         finally:
             self._remove()
@@ -231,18 +217,20 @@ class Policy:
             requests: requests of the session; a check of servers chooses prompts from them.
             phase: ``sample`` or ``eval``, for which there may be another engine.
         """
-        adapter = self._adapter(step) if self.on_servers else None
+        adapter = None
+        if hasattr(self.engines.sample, "check_adapter"):
+            adapter = self._adapter(step)
 
         def check(session: Session) -> None:
             assert adapter is not None
             if step >= self.check_from:
-                self.check_from = max(1, 2 * step) if self._folder_of is None else 0
-                self._server_check.check(session, requests, adapter, self._checked)
-                self._checked = f"the adapter of {self._unit} {step}", self._learner.adapter_state()
+                self.check_from = max(1, 2 * step) if self.folder_of is None else 0
+                self.server_check.check(session, requests, adapter, self._checked)
+                self._checked = f"the adapter of {self.unit} {step}", self.learner.adapter_state()
 
         self._open.append(step)
         try:
-            with self._engines.session(phase, adapter, check) as session:
+            with self.engines.session(phase, adapter, check) as session:
                 yield session
         finally:
             self._open.remove(step)
@@ -250,20 +238,19 @@ class Policy:
     def _adapter(self, step: int) -> Path | None:
         """Return the folder of the present adapter for the servers, None for the base model; write it if need be."""
         if not step:
-            first = self._learner.cfg.checkpointer.get("adapter_checkpoint")
-            return Path(first) if first else None
-        if self._folder_of is not None:
-            return self._folder_of(step)
+            return first_adapter(self.learner.cfg)
+        if self.folder_of is not None:
+            return self.folder_of(step)
         folder = self._folder / f"step_{step}"
 
         def write() -> None:
+            in_use = {f"step_{open_}" for open_ in self._open}
             with disk_errors(folder):
-                for old in set(self._folder.glob("*")) - {
-                    self._folder / f"step_{open_}" for open_ in self._open
-                }:
-                    shutil.rmtree(old, ignore_errors=True)
+                for old in self._folder.glob("*"):
+                    if old.name not in in_use:
+                        shutil.rmtree(old, ignore_errors=True)
                 folder.mkdir(parents=True)
-                self._learner.write_adapter(folder)
+                self.learner.write_adapter(folder)
 
         if self._written != folder:
             self._ranks.on_main(write)
@@ -271,6 +258,7 @@ class Policy:
         return folder
 
 
+@dataclass
 class ServerCheck:
     """Checks that servers sample with the adapter that they have loaded.
 
@@ -278,13 +266,15 @@ class ServerCheck:
     adapter, with the one before, and without any. It uses sampled tokens, because servers compute a prompt's log-probs
     without the output layer's adapter (vLLM issue 51594) or from a stale cache (vLLM issue 42019).
 
-    Args:
+    Attributes:
         learner: the model, set up.
         warn_unclear: whether to warn of a server whose log-probs do not show which adapter it has.
     """
 
-    def __init__(self, learner: Learner, warn_unclear: bool = True) -> None:
-        self._learner, self._warn_unclear = learner, warn_unclear
+    learner: Learner
+    warn_unclear: bool
+
+    def __post_init__(self) -> None:
         self._warned: set[tuple[str, str]] = set()
 
     def check(
@@ -307,7 +297,7 @@ class ServerCheck:
         Raises:
             UserError: a server samples with the earlier adapter, or without an adapter.
         """
-        ranks = self._learner.runtime.ranks
+        ranks = self.learner.runtime.ranks
         asked = list({request.tokens: request for request, _ in requests}.values())[:_ANSWERS]
         sampling = Sampling(min(_TOKENS, requests[0][1].max_new_tokens))
         given = ranks.on_main(lambda: self._usable(session.ask_each(asked, sampling)))
@@ -315,11 +305,11 @@ class ServerCheck:
         if not answers:
             return
         ours = self._logprobs(answers)
-        with reference(self._learner):
+        with reference(self.learner):
             others = {"without an adapter": self._logprobs(answers)}
         if earlier is not None:
             name, state = earlier
-            with reference(self._learner, state, name):
+            with reference(self.learner, state, name):
                 others[f"with {name}"] = self._logprobs(answers)
         ranks.on_main(lambda: self._compare(given, adapter, ours, others))
 
@@ -338,7 +328,7 @@ class ServerCheck:
         """Return the log-probs of the tokens of ``answers``, end to end, on the CPU."""
         prompts = {answer.request.prompt_id: answer.request.tokens for answer in answers}
         rows, _ = to_rows([Sample.of(answer) for answer in answers], prompts)
-        return torch.from_numpy(np.concatenate(score(self._learner, rows))).double()
+        return torch.from_numpy(np.concatenate(score(self.learner, rows))).double()
 
     def _compare(
         self,
@@ -349,7 +339,9 @@ class ServerCheck:
     ) -> None:
         begin = 0
         for url, answers in given.items():
-            logprobs = list(chain.from_iterable(answer.logprobs for answer in answers))
+            logprobs: list[float] = []
+            for answer in answers:
+                logprobs += answer.logprobs
             served = torch.tensor(logprobs, dtype=torch.float64)
             end = begin + len(served)
             if len(served) >= _FEWEST:
@@ -382,7 +374,7 @@ class ServerCheck:
                     f"{url} does not sample with the adapter that it has loaded: {figures}. Restart this server, then "
                     "continue with resume_from_checkpoint=True"
                 )
-            if self._warn_unclear:
+            if self.warn_unclear:
                 self._warn(url, f"does not show clearly which adapter it samples with: {figures}")
         if distance > _FAR:
             self._warn(
@@ -446,9 +438,8 @@ def open_engines(
     """
     engine = _build_engine(cfg, learner, stopped)
     _check_logprobs(engine, sampling, logprobs_for)
-    weights = cache(
-        partial(frozen_bytes, learner.decoder, learner.runtime.ranks.world)
-    )  # asked once they are loaded
+    # asked once the weights are loaded
+    weights = cache(partial(frozen_bytes, learner.decoder, learner.runtime.ranks.world))
 
     def training_memory() -> int:
         """Return the bytes at the peak of training, in addition to the model's weights."""
@@ -480,11 +471,10 @@ def _build_engine(cfg: DictConfig, learner: Learner, stopped: Callable[[], bool]
     }
     if cfg.get("router_replay"):
         offered["routes"] = True
-    taken = {
-        name: value
-        for name, value in offered.items()
-        if config.takes(cfg.engine, name, key="engine")
-    }
+    taken = {}
+    for name, value in offered.items():
+        if config.takes(cfg.engine, name, key="engine"):
+            taken[name] = value
     if "routes" in offered and "routes" not in taken:
         raise UserError(
             "router_replay is True, and the engine does not return which experts it chose; set router_replay=False, or "
@@ -526,15 +516,15 @@ def _engine_without_servers(
     Raises:
         UserError: training samples with adapters, too, or this process cannot sample.
     """
-    first = cfg.checkpointer.get("adapter_checkpoint")
+    first = first_adapter(cfg)
     if cfg.prompts is not None and (first or samples_new_adapters):
-        without = "set max_staleness=0 and " if cfg.get("max_staleness") else ""
-        if "cycles" in cfg:
-            without = (
-                "start without an adapter_checkpoint and with cycles=1, or "
-                if first
-                else "set cycles=1, or "
-            )
+        without = ""
+        if "cycles" in cfg and first:
+            without = "start without an adapter_checkpoint and with cycles=1, or "
+        elif "cycles" in cfg:
+            without = "set cycles=1, or "
+        elif cfg.get("max_staleness"):
+            without = "set max_staleness=0 and "
         raise UserError(
             f"{problem}. Without such a server, {without}sample in this process with "
             f"engine._component_=rocm_ext.sampling.LocalEngine"
@@ -555,7 +545,7 @@ def _check_adapters(
     cfg: DictConfig, learner: Learner, engine: Any, samples_new_adapters: bool
 ) -> None:
     """Check that the engine can load the adapters that the run will need."""
-    first = cfg.checkpointer.get("adapter_checkpoint")
+    first = first_adapter(cfg)
     writes = cfg.prompts is not None and (samples_new_adapters or cfg.eval_prompts)
     scales = [layer.scale for _, layer in adapters(learner.decoder)]
     problem = ""
@@ -571,7 +561,7 @@ def _check_adapters(
     if problem and (first or writes):
         raise UserError(problem)
     if first:
-        engine.check_adapter(Path(first))
+        engine.check_adapter(first)
     if not writes:
         return  # the run writes no adapter that it samples with
     # in the run's folder, because the server must see this path

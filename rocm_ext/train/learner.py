@@ -39,12 +39,18 @@ from rocm_ext.model.download import use_weights
 from rocm_ext.model.lora import adapter_parameters, adapters, quantized
 from rocm_ext.model.weights.quantized import unpacked_once
 from rocm_ext.plan.costs import Kernels
-from rocm_ext.plan.memory import MemoryPlan, apply_checkpointing, checkpointed_layers
+from rocm_ext.plan.memory import apply_checkpointing, checkpointed_layers
 from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import figures_for
 from rocm_ext.plan.workload import Workload
 from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.machines import check_same
+
+
+def first_adapter(cfg: DictConfig) -> Path | None:
+    """Return the adapter that a config starts from; None for the base model."""
+    path = cfg.checkpointer.get("adapter_checkpoint")
+    return Path(path) if path else None
 
 
 class Learner:
@@ -73,23 +79,28 @@ class Learner:
     """
 
     def __init__(self, cfg: DictConfig, runtime: Runtime, tokenizer: Any) -> None:
-        self.cfg, self.runtime, self.tokenizer = cfg, runtime, tokenizer
-        first = cfg.checkpointer.get("adapter_checkpoint") or None
-        if first is not None and not Path(first).exists():
+        self.cfg = cfg
+        self.runtime = runtime
+        self.tokenizer = tokenizer
+        first = first_adapter(cfg)
+        if first is not None and not first.exists():
             raise UserError(
                 f"no adapter in checkpointer.adapter_checkpoint {first}; null begins with the base model"
             )
         if cfg.use_rslora is None:
-            cfg.use_rslora = first is not None and peft_files.is_rslora(Path(first))
+            cfg.use_rslora = first is not None and peft_files.is_rslora(first)
         self.decoder = self.setup_model()
         peft_files.check_checkpointer(cfg, self.decoder)
         for _, layer in adapters(self.decoder):
             layer.rslora = cfg.use_rslora
         self.adapter: Mapping[str, nn.Parameter] = adapter_parameters(self.decoder)
-        overrides = list(cfg.hardware_overrides)
         warn(
             check_quantized(
-                self.decoder, runtime.profile, overrides, runtime.ranks.world, runtime.budget()
+                self.decoder,
+                runtime.profile,
+                list(cfg.hardware_overrides),
+                runtime.ranks.world,
+                runtime.budget(),
             )
         )
         self.packed = self.decoder.packs
@@ -118,7 +129,13 @@ class Learner:
         self._multiple = width_multiple(cfg.compile, runtime.device, runtime.dtype)
         self.objective = self.setup_loss()
         self.model = CausalLM(self.decoder, self.objective)
-        self._first = None if first is None else self._first_adapter(Path(first))
+        self._first: Mapping[str, Tensor] | None = None
+        if first is not None:
+            self._first = self.read_adapter(first)
+            check_adapter(self.decoder, self._first, str(first))
+            folder = peft_files.config_folder(first)
+            if folder is not None:
+                warn(filter(None, [PeftConfig.read(folder).other_base(folder, self._base)]))
 
     @cached_property
     def shares(self) -> bool:
@@ -132,10 +149,14 @@ class Learner:
     @property
     def layout(self) -> Layout:
         """The layout of this rank's micro-batches, after :meth:`plan` has chosen their size."""
-        ranks = self.runtime.ranks
-        size, pad, multiple = self.tokens_per_micro_batch, self._pad_id, self._multiple
         return Layout(
-            ranks.rank, ranks.world, size, self.packed, pad, multiple, self.packed and self.shares
+            self.runtime.ranks.rank,
+            self.runtime.ranks.world,
+            self.tokens_per_micro_batch,
+            self.packed,
+            self._pad_id,
+            self._multiple,
+            self.shares,
         )
 
     def setup_model(self) -> TransformerDecoder:
@@ -180,13 +201,9 @@ class Learner:
             beside: bytes of the budget that other parts of the run hold during training.
         """
         try:
-            self.tokens_per_micro_batch, self.planned_peak = self._plan(work, beside)
-        except (
-            ArithmeticError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:  # the plan runs a step without data
+            self._plan(work, beside)
+        # the plan runs a step without data
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             component = self.cfg.model[config.COMPONENT]
             raise UserError(
                 f"model: {component} cannot compute a step with these arguments: {one_line(error)}"
@@ -197,9 +214,8 @@ class Learner:
                 raise UserError(
                     "enable_activation_offloading needs a GPU; activations are in host memory already"
                 )
-            from torchtune.training import (
-                get_act_offloading_ctx_manager,
-            )  # here, because it takes a second
+            # here, because it takes a second
+            from torchtune.training import get_act_offloading_ctx_manager
 
             self.offloading = get_act_offloading_ctx_manager(self.decoder, True)
         if self.cfg.compile:
@@ -211,11 +227,13 @@ class Learner:
     def check_budget(self) -> None:
         """Check that the planned peak is within the budget, unless the config says ``over_budget=try``."""
         if self.planned_peak > self.planned_budget and self.cfg.over_budget == "refuse":
-            ways = " or ".join(self.cures(self.planned_budget))
+            ways = self.cures(self.planned_budget)
+            cure = "No smaller micro-batch fits; `rocm-ext plan` tries other settings"
+            if ways:
+                cure = f"Set {' or '.join(ways)}"
             raise UserError(
                 f"the memory plan needs {readable(self.planned_peak)} and has {readable(self.planned_budget)}. "
-                f"{f'Set {ways}' if ways else 'No smaller micro-batch fits; `rocm-ext plan` tries other settings'}. "
-                "over_budget=try starts the run regardless"
+                f"{cure}. over_budget=try starts the run regardless"
             )
 
     def cures(self, goal: float) -> list[str]:
@@ -242,7 +260,7 @@ class Learner:
         check_same(
             lambda: {
                 "the base model's weights": self.base_fingerprint,
-                "adapter_checkpoint": peft_files.fingerprint(first) if first else None,
+                "adapter_checkpoint": first and peft_files.fingerprint(first),
             },
             self.runtime.ranks,
             "copy the model and the adapter from one machine to the others",
@@ -250,15 +268,15 @@ class Learner:
         unsharded = {*self.adapter.values(), *quantized(self.decoder)}
         self.runtime.ranks.shard(self.decoder.layers, self.model, unsharded)
         load_weights(self.decoder, weights, self.runtime.ranks)
-        if self._first is not None:
-            self.load_adapter(self._first, self.cfg.checkpointer.adapter_checkpoint)
+        if first is not None:
+            self.load_adapter(first, self.cfg.checkpointer.adapter_checkpoint)
             self._first = None  # frees its tensors
         trainable = sum(p.numel() for p in self.adapter.values())
         total = sum(p.numel() for p in self.decoder.parameters())
         log.info("model: %s parameters, %s trainable", f"{total:,}", f"{trainable:,}")
 
-    def _plan(self, work: Workload, beside: int) -> tuple[int, int]:
-        """Return the budget of a micro-batch in tokens, and the planned peak of memory in bytes."""
+    def _plan(self, work: Workload, beside: int) -> None:
+        """Choose the size of a micro-batch and the checkpointed layers."""
         cfg, runtime = self.cfg, self.runtime
         budget = runtime.budget() - beside
         planner = TrainingPlanner(
@@ -277,33 +295,22 @@ class Learner:
             log.info("micro-batches: %s tokens, from the memory plan", f"{tokens:,}")
         else:
             tokens = micro_batch_budget(cfg, work.longest)
-        self.planned_budget = budget
         memory = planner.memory(tokens)
-        self.planned_fixed = memory.fixed
-        layers, peak = self._checkpoint(memory, budget)
-        self._planned = planner, tokens, layers
-        return tokens, peak
-
-    def _checkpoint(self, plan: MemoryPlan, budget: int) -> tuple[list[int], int]:
-        chosen = checkpointed_layers(self.cfg.enable_activation_checkpointing, plan, budget)
-        layers, why = self.runtime.ranks.agree(chosen)  # ranks may see different free host memory
+        chosen = checkpointed_layers(cfg.enable_activation_checkpointing, memory, budget)
+        layers, why = runtime.ranks.agree(chosen)  # ranks may see different free host memory
         apply_checkpointing(self.decoder, layers)
-        if self.cfg.compile and layers:
+        self.tokens_per_micro_batch = tokens
+        self.planned_budget = budget
+        self.planned_fixed = memory.fixed
+        self.planned_peak = memory.peak(layers)
+        self._planned = planner, tokens, layers
+        if cfg.compile and layers:
             log.warning(
                 "compile: torch does not compile the %d checkpointed layers; enable_activation_checkpointing: False "
                 "needs more memory, and compiles them",
                 len(layers),
             )
-        log.info("activation checkpointing: %d of %d layers (%s)", len(layers), plan.layers, why)
-        return layers, plan.peak(layers)
-
-    def _first_adapter(self, source: Path) -> dict[str, Tensor]:
-        """Read the adapter that the run starts from, and warn if it belongs to another base model."""
-        state = self.read_adapter(source)
-        check_adapter(self.decoder, state, str(source))
-        if (folder := peft_files.config_folder(source)) is not None:
-            warn(filter(None, [PeftConfig.read(folder).other_base(folder, self._base)]))
-        return state
+        log.info("activation checkpointing: %d of %d layers (%s)", len(layers), memory.layers, why)
 
     def adapter_state(self) -> dict[str, Tensor]:
         """Return a copy of the adapter on the CPU, under torchtune's names."""
@@ -340,7 +347,8 @@ class CausalLM(nn.Module):
         beat()
         columns = {**batch.columns, **self.objective.columns_of(batch)}
         hidden = self.decoder.hidden_states(batch).flatten(0, 1)[batch.index]
-        if batch.routes is not None and (tally := self.objective.tally) is not None:
+        tally = self.objective.tally
+        if batch.routes is not None and tally is not None:
             tally.mean("routing_mismatch", *self.decoder.replay.differing())
         with unpacked_once():
             return self.objective(

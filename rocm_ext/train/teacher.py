@@ -1,6 +1,6 @@
 """The teacher of a distillation: a second model, the model in training with another adapter, or a server."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from rocm_ext.model.download import use_downloaded
 from rocm_ext.model.lora import trained
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.memory import held_bytes, plan_memory, worst_rows
-from rocm_ext.train.learner import Learner
+from rocm_ext.train.learner import Learner, first_adapter
 from rocm_ext.train.scoring import reference, score
 
 
@@ -45,17 +45,16 @@ class Teacher:
     """
 
     def __init__(self, cfg: DictConfig, student: Learner) -> None:
-        self._student, self._adapter, self._source = (
-            student,
-            None,
-            str(cfg.teacher_adapter or cfg.teacher),
-        )
+        self._student = student
+        self._adapter: Mapping[str, Tensor] | None = None
+        self._source = str(cfg.teacher_adapter or cfg.teacher)
         self.learner = student
         self.frozen = 0
         if cfg.teacher != BASE:
             made = teacher_config(cfg, student.cfg)
             use_downloaded(made, student.runtime.ranks)
-            if not (folder := Path(made.checkpointer.checkpoint_dir)).exists():
+            folder = Path(made.checkpointer.checkpoint_dir)
+            if not folder.exists():
                 raise UserError(
                     f"the teacher's folder {folder} does not exist; {how_to_download(folder)}"
                 )
@@ -70,8 +69,8 @@ class Teacher:
                 raise UserError(
                     f"teacher {cfg.teacher} computes no packed rows, and the model in training does; choose another one"
                 )
-        elif set(getattr(student.decoder.output_layer, "parameters", tuple)()) & set(
-            student.adapter.values()
+        elif set(student.adapter.values()).intersection(
+            getattr(student.decoder.output_layer, "parameters", tuple)()
         ):
             raise UserError(
                 "teacher is base, whose output layer is that of the model, and it trains; leave lm_head out of "
@@ -83,17 +82,13 @@ class Teacher:
 
     def peak(self, student: Learner, longest: int) -> int:
         """Return the higher planned peak of training and of a forward pass on ``longest`` tokens, in bytes."""
-        learner, runtime, tokens = (
-            self.learner,
-            self.learner.runtime,
-            student.tokens_per_micro_batch,
-        )
+        learner, runtime = self.learner, self.learner.runtime
         if learner is student:  # training takes more than a forward pass
             return student.planned_peak
         plan = plan_memory(
             learner.decoder,
             CrossEntropy(),
-            worst_rows(longest, max(tokens, longest)),
+            worst_rows(longest, max(student.tokens_per_micro_batch, longest)),
             runtime.device,
             optimizer=learner.cfg.optimizer,
             ranks=runtime.ranks.world,
@@ -114,7 +109,7 @@ class Teacher:
         log.info("teacher: %s", self._source)
         self.learner.load()
         self.learner.model.requires_grad_(False).eval()
-        if not self.learner.cfg.checkpointer.get("adapter_checkpoint"):
+        if first_adapter(self.learner.cfg) is None:
             for _, layer in trained(self.learner.decoder):
                 layer.disabled = True
 
@@ -122,28 +117,19 @@ class Teacher:
     def fingerprint(self) -> str:
         """A hash of its weights, after :meth:`load`."""
         state = self._adapter
-        if (
-            self.learner.cfg.checkpointer.get("adapter_checkpoint")
-            and self.learner is not self._student
-        ):
+        if self.learner is not self._student and first_adapter(self.learner.cfg):
             state = self.learner.adapter_state()
-        return f"{self.learner.base_fingerprint} {peft_files.fingerprint(state) if state else 'no adapter'}"
-
-    def _instead(self) -> AbstractContextManager[None]:
-        """Context in which the learner computes as the teacher."""
-        return (
-            reference(self.learner, self._adapter, self._source)
-            if self.learner is self._student
-            else nullcontext()
-        )
+        adapter = peft_files.fingerprint(state) if state else "no adapter"
+        return f"{self.learner.base_fingerprint} {adapter}"
 
     @torch.no_grad()
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Return the hidden states [n, d] that predict the labels of a micro-batch, without dropout."""
         if self.learner is not self._student:
             return self.learner.model(batch)
-        decoder, training = self.learner.decoder, self.learner.decoder.training
-        with self._instead():
+        decoder = self.learner.decoder
+        training = decoder.training
+        with reference(self.learner, self._adapter, self._source):
             decoder.eval()
             hidden = decoder.hidden_states(batch).flatten(0, 1)[batch.index]
         decoder.train(training)
@@ -156,10 +142,11 @@ class Teacher:
 
     def logprobs(self, rows: Rows, temperature: float) -> list[np.ndarray]:
         """Return the labels' log-probs, as :func:`rocm_ext.train.scoring.score`; all ranks call this."""
-        if self.learner is not self._student:
-            self.learner.tokens_per_micro_batch = self._student.tokens_per_micro_batch
-        with self._instead():
-            return score(self.learner, rows, temperature)
+        if self.learner is self._student:
+            with reference(self.learner, self._adapter, self._source):
+                return score(self.learner, rows, temperature)
+        self.learner.tokens_per_micro_batch = self._student.tokens_per_micro_batch
+        return score(self.learner, rows, temperature)
 
 
 class TeacherServer:
@@ -218,9 +205,8 @@ class _Hidden(Objective):
 
 def _check_tokens(cfg: DictConfig, training: DictConfig) -> None:
     """Refuse a teacher whose tokenizer gives one of the student's ids to another token."""
-    teacher, student = (
-        Path(part.checkpointer.checkpoint_dir) / TOKENIZER for part in (cfg, training)
-    )
+    teacher = Path(cfg.checkpointer.checkpoint_dir) / TOKENIZER
+    student = Path(training.checkpointer.checkpoint_dir) / TOKENIZER
     if not (teacher.is_file() and student.is_file()):
         log.warning(
             "the teacher's tokens are not compared with the model's: %s or %s is missing",
@@ -228,11 +214,14 @@ def _check_tokens(cfg: DictConfig, training: DictConfig) -> None:
             student,
         )
         return
-    theirs, ours = (Tokenizer.from_file(str(path)).get_vocab() for path in (teacher, student))
-    padding = {f"[PAD{number}]": number for number in ours.values()}  # of GGUF files
-    if differ := [
-        token for token, number in (ours.items() - padding.items()) if theirs.get(token) != number
-    ]:
+    theirs = Tokenizer.from_file(str(teacher)).get_vocab()
+    ours = Tokenizer.from_file(str(student)).get_vocab()
+    differ = []
+    for token, number in ours.items():
+        is_padding = token == f"[PAD{number}]"  # of a GGUF file
+        if theirs.get(token) != number and not is_padding:
+            differ.append(token)
+    if differ:
         token = min(differ, key=ours.__getitem__)
         instead = f"it is {theirs[token]}" if token in theirs else "there is no such token"
         raise UserError(
