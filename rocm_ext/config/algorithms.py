@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rocm_ext.base.errors import UserError, refuse
+from rocm_ext.base.errors import UserError
 from rocm_ext.base.importing import COMPONENT
 from rocm_ext.base.types import Config
 
@@ -47,9 +47,8 @@ ALGORITHMS = {
     "gspo": Algorithm(  # arXiv:2507.18071
         ratio="sequence", normalize="sequences", clip_low=3e-4, clip_high=4e-4, clip_dual=None
     ),
-    "cispo": replace(
-        _UNCLIPPED, frozen=True, clip_high=4.0
-    ),  # arXiv:2506.13585; limit of ScaleRL and TRL
+    # arXiv:2506.13585; limit of ScaleRL and TRL
+    "cispo": replace(_UNCLIPPED, frozen=True, clip_high=4.0),
     "rloo": replace(_ON_POLICY, center="leave_one_out"),  # arXiv:2402.14740
     "reinforce": replace(_ON_POLICY, center="none"),  # Williams 1992
 }
@@ -69,17 +68,18 @@ def complete(loss: Any, given: Config) -> Config:
         loss: name of the algorithm, or a component.
         given: value of each key, a part of ``KEYS``.
     """
-    algorithm = ALGORITHMS[loss] if isinstance(loss, str) else _OF_COMPONENT
+    named = isinstance(loss, str)
+    algorithm = ALGORITHMS[loss] if named else _OF_COMPONENT
     filled = {}
     for key, value in given.items():
         usual = getattr(algorithm, key)
-        if usual is None and value is not None and (value != "none" or not isinstance(loss, str)):
-            raise UserError(
-                f"{key} is {value!r}, and loss {loss} has no such limit; set {key}=null"
-                if isinstance(loss, str)
-                else f"{key} is {value!r}, and loss is a component, which does not read it; set {key}=null"
-            )
         filled[key] = usual if value is None else value
+        if usual is not None or value is None or (named and value == "none"):
+            continue
+        why = f"loss {loss} has no such limit"
+        if not named:
+            why = "loss is a component, which does not read it"
+        raise UserError(f"{key} is {value!r}, and {why}; set {key}=null")
     return filled
 
 
@@ -89,19 +89,16 @@ def filled(cfg: DictConfig) -> DictConfig:
     The saved config keeps its nulls, so that the values follow the loss. Raises a UserError if a key is set that the
     loss or the ``mismatch`` does not read.
     """
-    named = isinstance(cfg.loss, str)
     copy = OmegaConf.create(cfg)
     copy.update(complete(cfg.loss, {key: cfg[key] for key in KEYS}))
-    unread = [key for key in ("kl_coef", "entropy_coef") if not named and cfg[key]]
-    refuse(
-        f"{key} is {cfg[key]!r}, and loss is a component: set loss.{key} instead" for key in unread
-    )
-    if named:
+    if isinstance(cfg.loss, str):
         copy.mismatch_limits = limits_of(cfg.mismatch, cfg.mismatch_level, cfg.mismatch_limits)
-    elif cfg.mismatch_limits is not None:
-        raise UserError(
-            f"mismatch_limits is {list(cfg.mismatch_limits)}, and loss is a component: set loss.mismatch_limits instead"
-        )
+        return copy
+    for key in ("kl_coef", "entropy_coef", "mismatch_limits"):
+        if cfg[key]:
+            raise UserError(
+                f"{key} is {cfg[key]!r}, and loss is a component: set loss.{key} instead"
+            )
     return copy
 
 

@@ -19,7 +19,7 @@ from rocm_ext.config.layers import (
     defaults,
     find,
     load,
-    must_be_set,
+    nothing_required,
     read,
     recipe_of,
     requested_hardware,
@@ -66,11 +66,13 @@ class ChosenModel:
         """Whether ``name`` is a config."""
         return self.run or self.content is None
 
-    def recipe(self, overrides: Iterable[str] = ()) -> registry.Recipe:
+    def recipe(self, overrides: Iterable[str]) -> registry.Recipe:
         """Return the config's recipe; for a model, RAFT."""
-        return recipe_of(self.name, overrides) if self.has_file else registry.find(registry.RAFT)
+        if self.has_file:
+            return recipe_of(self.name, overrides)
+        return registry.find(registry.RAFT)
 
-    def hardware(self, overrides: Iterable[str] = ()) -> str:
+    def hardware(self, overrides: Iterable[str]) -> str:
         """Return the value of ``hardware`` that :meth:`load` would resolve."""
         if self.has_file:
             return requested_hardware(self.name, overrides)
@@ -78,10 +80,12 @@ class ChosenModel:
 
     def load(self, overrides: Iterable[str] = ()) -> DictConfig:
         """Return the config, which starts from :attr:`adapter`, if set; errors as :func:`rocm_ext.config.load`."""
-        recipe, content = self.recipe(overrides), self.content
-        if self.run:  # its config also has the user's variables, which nothing refers to any more
+        recipe = self.recipe(overrides)
+        content = self.content
+        if content and self.run:
+            # its config also has the user's variables, which nothing refers to any more
             known = defaults(recipe)
-            content = {key: value for key, value in (content or {}).items() if key in known}
+            content = {key: value for key, value in content.items() if key in known}
         cfg = load(recipe, self.name, overrides, content)
         if self.has_file:
             check_model_folder(cfg, None if self.run else find(self.name))
@@ -92,7 +96,7 @@ class ChosenModel:
 
 
 def find_target(
-    name: str, adapter: Path | None = None, trusted: bool = False, unused: Collection[str] = ()
+    name: str, adapter: Path | None, trusted: bool = False, unused: Collection[str] = ()
 ) -> ChosenModel:
     """Find the model that the user named.
 
@@ -136,20 +140,16 @@ def find_target(
 def _run(folder: Path, adapter: Path | None, trusted: bool, unused: Collection[str]) -> ChosenModel:
     """Return the result of a run: its ``adapter``."""
     if adapter is None and not (folder / "adapter" / "adapter_config.json").is_file():
-        saved = sorted(
-            folder.glob("checkpoints/*/**/adapter_config.json"),
-            key=lambda path: path.stat().st_mtime,
-        )
-        hint = (
-            f"--adapter {saved[-1].parent} is its newest checkpoint"
-            if saved
-            else "it has no checkpoint either"
-        )
+        hint = "it has no checkpoint either"
+        saved = list(folder.glob("checkpoints/*/**/adapter_config.json"))
+        if saved:
+            newest = max(saved, key=lambda path: path.stat().st_mtime)
+            hint = f"--adapter {newest.parent} is its newest checkpoint"
         raise UserError(f"the run in {folder} has no adapter yet; {hint}")
     file = folder / "config.yaml"
-    content = {
-        key: value for key, value in read(file).items() if key not in {*_OF_TRAINING, *unused}
-    }
+    content = read(file)
+    for key in (*_OF_TRAINING, *unused):
+        content.pop(key, None)
     content = seen_from_here(content, folder)
     if not trusted:
         check_from_folder(content, file)
@@ -160,17 +160,13 @@ def _matching(pattern: Any, adapter: Path) -> Any:
     """Return a pattern without the keys that match no layer of the adapter: PEFT ignores them."""
     try:
         with safe_open(adapter / "adapter_model.safetensors", "np") as file:
-            parameters = list(file.keys())
-        layers = [
-            name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in parameters
-        ]
-        if pattern is None:
-            return None
-        return {
-            key: value
-            for key, value in pattern.items()
-            if any(names_layer(key, layer) for layer in layers)
-        }
+            names = list(file.keys())
+        layers = [name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in names]
+        matching = {}
+        for key, value in pattern.items():
+            if any(names_layer(key, layer) for layer in layers):
+                matching[key] = value
+        return matching
     except Exception:  # reading the adapter reports what is wrong with it
         return pattern
 
@@ -181,7 +177,7 @@ def _model(name: str, adapter: Path | None) -> ChosenModel:
         settings = _read_adapter(adapter)
         for theirs, ours in _ADAPTER.items():
             value = settings.get(theirs)
-            if ours in _PATTERNS and not settings.get("target_parameters"):
+            if value and ours in _PATTERNS and not settings.get("target_parameters"):
                 value = _matching(value, adapter)
             no_module = ours == "target_modules" and value == []  # experts alone may have LoRA
             if value or no_module:
@@ -213,11 +209,9 @@ def _read_adapter(folder: Path) -> Json:
 def sampling_config(cfg: DictConfig) -> DictConfig:
     """Convert a config of any recipe to RAFT's: same model, data keys and machine, RAFT's defaults, no ``prompts``."""
     content: Any = OmegaConf.to_container(cfg)
-    unset = {
-        key: None if must_be_set(default) else default
-        for key, default in defaults(registry.RAFT).items()
-    }
-    known = {key: content.get(key, default) for key, default in unset.items()}
+    known = nothing_required(defaults(registry.RAFT))
+    for key in known.keys() & content.keys():
+        known[key] = content[key]
     return OmegaConf.create(known | {"recipe": registry.RAFT, "prompts": None})
 
 
@@ -237,23 +231,22 @@ def teacher_config(cfg: DictConfig, training: DictConfig) -> DictConfig:
 
     ``cfg`` is a config of ``distil_rocm``; ``training``, the learner's, has the machine's settings.
     """
-    if (Path(cfg.teacher) / "adapter_config.json").is_file() and not (
-        Path(cfg.teacher) / "config.json"
-    ).is_file():
+    folder = Path(cfg.teacher)
+    is_model = (folder / "config.json").is_file()
+    if (folder / "adapter_config.json").is_file() and not is_model:
         raise UserError(
             f"teacher {cfg.teacher} is an adapter; set teacher_adapter to it, and teacher to its base"
         )
     adapter = Path(cfg.teacher_adapter) if cfg.teacher_adapter else None
     model: Any = _model(cfg.teacher, adapter).content
     content: Any = OmegaConf.to_container(training)
-    content |= {"model": dict(model["model"]), "checkpointer": {}, "tokenizer": {}}
-    content["model"] |= {"quantize_base": cfg.teacher_quantize_base}
     content |= {
+        "model": {**model["model"], "quantize_base": cfg.teacher_quantize_base},
+        "checkpointer": {},
+        "tokenizer": {},
         "loss": {COMPONENT: "rocm_ext.losses.CrossEntropy"},
         "startup_checks": False,
         "use_rslora": None,
-    }
-    content |= {
         "compile": False,
         "enable_activation_offloading": False,
         "save_adapter_weights_only": True,

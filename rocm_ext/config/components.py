@@ -26,8 +26,6 @@ _COMPONENTS = {
     "dataset_val",
     "optimizer",
     "lr_scheduler",
-}
-_COMPONENTS |= {
     "loss",
     "metric_logger",
     "prompts",
@@ -74,8 +72,9 @@ def instantiate(block: DictConfig, *args: Any, key: str, **kwargs: Any) -> Any:
         key: key of ``block`` in the config, for messages.
     """
     component = _component(block, key)
-    content: Any = OmegaConf.to_container(block, resolve=True)
-    arguments = {str(k): v for k, v in content.items() if k != COMPONENT} | kwargs
+    arguments: Any = OmegaConf.to_container(block, resolve=True)
+    del arguments[COMPONENT]
+    arguments |= kwargs
     try:
         with suppress(ValueError):  # a builtin without a signature
             inspect.signature(component).bind(*args, **arguments)
@@ -101,20 +100,20 @@ def data_weights(dataset: Any) -> tuple[float, ...]:
     Raises a UserError if a weight is no number above 0, or only some entries have one.
     """
     blocks = dataset if isinstance(dataset, ListConfig) else []
-    weights = [block.get(WEIGHT) if isinstance(block, DictConfig) else None for block in blocks]
-    given = {i: weight for i, weight in enumerate(weights) if weight is not None}
-    for i, weight in given.items():
-        if (
-            isinstance(weight, bool)
-            or not isinstance(weight, int | float)
-            or not 0 < weight <= sys.float_info.max
-        ):
+    weights = []
+    for i, block in enumerate(blocks):
+        weight = block.get(WEIGHT) if isinstance(block, DictConfig) else None
+        if weight is None:
+            continue
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not 0 < weight <= sys.float_info.max:
             raise UserError(f"dataset.{i}.weight is {weight!r}; expected a number above 0")
-    if given and len(given) < len(blocks):
+        weights.append(float(weight))
+    if weights and len(weights) < len(blocks):
         raise UserError(
-            f"{len(given)} of {len(blocks)} entries of dataset have a weight; give one to all of them or none"
+            f"{len(weights)} of {len(blocks)} entries of dataset have a weight; give one to all of them or none"
         )
-    return tuple(map(float, given.values()))
+    return tuple(weights)
 
 
 def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
@@ -123,27 +122,24 @@ def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
     A key whose default is a name, such as ``loss: dapo``, may hold a name instead of a component. Defaults are not
     checked: some of their modules take a second to import.
     """
-    names = {
-        key for key, default in defaults.items() if isinstance(default, str) and default != "???"
-    }
     for key, block in cfg.items():
-        if isinstance(block, ListConfig) and key in _COMPONENTS - _LISTS:
+        is_list = isinstance(block, ListConfig)
+        if is_list and key in _COMPONENTS - _LISTS:
             yield f"{key} is {block!r}; expected one _component_ and its arguments"
             continue
-        mixed = key == "dataset" and isinstance(block, ListConfig)
+        mixed = is_list and key == "dataset"
         if mixed:
             data_weights(block)
-        for part in block if isinstance(block, ListConfig) else [block]:
-            if isinstance(part, DictConfig) and part == defaults.get(str(key)):
+        default = defaults.get(str(key))
+        has_names = isinstance(default, str) and default != "???"
+        for part in block if is_list else [block]:
+            is_name = has_names and isinstance(part, str)
+            if isinstance(part, DictConfig) and part == default:
                 continue
             if isinstance(part, DictConfig) and COMPONENT in part:
                 others = (COMPONENT, WEIGHT) if mixed else (COMPONENT,)
                 yield from _argument_faults(str(key), part, others, cfg)
-            elif (
-                key in _COMPONENTS
-                and part is not None
-                and not (key in names and isinstance(part, str))
-            ):
+            elif key in _COMPONENTS and part is not None and not is_name:
                 yield f"{key} is {part!r}; expected a _component_ and its arguments"
 
 
@@ -155,17 +151,13 @@ def check_from_folder(content: Config, file: Path) -> None:
     for path, value in leaves(content):
         key, name = path[0], path[-1]
         if name == COMPONENT:
-            harmless = (
-                isinstance(value, str)
-                and re.fullmatch(_BUILDERS.get(key, r"(?!)"), value) is not None
-            )
+            pattern = _BUILDERS.get(key, r"(?!)")
+            harmless = isinstance(value, str) and bool(re.fullmatch(pattern, value))
         elif name in _HARMLESS:
             harmless = value in _HARMLESS[name]
         elif path == ("recipe",):  # a recipe's file in the folder would bring its defaults
             harmless = value in registry.recipes()
-        elif path == (
-            "hardware",
-        ):  # a profile's file in the folder would set environment variables
+        elif path == ("hardware",):  # a profile's file would set environment variables
             harmless = value in ("auto", *profile_names())
         else:
             harmless = not (isinstance(value, str) and "${" in value)  # it may read the environment
@@ -207,15 +199,11 @@ def _argument_faults(
                 hint = nearest(name, parameters)
             yield f"unknown key {key}.{name} for {block[COMPONENT]}{hint}"
             continue
-        kinds = str(
-            getattr(parameters[name].annotation, "__name__", parameters[name].annotation)
-        ).split(" | ")
+        annotation = parameters[name].annotation
+        kinds = set(str(getattr(annotation, "__name__", annotation)).split(" | "))
+        takes_number = bool(kinds & {"int", "float"}) and kinds <= {"int", "float", "None"}
         value = None if OmegaConf.is_interpolation(block, name) else block[name]
-        if isinstance(value, str) and set(kinds) - {"None"} in (
-            {"int"},
-            {"float"},
-            {"int", "float"},
-        ):
+        if takes_number and isinstance(value, str):
             yield f"{key}.{name} is {value!r}; expected a number"
 
 

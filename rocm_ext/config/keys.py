@@ -53,9 +53,8 @@ class Key:
 @cache
 def table() -> dict[str, Any]:
     """Return the content of keys.yaml, by defaults file."""
-    loader = getattr(
-        yaml, "CSafeLoader", yaml.SafeLoader
-    )  # PyYAML may be built without its C library
+    # PyYAML may be built without its C library
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load(TABLE.read_text(encoding="utf-8"), loader)
 
 
@@ -78,11 +77,7 @@ def keys_in(file: str) -> list[Key]:
 
 def kinds(recipe: str) -> dict[str, Kind]:
     """Return the kind of value of each key of one of this library's recipes, where the table has one."""
-    found = {}
-    for key in _keys(recipe):
-        if key.takes:
-            found[key.name] = kind_of(key.takes)
-    return found
+    return {key.name: kind_of(key.takes) for key in _keys(recipe) if key.takes}
 
 
 def free_keys(*recipes: str) -> frozenset[str]:
@@ -97,8 +92,10 @@ def free_keys(*recipes: str) -> frozenset[str]:
 def _keys(file: str) -> Iterator[Key]:
     """Yield the keys of a defaults file and of the files that it includes, which come first."""
     content = table()[file]
-    for included in [*content.get("include", ()), *filter(None, [content.get("extends")])]:
+    for included in content.get("include", ()):
         yield from _keys(included)
+    if "extends" in content:
+        yield from _keys(content["extends"])
     yield from keys_in(file)
 
 
@@ -107,31 +104,23 @@ def kind_of(takes: Sequence[Any]) -> Kind:
     kinds: list[Kind] = []
     values: list[Any] = []
     for item in takes:
-        kind = _named_kind(item)
-        if kind is None:
-            values.append(item)
+        word, _, rest = str(item).partition(", ")
+        match = _RANGE.fullmatch(str(item))
+        if word == "component":
+            kinds.append(ANY_COMPONENT)
+        elif word == "limits":
+            kinds.append(LIMITS)
+        elif word == "text":
+            kinds.append(text(rest))
+        elif word == "texts":
+            kinds.append(list_of_texts(rest))
+        elif match is not None:
+            kinds.append(_range(**match.groupdict()))
         else:
-            kinds.append(kind)
+            values.append(item)
     if values:
         kinds.append(one_of(*values))
     return reduce(or_, kinds)
-
-
-def _named_kind(item: Any) -> Kind | None:
-    """Return the kind that an item of ``takes`` names; None if it is a value."""
-    if not isinstance(item, str):
-        return None
-    word, _, rest = item.partition(", ")
-    if word == "component":
-        return ANY_COMPONENT
-    if word == "limits":
-        return LIMITS
-    if word == "text":
-        return text(rest)
-    if word == "texts":
-        return list_of_texts(rest)
-    match = _RANGE.fullmatch(item)
-    return None if match is None else _range(**match.groupdict())
 
 
 def _range(

@@ -52,12 +52,8 @@ _RIVALS = {"gradient_accumulation_steps": "sequences_per_step", "verifier": "env
 _RIVALS |= {rival: key for key, rival in _RIVALS.items()}
 # Mappings that an override replaces: merging would keep the YAML's entries
 _REPLACED = ("model.rank_pattern", "model.alpha_pattern", "model.trainable_tokens")
-_LOSSES_OF_PAIRS = {
-    "Preference",
-    "UnpairedPreference",
-    "DPOLoss",
-    "RSOLoss",
-}  # ours and torchtune's
+# ours and torchtune's
+_LOSSES_OF_PAIRS = {"Preference", "UnpairedPreference", "DPOLoss", "RSOLoss"}
 
 
 def load(
@@ -84,28 +80,27 @@ def load(
     """
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
-    folder = find(name).parent if content is None else Path.cwd()
+    folder = Path.cwd()
+    if content is None:
+        folder = find(name).parent
     if isinstance(recipe, str):
         recipe = registry.find(recipe, folder)
-    given = read(find(name)) if content is None else dict(content)
-    given.pop(
-        "low_cpu_ram", None
-    )  # in torchtune's QLoRA configs; here weights are always loaded one by one
-    run, overrides = _without_removed(given, name, list(overrides))
+    run = read(find(name)) if content is None else dict(content)
+    # in torchtune's QLoRA configs; here weights are always loaded one by one
+    run.pop("low_cpu_ram", None)
+    overrides = _remove_keys(run, name, overrides)
     on_command_line = by_key(overrides)
     known = defaults(recipe)
     _check_recipe(name, run, on_command_line, recipe, folder, guess=content is None)
     if content is not None:
-        known = {key: None if must_be_set(default) else default for key, default in known.items()}
+        known = nothing_required(known)
     hardware, profile = _resolve_hardware(
         on_command_line.get("hardware", run.get("hardware", known["hardware"]))
     )
     _check_known(run, on_command_line, known, recipe)
     merged = _merged(known, profile, run, on_command_line)
     try:
-        overrides = _replace_components(
-            merged, [o for o in overrides if not o.startswith(("hardware=", "recipe="))]
-        )
+        overrides = _replace_components(merged, overrides)
         cfg = _merge_yaml_and_cli_args(Namespace(**merged), overrides)
         cfg.recipe, cfg.hardware = recipe.name, hardware
         _check_complete(cfg, known, name)
@@ -113,12 +108,8 @@ def load(
         for variable in set(cfg) - set(known):  # nothing refers to it any more
             del cfg[variable]
         _expand_home(cfg)
-    except (
-        OmegaConfBaseException,
-        TypeError,
-        ValueError,
-        yaml.YAMLError,
-    ) as error:  # OmegaConf raises them, too
+    # OmegaConf raises all of them
+    except (OmegaConfBaseException, TypeError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"config {name}: {_first_line(error)}") from error
     refuse(component_faults(cfg, known))
     return cfg
@@ -147,9 +138,15 @@ def must_be_set(default: Any) -> bool:
     return default == "???" or (isinstance(default, Mapping) and "???" in default.values())
 
 
+def nothing_required(defaults: Config) -> Config:
+    """Return defaults with null for the keys that a run must set."""
+    return {key: None if must_be_set(default) else default for key, default in defaults.items()}
+
+
 def _with_included(path: Path) -> Config:
     content = read(path)
-    if not isinstance(include := content.pop("include", []), list):
+    include = content.pop("include", [])
+    if not isinstance(include, list):
         raise UserError(
             f"{path}: include is {include!r}; expected a list of names, such as [common]"
         )
@@ -163,9 +160,11 @@ def trainer_config(cfg: DictConfig) -> Config:
     """Return the config of a training run inside another recipe: the SFT recipe's keys, with defaults for keys that
     ``cfg`` lacks, and keys that a user's recipe adds. Keys of data and evaluation are null: the recipe does both."""
     settings: Any = OmegaConf.to_container(cfg)
-    known = {key: settings.get(key, default) for key, default in defaults(registry.SFT).items()}
+    known = defaults(registry.SFT)
     ours = set().union(*map(defaults, registry.TITLES))
-    known |= {key: value for key, value in settings.items() if key not in ours}
+    for key, value in settings.items():
+        if key in known or key not in ours:
+            known[key] = value
     data = ("dataset", "dataset_val", "eval_prompts", "eval_every_n_steps", "verifier")
     return known | {
         "recipe": registry.SFT,
@@ -183,11 +182,9 @@ def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
     path = find(name)
     content, on_command_line = read(path), by_key(overrides)
     stated = on_command_line.get("recipe") or content.get("recipe")
-    return (
-        _guessed(content, on_command_line)
-        if stated is None
-        else registry.find(str(stated), path.parent)
-    )
+    if stated is None:
+        return _guessed(content, on_command_line)
+    return registry.find(str(stated), path.parent)
 
 
 def _guessed(content: Config, on_command_line: Mapping[str, str]) -> registry.Recipe:
@@ -195,10 +192,11 @@ def _guessed(content: Config, on_command_line: Mapping[str, str]) -> registry.Re
     component = loss.get(COMPONENT) if isinstance(loss, Mapping) else loss
     if str(component).rpartition(".")[2] in _LOSSES_OF_PAIRS:
         return registry.find(registry.DPO)
-    known_keys = {
-        recipe: len(defaults(recipe).keys() & content.keys()) for recipe in registry.TITLES
-    }
-    return registry.find(max(known_keys, key=lambda recipe: known_keys[recipe]))
+
+    def known_keys(recipe: str) -> int:
+        return len(defaults(recipe).keys() & content.keys())
+
+    return registry.find(max(registry.TITLES, key=known_keys))
 
 
 def requested_hardware(
@@ -217,16 +215,23 @@ def by_key(overrides: Iterable[str]) -> dict[str, str]:
     return dict(item.split("=", 1) for item in overrides if "=" in item)
 
 
-def _without_removed(run: Config, name: str, overrides: list[str]) -> tuple[Config, list[str]]:
-    """Return a run YAML without the keys that ``~key`` removes, and the other overrides."""
-    if strange := [item for item in overrides if "=" not in item and not item.startswith("~")]:
-        raise UserError(f"cannot read override {strange[0]!r}; expected key=value or ~key", code=2)
-    removed = [item for item in overrides if item.startswith("~") and "." not in item]
-    for key in (item[1:] for item in removed):  # torchtune leaves a hole where our default belongs
+def _remove_keys(run: Config, name: str, overrides: Iterable[str]) -> list[str]:
+    """Remove the keys from ``run`` that ``~key`` names, and return the other overrides.
+
+    torchtune would leave a hole where our default belongs.
+    """
+    rest = []
+    for item in overrides:
+        if "=" not in item and not item.startswith("~"):
+            raise UserError(f"cannot read override {item!r}; expected key=value or ~key", code=2)
+        if not item.startswith("~") or "." in item:
+            rest.append(item)
+            continue
+        key = item[1:]
         if key not in run:
             raise UserError(f"~{key}: config {name} has no such key{nearest(key, list(run))}")
         del run[key]
-    return run, [item for item in overrides if item not in removed]
+    return rest
 
 
 def _check_recipe(
@@ -243,26 +248,26 @@ def _check_recipe(
     """
     family = registry.family(recipe)
     fits = [part.name for part in registry.chain(recipe)]
-    fits = fits[: fits.index(family) + 1] if family else fits
-    stated = [
-        str(other)
-        for other in (run.get("recipe"), on_command_line.get("recipe"))
-        if other is not None
-    ]
-    # the running recipe's file may be in any folder
-    others: Iterable[tuple[registry.Recipe, str]]
-    others = ((registry.find(text, folder), "") for text in stated if text not in fits)
-    if guess and family and not stated:
-        other, known = _guessed(read(find(name)), on_command_line), defaults(recipe)
-        keys = [key for key in run if key not in known and key in defaults(other)]
-        if (
-            not keys
-            and isinstance(run.get("loss"), Mapping)
-            and registry.DPO in (other.name, *fits)
-        ):
+    if family:
+        fits = fits[: fits.index(family) + 1]
+    why = ""
+    stated = [run.get("recipe"), on_command_line.get("recipe")]
+    others = []
+    for name_of_recipe in map(str, filter(None, stated)):
+        if name_of_recipe not in fits:  # the running recipe's file may be in any folder
+            others.append(registry.find(name_of_recipe, folder))
+    if guess and family and not any(stated):
+        known = defaults(recipe)
+        other = _guessed(read(find(name)), on_command_line)
+        theirs = defaults(other).keys() - known
+        keys = [key for key in run if key in theirs]
+        has_loss = isinstance(run.get("loss"), Mapping)
+        if has_loss and not keys and registry.DPO in (other.name, *fits):
             keys = ["loss"]
-        others = [(other, f" (by its {', '.join(keys[:3])})")] if keys else []
-    for other, why in others:
+        if keys:
+            why = f" (by its {', '.join(keys[:3])})"
+            others.append(other)
+    for other in others:
         if other.name not in fits:
             raise UserError(
                 f"config {name} is for recipe {other.name}{why}, this is {recipe.name}; start it with "
@@ -275,11 +280,9 @@ def startable(recipe: registry.Recipe) -> str:
     if recipe.name in registry.recipes():
         return recipe.name
     here = Path.cwd().resolve()
-    return (
-        recipe.file.relative_to(here).as_posix()
-        if recipe.file.is_relative_to(here)
-        else recipe.file.name
-    )
+    if recipe.file.is_relative_to(here):
+        return recipe.file.relative_to(here).as_posix()
+    return recipe.file.name
 
 
 def find(name: str) -> Path:
@@ -289,15 +292,18 @@ def find(name: str) -> Path:
     """
     if Path(name).is_file():
         return Path(name)
-    folder = Path(str(files("rocm_ext.recipe_configs")))
+    folders = [Path(str(files("rocm_ext.recipe_configs")))]
     torchtune = find_spec("torchtune")
-    theirs = Path(str(torchtune.origin)).parents[1] / "recipes" / "configs" if torchtune else folder
-    for shipped in (folder / f"{name}.yaml", theirs / f"{name}.yaml"):
+    if torchtune:
+        folders.append(Path(str(torchtune.origin)).parents[1] / "recipes" / "configs")
+    for folder in folders:
+        shipped = folder / f"{name}.yaml"
         if shipped.is_file():
             return shipped
-    packaged = {
-        path.stem: path for recipe in registry.recipes().values() for path in recipe.configs
-    }
+    packaged = {}
+    for recipe in registry.recipes().values():
+        for path in recipe.configs:
+            packaged[path.stem] = path
     if name in packaged:
         return packaged[name]
     near = nearest(name, packaged, "; `tune ls` lists these")
@@ -306,12 +312,14 @@ def find(name: str) -> Path:
 
 def difference(old: Config, new: Config, free: frozenset[str]) -> list[str]:
     """Return ``key: was A, is B`` for every value that differs, except under the keys in ``free``."""
-    flat_old, flat_new = flatten(old), flatten(new)
-    return [
-        f"{key}: was {flat_old.get(key)}, is {flat_new.get(key)}"
-        for key in sorted({*flat_old, *flat_new})
-        if flat_old.get(key) != flat_new.get(key) and not free & {key, key.split(".")[0]}
-    ]
+    flat_old = flatten(old)
+    flat_new = flatten(new)
+    changes = []
+    for key in sorted({*flat_old, *flat_new}):
+        was, is_now = flat_old.get(key), flat_new.get(key)
+        if was != is_now and key not in free and key.split(".")[0] not in free:
+            changes.append(f"{key}: was {was}, is {is_now}")
+    return changes
 
 
 def read(path: Path) -> Config:
@@ -345,12 +353,10 @@ def _resolve_hardware(requested: Any) -> tuple[str, Config]:
     machine = detect()
     profile = load_profile(choose_profile(machine)[0])
     bench = of_this_machine(machine)
-    measured = (
-        {key: value for key, value in bench.settings.items() if key not in profile.locked}
-        if bench
-        else {}
-    )
-    if bench and measured:
+    if bench is None:
+        return profile.name, profile.settings
+    measured = {k: value for k, value in bench.settings.items() if k not in profile.locked}
+    if measured:
         log.info("hardware auto: %s (measured %s by rocm-ext bench)", measured, bench.date)
     return profile.name, {**profile.settings, **measured}
 
@@ -360,38 +366,38 @@ def _merged(
 ) -> Config:
     """Merge the layers, lowest first; ``hardware=…`` on the command line lifts the profile over the run."""
     merged: Config = {}
-    for layer in [known, profile, run, *([profile] if "hardware" in on_command_line else [])]:
+    layers = [known, profile, run]
+    if "hardware" in on_command_line:
+        layers.append(profile)
+    for layer in layers:
         _unset_rivals(merged, layer, known)
-        merged |= {key: _over(merged.get(key), value) for key, value in layer.items()}
+        for key, value in layer.items():
+            merged[key] = _over(merged.get(key), value)
     _unset_rivals(merged, on_command_line, known)
     complete(merged, on_command_line)
     return merged
 
 
 def _unset_rivals(merged: Config, layer: Mapping[str, object], defaults: Config) -> None:
-    layer = {
-        str(key).split(".")[0]: value for key, value in layer.items()
-    }  # the command line's keys have parts
+    # the command line's keys have parts
+    layer = {str(key).split(".")[0]: value for key, value in layer.items()}
     for key, rival in _RIVALS.items():
-        if (
-            rival in defaults
-            and layer.get(key) not in (None, "null", "None")
-            and layer.get(rival) is None
-        ):
+        is_set = layer.get(key) not in (None, "null", "None")
+        if is_set and rival in defaults and layer.get(rival) is None:
             merged[rival] = defaults[rival]
 
 
 def _over(lower: Any, value: Any) -> Any:
     """Return ``value`` with further arguments of the same component in a lower layer."""
-    if not (isinstance(lower, Mapping) and isinstance(value, Mapping) and COMPONENT in lower):
-        return value
-    return (
-        {**lower, **value} if value.get(COMPONENT, lower[COMPONENT]) == lower[COMPONENT] else value
-    )
+    if isinstance(lower, Mapping) and isinstance(value, Mapping) and COMPONENT in lower:
+        component = lower[COMPONENT]
+        if value.get(COMPONENT, component) == component:
+            return {**lower, **value}
+    return value
 
 
 def _replace_components(merged: Config, overrides: list[str]) -> list[str]:
-    """Apply overrides like ``lr_scheduler=null``, and return the others.
+    """Apply overrides like ``lr_scheduler=null``, and return the others without ``hardware`` and ``recipe``.
 
     torchtune reads ``key=VALUE`` as ``key._component_=VALUE`` if ``key`` is a component, even if VALUE is null or a
     list.
@@ -399,6 +405,8 @@ def _replace_components(merged: Config, overrides: list[str]) -> list[str]:
     rest = []
     for item in overrides:
         key, _, value = item.partition("=")
+        if key in ("hardware", "recipe"):
+            continue
         try:
             parsed = OmegaConf.from_dotlist([item])
         except yaml.YAMLError as error:
@@ -425,9 +433,8 @@ def _expand_home(config: Any, prefix: str = "") -> None:
             _expand_home(value, f"{prefix}{key}.")
         elif key in _PATHS and isinstance(value, str):
             config[key] = os.path.expanduser(value)
-        elif (
-            key in _PATHS and value is not None
-        ):  # open() takes a number for a file that is open, and closes it
+        elif key in _PATHS and value is not None:
+            # open() takes a number for a file that is open, and closes it
             raise UserError(f"{prefix}{key} is {value!r}; expected a path, such as ./{value}")
 
 
@@ -444,7 +451,9 @@ def _check_known(
         if key in known or str(key) in variables:
             continue
         named = our_names(str(key), known)
-        named += sorted(name for name in flatten({**known, **run}) if name.endswith(f".{key}"))
+        for name in sorted(flatten({**known, **run})):
+            if name.endswith(f".{key}"):
+                named.append(name)
         others = [other for other in registry.TITLES if key in defaults(other)]
         if others:
             hint = f": it is a key of {' and '.join(others)}, not of {recipe.name}"
@@ -463,14 +472,10 @@ def _check_complete(cfg: DictConfig, defaults: Config, name: str) -> None:
             missing.add(key)
     # a missing key of the recipe explains the missing values that refer to it
     missing = missing & {*defaults, *flatten(defaults)} or missing
-    judged = "teacher" not in defaults  # a teacher replaces the verifier
-    if (
-        judged
-        and defaults.get("prompts") == "???"
-        and cfg.verifier is None
-        and cfg.environment is None
-    ):
-        missing.add("verifier or environment")  # both default to null
+    # a teacher replaces the verifier; verifier and environment default to null
+    needs_judge = defaults.get("prompts") == "???" and "teacher" not in defaults
+    if needs_judge and cfg.verifier is None and cfg.environment is None:
+        missing.add("verifier or environment")
     if missing:
         raise UserError(f"config {name}: {', '.join(sorted(missing))} must be set")
 

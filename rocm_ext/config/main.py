@@ -57,9 +57,8 @@ def recipe_main(
             if not gc.isenabled():  # see rocm_ext.config.startup
                 gc.enable()
                 gc.freeze()  # what was imported stays
-            if (
-                "TORCHELASTIC_RUN_ID" in os.environ
-            ):  # ranks that outlive torchrun would hold the GPUs and go on writing
+            # ranks that outlive torchrun would hold the GPUs and go on writing
+            if "TORCHELASTIC_RUN_ID" in os.environ:
                 end_with_parent()
             # torchrun's SIGTERM must end a rank that waits for another in C++ code
             if int(os.environ.get("WORLD_SIZE", 1)) == 1:
@@ -80,10 +79,8 @@ def guarded(action: Callable[[], Any]) -> int:
     except UserError as error:
         supervised.note(error=str(error), code=error.code)
         if not tell_launcher(f"error: {error}"):
-            print(
-                f"error: {error}" if rank is None else f"[rank {rank}] error: {error}",
-                file=sys.stderr,
-            )
+            where = "" if rank is None else f"[rank {rank}] "
+            print(f"{where}error: {error}", file=sys.stderr)
         return error.code
     except Exception:
         # if another rank failed first, the launcher ends this one before it prints

@@ -56,12 +56,12 @@ def complete(merged: Config, on_command_line: Mapping[str, str]) -> None:
         return
     for key, block in _BLOCKS.items():
         given = merged.get(key)
-        given = {} if given in (None, "???") else given
-        if (
-            isinstance(given, Mapping)
-            and given.get(COMPONENT, block[COMPONENT]) == block[COMPONENT]
-        ):
-            merged[key] = {**block, **given}
+        if given in (None, "???"):
+            given = {}
+        if isinstance(given, Mapping):
+            whole = {**block, **given}
+            if whole[COMPONENT] == block[COMPONENT]:
+                merged[key] = whole
 
 
 def seen_from_here(config: Any, run: Path) -> Any:
@@ -81,13 +81,11 @@ def seen_from_here(config: Any, run: Path) -> Any:
             return {name: seen(part, name) for name, part in value.items()}
         if isinstance(value, list):
             return [seen(part, key) for part in value]
-        moved = (
-            isinstance(value, str)
-            and key in _PATHS
-            and not os.path.exists(value)
-            and (start / value).exists()
-        )
-        return str(start / value) if moved else value
+        if isinstance(value, str) and key in _PATHS and not os.path.exists(value):
+            moved = start / value
+            if moved.exists():
+                return str(moved)
+        return value
 
     return seen(config)
 
@@ -102,9 +100,8 @@ def check_model_folder(cfg: DictConfig, config: Path | None) -> None:
     """
     block = cfg.get("checkpointer")
     checkpointer = block if isinstance(block, DictConfig) else {}
-    if config is not None and not str(checkpointer.get(COMPONENT)).startswith(
-        ("rocm_ext.", "torchtune.")
-    ):
+    known = str(checkpointer.get(COMPONENT)).startswith(("rocm_ext.", "torchtune."))
+    if config is not None and not known:
         return
     folder = checkpointer.get("checkpoint_dir")
     if not (isinstance(folder, str) and folder) or os.path.exists(folder):
@@ -113,11 +110,8 @@ def check_model_folder(cfg: DictConfig, config: Path | None) -> None:
         return
     kind, how = "folder", ""
     if config is None:
-        how = (
-            ""
-            if Path(folder).is_absolute()
-            else "; start this command in the folder where the model is"
-        )
+        if not Path(folder).is_absolute():
+            how = "; start this command in the folder where the model is"
     elif folder.endswith(".gguf"):
         kind = "file"
     else:
@@ -129,13 +123,14 @@ def check_model_folder(cfg: DictConfig, config: Path | None) -> None:
 def _command_in(text: str, folder: Path) -> str | None:
     """Return the command in a config's comments that downloads or makes the model in ``folder``."""
     for command in re.findall(r"^# *((?:tune download|rocm-ext pocket) .*\S)", text, re.MULTILINE):
-        name, *options = shlex.split(command)[2:]
-        if command.startswith("rocm-ext"):
-            if Path(name) == folder:
-                return command
-            continue
-        if "--output-dir" in options and Path(options[options.index("--output-dir") + 1]) == folder:
+        _, subcommand, name, *options = shlex.split(command)
+        made = Path(name)  # by `rocm-ext pocket`
+        if subcommand == "download":
+            made = Path()
+            if "--output-dir" in options:
+                made = Path(options[options.index("--output-dir") + 1])
+        if made == folder:
             return command
-        if name.rpartition("/")[2] == folder.name:
+        if subcommand == "download" and name.rpartition("/")[2] == folder.name:
             return f"tune download {name} --output-dir {folder}"
     return None

@@ -33,10 +33,10 @@ def kept() -> Iterator[None]:
 
 
 def _text(key: str, *default: Any) -> str:
-    quoted = [
-        "null" if value is None else json.dumps(str(value), ensure_ascii=False) for value in default
-    ]
-    return f"${{oc.env:{','.join([key, *quoted])}}}"
+    parts = [key]
+    for value in default:
+        parts.append("null" if value is None else json.dumps(str(value), ensure_ascii=False))
+    return f"${{oc.env:{','.join(parts)}}}"
 
 
 def resolve(cfg: DictConfig, plain: Collection[str]) -> None:
@@ -73,9 +73,12 @@ def digests(cfg: DictConfig) -> dict[str, str]:
 
     The hash is slow to compute, because a secret may be a short word. It has 64 hex digits.
     """
-    texts = _flat(cfg, resolve=False)
+    hashes = {}
     values = _flat(cfg, resolve=True)
-    return {key: _digest(key, values[key]) for key in texts if texts[key] != values[key]}
+    for key, text in _flat(cfg, resolve=False).items():
+        if text != values[key]:
+            hashes[key] = _digest(key, values[key])
+    return hashes
 
 
 def begun_as(cfg: DictConfig, begun: Config, known: Mapping[str, str]) -> dict[str, object]:
@@ -98,4 +101,5 @@ def _flat(cfg: DictConfig, resolve: bool) -> dict[str, object]:
 
 def _digest(key: str, value: Any) -> str:
     content = json.dumps(value).encode()
-    return hashlib.scrypt(content, salt=key.encode(), n=2**14, r=8, p=1, dklen=32).hex()
+    costs = {"n": 2**14, "r": 8, "p": 1}
+    return hashlib.scrypt(content, salt=key.encode(), dklen=32, **costs).hex()

@@ -43,10 +43,10 @@ def begin(tune: bool) -> None:
                 _begin_tune(sys.argv[2:])
             return
         script = Path(sys.argv[0]).resolve()
-        if (
-            script.stem in registry.TITLES
-            and (recipe := registry.find(script.stem)).file.resolve() == script
-        ):
+        if script.stem not in registry.TITLES:
+            return
+        recipe = registry.find(script.stem)
+        if recipe.file.resolve() == script:
             _end_on_wrong_system(recipe)
             gc.disable()  # imports leave hardly any garbage; recipe_main enables it
             apply_environment(*_profile(recipe, sys.argv[1:]), restart=True)
@@ -79,10 +79,8 @@ def _begin_tune(arguments: Sequence[str]) -> None:
         report_ranks()
     if at == 0:
         gc.disable()
-    elif os.environ.get(_LAUNCHER) == str(
-        os.getpid()
-    ):  # replaced already; looking again would take a GPU's memory
-        return
+    elif os.environ.get(_LAUNCHER) == str(os.getpid()):
+        return  # replaced already; looking again would take a GPU's memory
     recipe = table.get(arguments[at]) or registry.read_recipe(Path(arguments[at]))
     _end_on_wrong_system(recipe)
     profile, machine = _profile(recipe, arguments[at + 1 :])
@@ -93,16 +91,14 @@ def _begin_tune(arguments: Sequence[str]) -> None:
     os.environ.setdefault(registry.DECIDED, "")  # child processes inherit it
     if at == 0 and missing:
         replace_process(launch.command(table.get(arguments[0]), arguments))
-    elif (
-        at and sys.modules["torch"].cuda.is_initialized()
-    ):  # a launcher must not keep a GPU's memory
+    elif at and sys.modules["torch"].cuda.is_initialized():
+        # a launcher must not keep a GPU's memory
         os.environ[_LAUNCHER] = str(os.getpid())
         replace_process(this_command())
 
 
-_LAUNCHER = (
-    "ROCM_EXT_LAUNCHER"  # process id of a launcher that was replaced; replacing keeps the id
-)
+# process id of a launcher that was replaced; replacing keeps the id
+_LAUNCHER = "ROCM_EXT_LAUNCHER"
 
 
 def _end_on_wrong_system(recipe: registry.Recipe) -> None:
@@ -114,23 +110,27 @@ def _end_on_wrong_system(recipe: registry.Recipe) -> None:
 
 def _profile(recipe: registry.Recipe, arguments: Sequence[str]) -> tuple[Profile, Machine]:
     """Return the profile that ``recipe`` will use with these arguments, and the machine."""
-    name, overrides = command_line(
-        [argument for argument in arguments if argument not in ("-h", "--help")]
-    )
+    without_help = [item for item in arguments if item not in ("-h", "--help")]
+    name, overrides = command_line(without_help)
     requested = requested_hardware(name, overrides, recipe)
     machine = detect()
-    return load_profile(choose_profile(machine)[0] if requested == "auto" else requested), machine
+    if requested == "auto":
+        requested, _ = choose_profile(machine)
+    return load_profile(requested), machine
 
 
 def _given(options: Sequence[str]) -> dict[str, str]:
     """Return torchrun's options by name, also from its environment variables."""
-    parts = [part for option in options for part in option.split("=", 1)]
-    variables = {
-        name[4:].lower(): value for name, value in os.environ.items() if name.startswith("PET_")
-    }
-    return variables | {
-        name.lstrip("-").replace("-", "_"): value for name, value in pairwise(parts)
-    }
+    given = {}
+    for name, value in os.environ.items():
+        if name.startswith("PET_"):
+            given[name[4:].lower()] = value
+    parts = []
+    for option in options:
+        parts += option.split("=", 1)
+    for name, value in pairwise(parts):
+        given[name.lstrip("-").replace("-", "_")] = value
+    return given
 
 
 def _end_on_lone_machine(options: Sequence[str]) -> None:
@@ -145,17 +145,21 @@ def _end_on_lone_machine(options: Sequence[str]) -> None:
             "first machine and a free port there, such as 192.168.1.10:29500"
         )
     if values.get("rdzv_backend", "static") == "static" and "node_rank" not in values:
+        others = "1 on the other"
+        if int(nodes) > 2:
+            others = f"1 to {int(nodes) - 1} on the others"
         sys.exit(
             f"error: --nnodes {nodes} needs --node_rank, the number of this machine: 0 on the machine of "
-            f"--rdzv_endpoint, {'1' if nodes == '2' else f'1 to {int(nodes) - 1}'} on the "
-            f"{'other' if nodes == '2' else 'others'}"
+            f"--rdzv_endpoint, {others}"
         )
 
 
 def _ranks(options: Sequence[str], machine: Machine) -> int:
     """Return the number of processes that torchrun starts on all machines; 1 if the options do not say."""
     values = _given(options)
-    processes = values.get("nproc_per_node", "1")
-    processes_per_node = int(processes) if processes.isdecimal() else max(1, machine.gpu_count)
     nodes = values.get("nnodes", "1").rpartition(":")[2]
-    return processes_per_node * (int(nodes) if nodes.isdecimal() else 1)
+    processes = values.get("nproc_per_node", "1")
+    ranks = int(nodes) if nodes.isdecimal() else 1
+    if processes.isdecimal():
+        return ranks * int(processes)
+    return ranks * max(1, machine.gpu_count)
