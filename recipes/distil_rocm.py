@@ -16,7 +16,6 @@ from omegaconf import DictConfig
 from rocm_ext import config
 from rocm_ext.base.log import log
 from rocm_ext.config.algorithms import updates_of_step
-from rocm_ext.config.checks.rollouts import check_sampled_values
 from rocm_ext.data.batches import Steps
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
@@ -26,8 +25,6 @@ from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import given_samples
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import Selected, to_rows
-from rocm_ext.rl.trainer import PolicyTrainer
-from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import run
 from rocm_ext.train.teacher import open_teacher
 from rocm_ext.verifiers import Verdict
@@ -36,19 +33,10 @@ from rocm_ext.verifiers import Verdict
 class Distil(Loop):
     """Trains an adapter to answer as a teacher does; see :class:`Loop`."""
 
+    recipe = "distil_rocm"
     samples_new_adapters = True
     logs_long_rollouts_only = True
     judges = False
-
-    def __init__(
-        self,
-        cfg: DictConfig,
-        learner: type[Learner] = Learner,
-        trainer: type[PolicyTrainer] = PolicyTrainer,
-    ) -> None:
-        check_sampled_values(cfg, "distil_rocm")
-        super().__init__(cfg, learner, trainer)
-        self.sessions_stay_open = cfg.given_answers is None  # otherwise evaluations alone sample
 
     # ---- set-up
 
@@ -58,22 +46,22 @@ class Distil(Loop):
 
     def check_training(self) -> None:
         """Build the teacher, and check prompts and given answers, before weights are read."""
-        self.teacher = open_teacher(self.cfg, self.learner)
+        cfg, learner = self.cfg, self.learner
+        self.teacher = open_teacher(cfg, learner)
         decoder = self.teacher.learner.decoder
         self.prompts.check_model(decoder, "teacher")
-        if self.cfg.given_answers is not None:
-            most = min(self.learner.decoder.max_seq_len, decoder.max_seq_len)
-            self._given = given_samples(self.prompts, self.cfg.given_answers, self.learner, most)
-        self.trainer_cls.try_out(
-            self.learner.cfg, self.learner, self.cfg.steps * updates_of_step(self.cfg)
-        )
+        self.sessions_stay_open = cfg.given_answers is None  # otherwise evaluations alone sample
+        if cfg.given_answers is not None:
+            most = min(learner.decoder.max_seq_len, decoder.max_seq_len)
+            self._given = given_samples(self.prompts, cfg.given_answers, learner, most)
+        self.trainer_cls.try_out(learner.cfg, learner, cfg.steps * updates_of_step(cfg))
 
     def expected_work(self) -> Workload:
         """Describe the rows of a step: of given answers, or an estimate."""
         work = super().expected_work()
         if self.cfg.given_answers is None:
             return work
-        rows, _ = to_rows([*self._given.values()], self.prompts.tokens)
+        rows, _ = to_rows(list(self._given.values()), self.prompts.tokens)
         return replace(describe(rows, work.count or len(rows), "the given answers"), most=work.most)
 
     def plan_memory(self, work: Workload, beside: int = 0) -> None:
@@ -81,9 +69,9 @@ class Distil(Loop):
         super().plan_memory(work, beside + self.teacher.frozen)
         self.learner.planned_peak = self.teacher.peak(self.learner, work.longest)
 
-    def open(self) -> None:
-        """Prepare prompts, model, engines and teacher; see :meth:`RLRecipe.open`."""
-        super().open()
+    def load(self) -> None:
+        """Read the weights of model and teacher."""
+        super().load()
         self.teacher.load()
         objective: Any = self.learner.objective
         objective.teacher = self.teacher
@@ -96,43 +84,40 @@ class Distil(Loop):
 
     def choose(self, step: int, count: int, exclude: Collection[str] = ()) -> list[Prompt]:
         """Choose the next prompts, in a new order in every pass over all."""
-        asked = Steps(len(self.prompts.training), self.prompts_of_step, data_seed=self.cfg.seed)[
-            step - 1
-        ]
-        return [self.prompts.training[i] for i in asked]
+        prompts = self.prompts.training
+        steps = Steps(len(prompts), self.prompts_per_step, data_seed=self.cfg.seed)
+        return [prompts[i] for i in steps[step - 1]]
 
     def sample(self, step: int) -> Selected:
         """Sample the answers of a step, or take the given ones."""
         if self.cfg.given_answers is None:
             return super().sample(step)
-        asked = [prompt.id for prompt in self.choose(step, self.prompts_of_step)]
+        asked = [prompt.id for prompt in self.choose(step, self.prompts_per_step)]
         samples = {(prompt, 0): self._given[prompt] for prompt in sorted(asked)}
-        return self.select([Answers(samples, {}, {"policy": len(samples) * (step - 1)})], asked)
+        stats = {"policy": len(samples) * (step - 1.0)}
+        return self.select([Answers(samples, {}, stats)], asked)
 
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
         """Take all answers without ERROR that have tokens, unless a token is outside the teacher's vocabulary."""
         (answers,) = rounds
-        failed = {key for key, result in answers.results.items() if result.verdict is Verdict.ERROR}
-        words = range(self.teacher.learner.decoder.tok_embeddings.num_embeddings)
-        samples = {key: answers.samples[key] for key in sorted(answers.samples)}
-        keys = [
-            key
-            for key, s in samples.items()
-            if key not in failed and max(s.tokens, default=-1) in words
-        ]
-        return Selected(
-            samples, answers.results, dict.fromkeys(keys, 1.0), set(), asked, answers.stats
-        )
+        samples = dict(sorted(answers.samples.items()))
+        vocabulary = range(self.teacher.learner.decoder.tok_embeddings.num_embeddings)
+        worth = {}
+        for key, sample in samples.items():
+            result = answers.results.get(key)
+            failed = result is not None and result.verdict is Verdict.ERROR
+            if not failed and max(sample.tokens, default=-1) in vocabulary:
+                worth[key] = 1.0
+        return Selected(samples, answers.results, worth, set(), asked, answers.stats)
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
         """Convert the answers to rows, for ``reverse_kl`` with the teacher's log-probs."""
-        samples = selected.trained
-        rows, pieces = to_rows(samples, self.prompts.tokens)
-        if LOGPROBS in self.learner.objective.columns:
-            rows.add_labels_column(
-                LOGPROBS, self.teacher.logprobs(rows, self.learner.objective.temperature)
-            )
-        return rows, [samples[i].prompt_id for i, _ in pieces]
+        objective = self.learner.objective
+        rows, pieces = to_rows(selected.trained, self.prompts.tokens)
+        if LOGPROBS in objective.columns:
+            logprobs = self.teacher.logprobs(rows, objective.temperature)
+            rows.add_labels_column(LOGPROBS, logprobs)
+        return rows, [sample.prompt_id for sample, _ in pieces]
 
     def report_gain(self) -> None:
         """Log the gain on the held-out prompts, and warn if nothing was trained."""

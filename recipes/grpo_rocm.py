@@ -12,6 +12,7 @@ To change a part, subclass :class:`GRPO` and override :meth:`GRPO.choose`, :meth
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -20,7 +21,6 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log
 from rocm_ext.config.algorithms import describe, filled, updates_of_pass, updates_of_step
-from rocm_ext.config.checks.rollouts import check_sampled_values
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import ROUTES, Rows
 from rocm_ext.losses import check_columns
@@ -30,46 +30,32 @@ from rocm_ext.plan.workload import old_logprobs
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import choose_by_curriculum
-from rocm_ext.rl.records import Sample
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import Selected, select, to_rows
-from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.records import SampleKey
-from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import run
 from rocm_ext.train.scoring import reference, score
 
-_COLUMNS = (
-    "advantages",
-    "old_logprobs",
-    "sampler_logprobs",
-    REFERENCE,
-)  # columns that a step can have
+# columns that a step can have
+_COLUMNS = ("advantages", "old_logprobs", "sampler_logprobs", REFERENCE)
 _ROWS_PER_MICRO_BATCH = 4  # rows of joined answers in one micro-batch
 
 
 class GRPO(Loop):
     """Trains an adapter on the model's verified answers, right and wrong, with policy gradients; see :class:`Loop`."""
 
+    recipe = "grpo_rocm"
     samples_new_adapters = True
     logs_long_rollouts_only = True
     sessions_stay_open = True
 
-    def __init__(
-        self,
-        cfg: DictConfig,
-        learner: type[Learner] = Learner,
-        trainer: type[PolicyTrainer] = PolicyTrainer,
-    ) -> None:
-        check_sampled_values(cfg, "grpo_rocm")
+    def __init__(self, cfg: DictConfig, **classes: Any) -> None:
+        super().__init__(cfg, **classes)
         self.filled = filled(cfg)
         log.info("%s", describe(self.filled))
-        self._reference: dict[
-            SampleKey, np.ndarray
-        ] = {}  # log-probs of the step's answers, with kl_in: reward
-        super().__init__(cfg, learner, trainer)
         self.sampling = replace(self.sampling, logprobs_temperature=cfg.temperature)
-        self.max_staleness = cfg.max_staleness
+        # log-probs of the step's answers, with kl_in: reward
+        self._reference: dict[SampleKey, np.ndarray] = {}
 
     # ---- set-up
 
@@ -112,17 +98,18 @@ class GRPO(Loop):
             )
         self.old_logprobs = old_logprobs(cfg, learner.runtime.dtype)
         if "old_logprobs" in loss.columns and cfg.old_logprobs == "auto":
-            log.info("old_logprobs=%s, because sampler and trainer compute %s", self.old_logprobs,
-                     "alike here, in fp32" if self.old_logprobs == "sampler" else "in other ways")  # fmt: skip
+            how = "alike here, in fp32" if self.old_logprobs == "sampler" else "in other ways"
+            log.info(
+                "old_logprobs=%s, because sampler and trainer compute %s", self.old_logprobs, how
+            )
         self.trainer_cls.try_out(learner.cfg, learner, cfg.steps * updates)
 
     # ---- a step
 
     def stop_reason(self) -> str | None:
         """Return why the run ends before its last step; a UserError if too many steps in a row taught nothing."""
-        if flat := evaluation.flat_reason(
-            self.trainer.lines, max_flat_steps=self.cfg.max_flat_steps
-        ):
+        flat = evaluation.flat_reason(self.trainer.lines, max_flat_steps=self.cfg.max_flat_steps)
+        if flat:
             self.stop_sampling()
             raise UserError(flat)
         return super().stop_reason()
@@ -130,7 +117,8 @@ class GRPO(Loop):
     def report_gain(self) -> None:
         """Log the gain on the held-out prompts, and warn if nothing was trained."""
         super().report_gain()
-        if self.ranks.is_main and (warning := evaluation.untrained_warning(self.trainer.lines)):
+        warning = evaluation.untrained_warning(self.trainer.lines)
+        if warning and self.ranks.is_main:
             log.warning("%s", warning)
 
     def choose(self, step: int, count: int, exclude: Collection[str] = ()) -> list[Prompt]:
@@ -162,14 +150,16 @@ class GRPO(Loop):
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
         """Compare the rewards inside groups, and choose the answers to train on; see :meth:`Loop.select`."""
         kl_coef = self._kl_of_rewards
-        reference_logprobs = self.reference_logprobs(rounds) if kl_coef else {}
-        return select(rounds, asked, self.filled, reference_logprobs, kl_coef)
+        logprobs = self.reference_logprobs(rounds) if kl_coef else None
+        return select(rounds, asked, self.filled, logprobs, kl_coef)
 
     @property
     def _kl_of_rewards(self) -> float:
         """``kl_coef`` if rewards include the divergence, else 0."""
         loss = self.learner.objective
-        return getattr(loss, "kl_coef", 0.0) if getattr(loss, "kl_in", None) == "reward" else 0.0
+        if getattr(loss, "kl_in", None) != "reward":
+            return 0.0
+        return getattr(loss, "kl_coef", 0.0)
 
     def reference_logprobs(self, rounds: Sequence[Answers]) -> dict[SampleKey, np.ndarray]:
         """Compute the log-probs of all answers with a reward under the run's first adapter.
@@ -179,21 +169,18 @@ class GRPO(Loop):
         if len(rounds) == 1:
             self._reference = {}
         logprobs = self._reference
-        rewarded: dict[SampleKey, Sample] = {}
-        for answers in rounds:
-            for key, sample in answers.samples.items():
-                if answers.results[key].reward is not None:
-                    rewarded[key] = sample
-        samples = [rewarded[key] for key in sorted(rewarded.keys() - logprobs)]
+        samples = []
+        for key, sample in sorted(rounds[-1].samples.items()):
+            if rounds[-1].results[key].reward is not None:
+                samples.append(sample)
+                logprobs[key] = np.zeros(len(sample.tokens))
         if not samples:
             return logprobs
         rows, pieces = to_rows(samples, self.prompts.tokens)
         with reference(self.learner, self.trainer.first, "the first adapter"):
             scores = score(self.learner, rows, self.cfg.temperature)
-        for sample in samples:
-            logprobs[sample.key] = np.zeros(len(sample.tokens))
-        for (i, piece), values in zip(pieces, scores, strict=True):
-            logprobs[samples[i].key][piece] = values
+        for (sample, piece), values in zip(pieces, scores, strict=True):
+            logprobs[sample.key][piece] = values
         return logprobs
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
@@ -221,26 +208,21 @@ class GRPO(Loop):
     def _sampled_rows(self, selected: Selected) -> tuple[Rows, list[str]]:
         """Convert the answers to rows with the columns that sampling and selection know; return their prompts, too."""
         samples = selected.trained
-        rows, pieces = to_rows(samples, self.prompts.tokens)
+        columns: dict[str, list[Any]] = {"advantages": []}
+        for key, advantage in selected.advantages.items():
+            columns["advantages"].append([advantage] * len(selected.samples[key].tokens))
+        if all(len(sample.logprobs) == len(sample.tokens) for sample in samples):
+            columns["sampler_logprobs"] = [sample.logprobs for sample in samples]
+            if "old_logprobs" in self.learner.objective.columns and self.old_logprobs == "sampler":
+                columns["old_logprobs"] = columns["sampler_logprobs"]
+        if self.cfg.router_replay:
+            columns[ROUTES] = [sample.chosen_experts() for sample in samples]
+        if selected.reference:
+            columns[REFERENCE] = [selected.reference[sample.key] for sample in samples]
+        rows, pieces = to_rows(samples, self.prompts.tokens, **columns)
         if selected.answers:
             rows = replace(rows, trained_share=len(samples) / selected.answers)
-        advantages = list(selected.advantages.values())
-        rows.add_labels_column(
-            "advantages", [[advantages[i]] * (piece.stop - piece.start) for i, piece in pieces]
-        )
-        if all(len(sample.logprobs) == len(sample.tokens) for sample in samples):
-            rows.add_labels_column(
-                "sampler_logprobs", [samples[i].logprobs[piece] for i, piece in pieces]
-            )
-            if "old_logprobs" in self.learner.objective.columns and self.old_logprobs == "sampler":
-                rows.columns["old_logprobs"] = rows.columns["sampler_logprobs"]
-        if self.cfg.router_replay:
-            routes = [sample.chosen_experts() for sample in samples]
-            rows.add_labels_column(ROUTES, [routes[i][piece] for i, piece in pieces])
-        if selected.reference:
-            logprobs = [selected.reference[sample.key] for sample in samples]
-            rows.add_labels_column(REFERENCE, [logprobs[i][piece] for i, piece in pieces])
-        return rows, [samples[i].prompt_id for i, _ in pieces]
+        return rows, [sample.prompt_id for sample, _ in pieces]
 
     def _most_joined_tokens(self, rows: Rows, groups: int) -> float:
         """Return the most tokens of a row of joined answers, for a step that trains on so many ``groups``."""
@@ -249,9 +231,8 @@ class GRPO(Loop):
         most = float(self.learner.tokens_per_micro_batch)
         if self.ranks.world == 1 and tokens_of_rank <= most:
             return most
-        return (
-            min(most, tokens_of_rank) / _ROWS_PER_MICRO_BATCH
-        )  # small rows fill ranks and micro-batches evenly
+        # small rows fill ranks and micro-batches evenly
+        return min(most, tokens_of_rank) / _ROWS_PER_MICRO_BATCH
 
 
 @config.recipe_main("grpo_rocm")

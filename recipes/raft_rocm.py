@@ -14,7 +14,6 @@ To change a part, subclass :class:`RAFT` and override :meth:`RAFT.choose`, :meth
 import json
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 
@@ -35,27 +34,33 @@ from rocm_ext.base.files import (
 )
 from rocm_ext.base.log import Progress, log
 from rocm_ext.base.types import Json
-from rocm_ext.config.checks.rollouts import check_sampled_values
 from rocm_ext.data.batches import Steps, rows_per_step
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.losses import check_columns
 from rocm_ext.plan import workload
-from rocm_ext.rl.evaluation import evaluations_of, steps_of
+from rocm_ext.rl.evaluation import evaluations_of, steps_of, without_update
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import choose_unsolved
 from rocm_ext.rl.records import Sample, pass_rates
 from rocm_ext.rl.rollout import Answers
-from rocm_ext.rl.selection import KeepRule, Selected, filter_samples, replay, to_rows
+from rocm_ext.rl.selection import Selected, filter_samples, missed_rule, replay, to_rows
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.records import EvalScores, SampleKey
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.builders import nothing_changed
 from rocm_ext.train.checkpoint import State
-from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import run
 from rocm_ext.train.metrics import describe_lost
 from rocm_ext.verifiers import Result
+
+
+def replayed_cycles(cfg: DictConfig) -> int:
+    """Return how many earlier cycles' kept answers a cycle trains on again."""
+    count = cfg.replay_cycles
+    if count is None:
+        count = "all" if cfg.start_from == "base" else 0
+    return cfg.cycles if count == "all" else count
 
 
 class RAFTTrainer(PolicyTrainer):
@@ -77,9 +82,8 @@ class RAFTTrainer(PolicyTrainer):
         self.trained: list[int] = []
         self.kept: dict[int, list[SampleKey]] = {}
         self.updates_before = 0
-        self._before: Mapping[str, torch.Tensor] | None = (
-            None  # the adapter at the beginning of a whole cycle
-        )
+        # the adapter at the beginning of a whole cycle
+        self._before: Mapping[str, torch.Tensor] | None = None
         super().begin_run()
         self._progress.close()  # each cycle shows its updates instead
         if self.fresh and self.ranks.is_main:
@@ -106,14 +110,6 @@ class RAFTTrainer(PolicyTrainer):
     def count(self) -> int:
         """The number of the next checkpoint: the updates of all cycles."""
         return self.updates_before + self.done
-
-    @property
-    def replayed_cycles(self) -> int:
-        """Number of earlier cycles whose kept answers a cycle trains on again."""
-        count = self.cfg.replay_cycles
-        if count is None:
-            count = "all" if self.cfg.start_from == "base" else 0
-        return self.cfg.cycles if count == "all" else count
 
     def extra_state(self) -> State:
         """Return the part of a checkpoint that other trainings do not have."""
@@ -225,9 +221,8 @@ class RAFTTrainer(PolicyTrainer):
         per_epoch = self.total_steps // self.cfg.epochs
         epoch = (self.done - 1) // per_epoch + 1
         if self.ranks.is_main:
-            append_line(
-                self._updates_file(), {"step": self.done, "epoch": epoch, **line, **self.memory()}
-            )
+            position = {"step": self.done, "epoch": epoch}
+            append_line(self._updates_file(), {**position, **line, **self.memory()})
         if self.done % self.cfg.log_every_n_steps == 0:
             self.log_numbers(line)
         self._progress.update(f"loss {line['loss']:.4f}  {line['tokens_per_second']:,.0f} tok/s")
@@ -245,7 +240,8 @@ class RAFTTrainer(PolicyTrainer):
         if not updates["updates"]:
             return
         self.trained.append(self.step)
-        if count := self.replayed_cycles:
+        count = replayed_cycles(self.cfg)
+        if count:
             self.kept[self.step] = [sample.key for sample in selected.trained]
             self.kept = {cycle: self.kept[cycle] for cycle in self.trained[-count:]}
         if self.ranks.is_main:
@@ -288,19 +284,10 @@ class RAFTTrainer(PolicyTrainer):
 class RAFT(Loop):
     """Trains an adapter on the model's verified answers; see :class:`Loop`."""
 
+    recipe = "raft_rocm"
     trainer: RAFTTrainer
+    trainer_cls = RAFTTrainer
     entropy_steps = 1  # a cycle samples many answers
-
-    def __init__(
-        self,
-        cfg: DictConfig,
-        learner: type[Learner] = Learner,
-        trainer: type[RAFTTrainer] = RAFTTrainer,
-    ) -> None:
-        check_sampled_values(cfg, "raft_rocm")
-        super().__init__(cfg, learner, trainer)
-        self.samples_new_adapters = cfg.cycles > 1
-        self._rule = KeepRule(cfg.keep, cfg.reward_threshold)
 
     # ---- set-up
 
@@ -308,33 +295,34 @@ class RAFT(Loop):
         """Return the config of the learner; the key ``objective`` determines its ``loss``."""
         trainer = config.trainer_config(self.cfg)
         if self.cfg.objective == "raft++":
-            ratio = {"loss": "dapo", "clip_high": self.cfg.clip_high, "on_policy": False}
             trainer["loss"] = trainer["loss"] | {
                 config.COMPONENT: "rocm_ext.losses.PolicyGradient",
-                **ratio,
+                "loss": "dapo",
+                "clip_high": self.cfg.clip_high,
+                "on_policy": False,
             }
         return OmegaConf.create(trainer)
 
     def logprobs_for(self) -> list[str]:
         """Return the settings that need the token ids and log-probs of sampling."""
+        settings = super().logprobs_for()
         loss = self.learner.objective
-        needs = [f"loss {type(loss).__name__}"] if "old_logprobs" in loss.columns else []
-        return needs + super().logprobs_for()
+        if "old_logprobs" in loss.columns:
+            settings.insert(0, f"loss {type(loss).__name__}")
+        return settings
 
     def check_training(self) -> None:
         """Check that the learner fits the training, before the weights are read."""
         cfg, learner = self.cfg, self.learner
+        self.samples_new_adapters = cfg.cycles > 1
         check_columns(learner.objective, ("advantages", "old_logprobs"))
-        if "old_logprobs" in learner.objective.columns and (
-            cfg.replay_cycles or (cfg.replay_cycles is None and cfg.start_from == "base")
-        ):
+        if "old_logprobs" in learner.objective.columns and replayed_cycles(cfg):
             log.warning(
                 "replay_cycles: the log-probs of replayed answers are those of older adapters. Many of their tokens "
                 "are outside the clipping range from the start and then teach nothing"
             )
-        self.trainer_cls.try_out(
-            learner.cfg, learner, cfg.epochs
-        )  # how many rows a cycle keeps is not known yet
+        # how many rows a cycle keeps is not known yet
+        self.trainer_cls.try_out(learner.cfg, learner, cfg.epochs)
 
     def expected_work(self) -> workload.Workload:
         """Estimate the rows that the cycles will train on, before any sampling."""
@@ -353,7 +341,7 @@ class RAFT(Loop):
 
     def passes(self, result: Result) -> bool:
         """Return whether an answer is good enough to be kept."""
-        return not self._rule.missed(result)
+        return not missed_rule(result, self.cfg.keep, self.cfg.reward_threshold)
 
     def choose(self, step: int, count: int, exclude: Collection[str] = ()) -> list[Prompt]:
         """Choose the prompts that a cycle asks."""
@@ -384,16 +372,16 @@ class RAFT(Loop):
         kept, fates = filter_samples(
             answers.samples,
             answers.results,
-            rule=self._rule,
+            keep=cfg.keep,
+            threshold=cfg.reward_threshold,
             per_prompt=cfg.max_per_prompt,
             best_fraction=cfg.best_fraction,
             deduplicate=cfg.deduplicate,
             drop_truncated=cfg.drop_truncated,
             seed=sample_seed(cfg.seed, self.trainer.step + 1, "filter", 0),
         )
-        rates = [
-            rate for rate in pass_rates(answers.results, self.passes).values() if rate is not None
-        ]
+        by_prompt = pass_rates(answers.results, self.passes)
+        rates = [rate for rate in by_prompt.values() if rate is not None]
         counts = {
             "verdicts": dict(sorted(answers.verdicts().items())),
             "pass_rate": fmean(rates) if rates else 0.0,
@@ -409,21 +397,16 @@ class RAFT(Loop):
     def finish_sampling(self, step: int, selected: Selected) -> None:
         """Log which answers a cycle keeps, and write them to ``kept.jsonl`` for people; a resumed run selects again."""
         outcome = ":" if selected.advantages else " is skipped, nothing to train on."
-        log.info(
-            "cycle %d%s %s",
-            step,
-            outcome,
-            _in_words({"answers": len(selected.samples), **selected.more}),
-        )
+        words = _in_words({"answers": len(selected.samples), **selected.more})
+        log.info("cycle %d%s %s", step, outcome, words)
         if not self.ranks.is_main:
             return
         lines = []
         for sample in selected.trained:
             reward = selected.results[sample.key].reward
             prompt = self.prompts.tokens[sample.prompt_id]
-            lines.append(
-                json.dumps({**sample.record(), "reward": reward, "prompt_tokens": prompt}) + "\n"
-            )
+            line = {**sample.record(), "reward": reward, "prompt_tokens": prompt}
+            lines.append(json.dumps(line) + "\n")
         replace_text(self.trainer.cycle_folder(step) / "kept.jsonl", "".join(lines))
 
     def rows(self, selected: Selected) -> tuple[Rows, list[str]]:
@@ -439,34 +422,29 @@ class RAFT(Loop):
         )
         if replayed:
             log.info("cycle %d: also trains on %d answers of earlier cycles", cycle, len(replayed))
-        if self.trainer.replayed_cycles:
+        if replayed_cycles(self.cfg):
             self.kept[cycle] = kept
         samples = [*kept, *replayed]
-        rows, parts = to_rows(samples, self.prompts.tokens)
-        columns = self.learner.objective.columns
-        if "old_logprobs" in columns:
-            rows.add_labels_column("old_logprobs", [samples[i].logprobs[part] for i, part in parts])
-        if "advantages" in columns:
-            rows.add_labels_column(
-                "advantages", [[1.0] * (part.stop - part.start) for _, part in parts]
-            )
-        return rows, [samples[i].prompt_id for i, _ in parts]
+        columns: dict[str, list[list[float]]] = {}
+        if "old_logprobs" in self.learner.objective.columns:
+            columns["old_logprobs"] = [sample.logprobs for sample in samples]
+        if "advantages" in self.learner.objective.columns:
+            columns["advantages"] = [[1.0] * len(sample.tokens) for sample in samples]
+        rows, pieces = to_rows(samples, self.prompts.tokens, **columns)
+        return rows, [sample.prompt_id for sample, _ in pieces]
 
     def stop_reason(self) -> str | None:
         """Return why the run ends before its last cycle; None to continue."""
-        empty = 0
+        empty = len(without_update(self.trainer.lines))
         most = self.cfg.max_empty_cycles
-        for _ in takewhile(
-            lambda line: not line["updates"], reversed(steps_of(self.trainer.lines))
-        ):
-            empty += 1
         if empty >= most:
             in_a_row = "s in a row" if empty > 1 else ""
             return f"no answer was kept in {empty} cycle{in_a_row} (max_empty_cycles {most})"
-        if reason := super().stop_reason():
+        reason = super().stop_reason()
+        if reason:
             return reason
         cycle = self.trainer.step + 1
-        if not self.choose(cycle, self.prompts_of_step):
+        if not self.choose(cycle, self.prompts_per_step):
             count = len(self.prompts.training)
             return f"none of {count} prompts qualifies for cycle {cycle} (skip_solved, retry_unsolved_after)"
         return None
@@ -474,12 +452,23 @@ class RAFT(Loop):
 
 # ---- cycles in words
 
+_HEADINGS = (
+    "cycle",
+    "answers",
+    "pass rate",
+    "kept",
+    "updates",
+    "loss",
+    "held-out",
+    "95 % interval",
+    "time",
+)
+
 
 def _in_words(cycle: Json) -> str:
     """Describe the answers of a cycle: ``48 answers: 20 CORRECT, 28 WRONG; 28 below threshold, 20 kept``."""
-    rules = ", ".join(
-        f"{count} {what.replace('_', ' ')}" for what, count in cycle["filter"].items()
-    )
+    rules = ", ".join(f"{count} {rule}" for rule, count in cycle["filter"].items())
+    rules = rules.replace("_", " ")
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in cycle["verdicts"].items())
     return f"{cycle['answers']} answers: {verdicts}; {rules}"
 
@@ -498,19 +487,7 @@ def _nothing_trained(lines: Sequence[Json]) -> str:
 
 def _table(lines: Sequence[Json]) -> str:
     """Format the cycles in the lines of ``metrics.jsonl`` as a table."""
-    table: list[tuple[str, ...]] = [
-        (
-            "cycle",
-            "answers",
-            "pass rate",
-            "kept",
-            "updates",
-            "loss",
-            "held-out",
-            "95 % interval",
-            "time",
-        )
-    ]
+    table: list[tuple[str, ...]] = [_HEADINGS]
     trained = {line["step"]: line for line in steps_of(lines)}
     evaluated = {line["step"]: line for line in evaluations_of(lines)}
     for number in sorted(trained.keys() | evaluated.keys()):
@@ -518,7 +495,8 @@ def _table(lines: Sequence[Json]) -> str:
         training = ["-", "-"]
         scores = ["-", "-"]
         seconds = 0.0
-        if cycle := trained.get(number):
+        cycle = trained.get(number)
+        if cycle:
             seconds += cycle["seconds"]
             sampling = [f"{cycle['answers']}", f"{cycle['pass_rate']:.1%}", f"{cycle['kept']}"]
             training = ["-", "skipped"]
@@ -527,7 +505,8 @@ def _table(lines: Sequence[Json]) -> str:
                     f"{cycle['updates']}",
                     f"{cycle['first_loss']:.3f} -> {cycle['last_loss']:.3f}",
                 ]
-        if evaluation := evaluated.get(number):
+        evaluation = evaluated.get(number)
+        if evaluation:
             seconds += evaluation["seconds"]
             low, high = evaluation["eval"]["interval"]
             scores = [f"{evaluation['eval']['pass_at_1']:.1%}", f"{low:.1%} - {high:.1%}"]
@@ -535,7 +514,8 @@ def _table(lines: Sequence[Json]) -> str:
     widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
     rows = []
     for cells in table:
-        rows.append("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
+        padded = map(str.rjust, cells, widths)
+        rows.append("  ".join(padded))
     return "\n".join(rows)
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,12 @@ from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.plan.workload import Workload
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.loop import RLRecipe
-from rocm_ext.rl.records import Records
+from rocm_ext.rl.records import Records, Sample
 from rocm_ext.rl.rollout import Answers, Job
 from rocm_ext.runs.intervals import gained_and_lost, mcnemar, paired_gain
-from rocm_ext.runs.records import EvalScores, SampleKey
+from rocm_ext.runs.records import EvalScores
 from rocm_ext.train.checkpoint import rng_state, set_rng_state
-from rocm_ext.train.learner import Learner
+from rocm_ext.train.learner import Learner, first_adapter
 from rocm_ext.train.lifecycle import Interrupted
 from rocm_ext.train.output_dir import OutputDir, hold
 from rocm_ext.train.scoring import reference, without_adapter
@@ -80,12 +80,17 @@ def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[
     with hold(recipe.out):
         output = _output(recipe.out, cfg)
         base_output = _output(recipe.out / "base", cfg) if base else None
-        recipe.open()
+        recipe.setup()
         try:
             with recipe.verification():
                 evaluations = [_evaluate(recipe, cfg, output, "the evaluation")]
                 if base_output is not None:
-                    with _base_model(recipe.learner, start):
+                    base_model = without_adapter(recipe.learner)
+                    first = first_adapter(start)
+                    if first is not None:
+                        state = recipe.learner.read_adapter(first)
+                        base_model = reference(recipe.learner, state, str(first))
+                    with base_model:
                         base_evaluation = _evaluate(
                             recipe, start, base_output, "the evaluation without the adapter"
                         )
@@ -120,29 +125,20 @@ def _output(folder: Path, cfg: DictConfig) -> OutputDir:
     return OutputDir(folder, keep=1, resume=False, overwrite=cfg.overwrite_output_dir, ranks=ranks)
 
 
-def _base_model(learner: Learner, cfg: DictConfig) -> AbstractContextManager[None]:
-    """Context in which the learner is the model that a config starts from."""
-    path = cfg.checkpointer.get("adapter_checkpoint")
-    if not path:
-        return without_adapter(learner)
-    return reference(learner, learner.read_adapter(Path(path)), path)
-
-
 def _evaluate(recipe: RLRecipe, cfg: DictConfig, output: OutputDir, name: str) -> Evaluation:
     ranks = recipe.ranks
     if ranks.is_main:
         output.create()
         output.take(OmegaConf.to_yaml(cfg), None, lambda line: False)
     ranks.barrier()
-    path = cfg.checkpointer.get("adapter_checkpoint")
-    adapter = Path(path) if path else None
+    adapter = first_adapter(cfg)
     requests = recipe.prompts.evaluation_requests(recipe.sampling)
 
     def check(session: Any) -> None:
         assert adapter is not None
         recipe.server_check.check(session, requests, adapter, None)
 
-    records = Records.open(output.path, ranks, -1, -1)
+    records = Records(output.path, ranks, -1, -1)
     job = Job(name, requests, recipe.prompts.held_out, *records.phase(0, "eval"))
     rollout = recipe.rollout(job, lambda: recipe.engines.session("eval", adapter, check))
     judged = rollout.finish()
@@ -161,14 +157,12 @@ def _answers(recipe: RLRecipe, judged: Answers) -> list[Json]:
     """Return the lines of ``answers.jsonl``, in the order of the prompts."""
     order = {prompt.id: i for i, prompt in enumerate(recipe.prompts.held_out)}
 
-    def place(key: SampleKey) -> tuple[int, int]:
-        prompt, sample = key
-        return order[prompt], sample
+    def place(sample: Sample) -> tuple[int, int]:
+        return order[sample.prompt_id], sample.sample
 
     answers = []
-    for key in sorted(judged.samples, key=place):
-        sample = judged.samples[key]
-        result = judged.results[key]
+    for sample in sorted(judged.samples.values(), key=place):
+        result = judged.results[sample.key]
         answer = {
             "prompt_id": sample.prompt_id,
             "sample": sample.sample,
@@ -228,7 +222,7 @@ class Evaluator(RLRecipe):
 
     def open_records(self, step: int, evaluated: int) -> None:
         """Open the records of a run that continues after ``step``; evaluations after ``evaluated`` are unfinished."""
-        self.records = Records.open(self.out, self.ranks, step, evaluated)
+        self.records = Records(self.out, self.ranks, step, evaluated)
 
     def evaluate(self, step: int) -> tuple[EvalScores, float]:
         """Evaluate the present adapter, of ``step``, and continue recorded answers; all ranks call this.

@@ -22,12 +22,11 @@ class RolloutAhead(Rollout):
 
     def _start(self) -> None:
         self.sampled = threading.Event()  # this rank has no more to sample
-        self._open, self._lock, self._tokens = (
-            1,
-            threading.Lock(),
-            0,
-        )  # open: requests, and 1 until all are taken
-        self._began = self.ended = time.perf_counter()  # of sampling on this rank
+        self._open = 1  # requests without an answer, and 1 until all are taken
+        self._lock = threading.Lock()
+        self._tokens = 0
+        # when sampling began and ended on this rank
+        self._began = self.ended = time.perf_counter()
 
     def requests(self) -> Iterator[Request | None]:
         """Take the requests without an answer."""
@@ -43,11 +42,8 @@ class RolloutAhead(Rollout):
         """Record an answer of the adapter of step ``policy``."""
         self._tokens += len(completion.tokens)
         seconds = max(time.perf_counter() - self._began, 1e-9)
-        self._take(
-            Sample.of(completion),
-            {"tokens": self._tokens, "tokens_per_second": self._tokens / seconds},
-            policy=policy,
-        )
+        stats = {"tokens": self._tokens, "tokens_per_second": self._tokens / seconds}
+        self._take(Sample.of(completion), stats, policy=policy)
         self._count_open(-1)
 
     def _count_open(self, more: int) -> None:
@@ -84,15 +80,15 @@ class Ahead:
     """
 
     def __init__(self, workers: Workers, step: int, keep: int) -> None:
-        self._workers, self.last, self._keep = workers, step, keep
+        self._workers = workers
+        self.last = step
+        self._keep = keep
         self._steps: deque[RolloutAhead] = deque()  # not finished, oldest first
         self._added: SimpleQueue[RolloutAhead] = SimpleQueue()
-        self._adapters: deque[tuple[int, Any, ExitStack]] = (
-            deque()
-        )  # step, its session, and what closes it
-        self._asked: dict[
-            int, tuple[RolloutAhead, int]
-        ] = {}  # by the request's id: its step's, and the adapter's step
+        # step, its session, and what closes it
+        self._adapters: deque[tuple[int, Any, ExitStack]] = deque()
+        # by the request's id, the rollout and the adapter's step
+        self._asked: dict[int, tuple[RolloutAhead, int]] = {}
         self._free = 0.0  # when the finished steps had their answers
         self._failed: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -116,7 +112,8 @@ class Ahead:
     def finish(self) -> tuple[Job, Answers]:
         """Wait for samples and verdicts of the oldest step; see :meth:`Rollout.finish`."""
         assert self._thread is not None, "finish() comes after add()"
-        rollout, began = self._steps[0], time.perf_counter()
+        rollout = self._steps[0]
+        began = time.perf_counter()
         while not rollout.sampled.wait(_POLL) and self._thread.is_alive():
             pass
         waited = time.perf_counter() - began
@@ -173,10 +170,10 @@ class Ahead:
         This ends once there is a newer session, if ``session`` has given up a server or uses one that has refused the
         newest adapter.
         """
-        while not self._stopped and not (
-            (newest := self._adapters[-1][1]) is not session
-            and (session.given_up or session.servers != newest.servers)
-        ):
+        while not self._stopped:
+            policy, newest, _ = self._adapters[-1]
+            if newest is not session and (session.given_up or session.servers != newest.servers):
+                return
             rollout, request = next(pending)
             if request is not None:
                 policy, newest, _ = self._adapters[-1]

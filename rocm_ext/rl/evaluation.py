@@ -173,9 +173,14 @@ def stop_reason(lines: Lines, cfg: DictConfig, entropy_steps: int) -> str | None
     return None
 
 
+def without_update(lines: Lines) -> list[Json]:
+    """Return the newest steps in a row without an update, the newest first."""
+    return list(takewhile(lambda line: not line["updates"], reversed(steps_of(lines))))
+
+
 def flat_reason(lines: Lines, *, max_flat_steps: int) -> str | None:
     """Return why a run stops after ``max_flat_steps`` steps in a row without an update; None to continue."""
-    flat = list(takewhile(lambda line: not line["updates"], reversed(steps_of(lines))))
+    flat = without_update(lines)
     if len(flat) < max_flat_steps:
         return None
     many = f"the last {len(flat)} steps" if len(flat) > 1 else "the last step"

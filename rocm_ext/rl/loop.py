@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext import config
 from rocm_ext.base.log import log
+from rocm_ext.config.checks.rollouts import check_sampled_values
 from rocm_ext.config.checks.training import check_values
 from rocm_ext.data import overview
 from rocm_ext.data.prompts import Prompt
@@ -104,11 +105,15 @@ class RLRecipe:
         """Estimate the rows of a training step, before any sampling."""
         return workload.sampled_rows(self.cfg, self.prompts.questions())
 
-    def open(self) -> None:
-        """Prepare prompts, model and engines: :meth:`check`, then the weights."""
+    def load(self) -> None:
+        """Read the weights, after :meth:`check`."""
+        self.learner.load()
+
+    def setup(self) -> None:
+        """Prepare the run: :meth:`check`, then :meth:`load`."""
         self.check()
         self.metric_logger = setup_metric_logger(self.cfg, self.ranks.is_main)
-        self.learner.load()
+        self.load()
         self.server_check = ServerCheck(self.learner, warn_unclear=not self.logs_long_rollouts_only)
 
     def check(self) -> None:
@@ -140,9 +145,9 @@ class RLRecipe:
 
     def plan_memory(self, work: workload.Workload, beside: int = 0) -> None:
         """Plan the memory of training on ``work``, with ``beside`` bytes in use and open sessions of the sampler."""
-        self.learner.plan(
-            work, beside + (self.engines.layout_bytes if self.sessions_stay_open else 0)
-        )
+        if self.sessions_stay_open:
+            beside += self.engines.layout_bytes
+        self.learner.plan(work, beside)
 
     def open_model(self) -> None:
         """Prepare only model and engines, to sample outside of phases."""
@@ -164,22 +169,22 @@ class RLRecipe:
 
     def stopped(self) -> bool:
         """Whether engines must end sampling early."""
-        return self.interrupt.signum is not None or (
-            self.workers is not None and self.workers.halted
-        )
+        halted = self.workers is not None and self.workers.halted
+        return halted or self.interrupt.signum is not None
 
     @contextmanager
     def verification(self) -> Iterator[None]:
         """Context of rollouts, with the processes of the verifier or of environments."""
-        cfg, judge, timeout = self.cfg, self.verifier_config, self.cfg.verify_timeout
+        cfg, judge = self.cfg, self.verifier_config
         workers = Workers(
-            None, self.ranks, self.interrupt, cfg.max_error_share, self.logs_long_rollouts_only
+            self.ranks, self.interrupt, cfg.max_error_share, self.logs_long_rollouts_only
         )
         with ExitStack() as stack:
             if judge is not None and cfg.environment is None:
-                workers.pool = stack.enter_context(Pool(judge, verify_workers(cfg), timeout))
+                pool = Pool(judge, verify_workers(cfg), cfg.verify_timeout)
+                workers.pool = stack.enter_context(pool)
             elif judge is not None:
-                environments = stack.enter_context(Environments(judge, timeout))
+                environments = stack.enter_context(Environments(judge, cfg.verify_timeout))
                 limits = Limits(cfg.max_turns, cfg.max_environment_tokens)
                 workers.conversations = lambda queue, sampling, *records: ConversationQueue(
                     queue,
@@ -206,19 +211,16 @@ class RLRecipe:
         self, step: int, open_session: Callable[[Requests], AbstractContextManager[Session]]
     ) -> Answers:
         """Answer the held-out prompts with the present adapter, of ``step``, inside :meth:`verification`."""
-        requests, name = (
-            self.prompts.evaluation_requests(self.sampling),
-            f"evaluation at {self.unit} {step}",
-        )
+        requests = self.prompts.evaluation_requests(self.sampling)
+        name = f"evaluation at {self.unit} {step}"
         job = Job(name, requests, self.prompts.held_out, *self.records.phase(step, "eval"))
         return self.rollout(job, lambda: open_session(requests)).finish()
 
     def report_gain_at(self, step: int, looks: int) -> None:
         """Log the gain of the adapter of ``step``, the best of so many ``looks``, over the initial model."""
         if self.ranks.is_main:
-            before, after = (
-                evaluation.greedy(self.records.verdicts(at, "eval")) for at in (0, step)
-            )
+            before = evaluation.greedy(self.records.verdicts(0, "eval"))
+            after = evaluation.greedy(self.records.verdicts(step, "eval"))
             evaluation.report_gain(before, after, f"{self.unit} {step}", looks)
 
     def cleanup(self) -> None:
@@ -243,34 +245,35 @@ class Loop(RLRecipe, ABC):
         trainer: class that updates the adapter.
 
     Attributes:
+        recipe: name of the recipe, or of the one that it extends.
+        trainer_cls: class that updates the adapter, unless the caller brings another.
         steps: steps of the run.
-        prompts_of_step: prompts that a step asks at first, at most.
+        prompts_per_step: prompts that a step asks at first, at most.
         evaluate_every: steps from one evaluation to the next.
         max_staleness: steps by which an answer's adapter may be older than the adapter that it trains.
         entropy_steps: newest steps whose mean entropy ``min_entropy`` limits.
     """
 
-    steps: int
-    prompts_of_step: int
-    evaluate_every: int
-    max_staleness: int = 0
-    entropy_steps: int = 3  # one step alone is noisy
+    recipe: str
+    trainer_cls = PolicyTrainer
+    entropy_steps = 3  # one step alone is noisy
 
     def __init__(
         self,
         cfg: DictConfig,
         learner: type[Learner] = Learner,
-        trainer: type[PolicyTrainer] = PolicyTrainer,
+        trainer: type[PolicyTrainer] | None = None,
     ) -> None:
+        check_sampled_values(cfg, self.recipe)
         super().__init__(cfg, learner)
         check_values(self.training_config())
-        self.trainer_cls = trainer
-        self.unit = trainer.unit
-        self.steps = cfg[f"{self.unit}s"]
-        self.evaluate_every = cfg[f"eval_every_n_{self.unit}s"]
-        self.prompts_of_step = (
-            cfg[f"prompts_per_{self.unit}"] or sys.maxsize
-        )  # null: all that qualify
+        self.trainer_cls = trainer or self.trainer_cls
+        self.unit = self.trainer_cls.unit
+        self.steps: int = cfg[f"{self.unit}s"]
+        self.evaluate_every: int = cfg[f"eval_every_n_{self.unit}s"]
+        # null: all that qualify
+        self.prompts_per_step: int = cfg[f"prompts_per_{self.unit}"] or sys.maxsize
+        self.max_staleness: int = cfg.get("max_staleness", 0)
 
     # ---- the choices of a preset
 
@@ -351,8 +354,8 @@ class Loop(RLRecipe, ABC):
             self.learner.check_budget()
 
     def setup(self) -> None:
-        """Prepare the run; see :meth:`RLRecipe.open`."""
-        self.open()
+        """Prepare the run; see :meth:`RLRecipe.setup`. Then claim the output folder."""
+        super().setup()
         self.trainer = self.trainer_cls(
             self.learner,
             self.cfg,
@@ -363,9 +366,9 @@ class Loop(RLRecipe, ABC):
         )
         self.trainer.open()
         if self.trainer.fresh and self.ranks.is_main:
-            data = self.learner.tokenizer, self.learner.decoder.max_seq_len
-            overview.write(self.out / ROWS, lambda: self.prompts.overview(*data))
-        self.records = Records.open(
+            tokenizer, window = self.learner.tokenizer, self.learner.decoder.max_seq_len
+            overview.write(self.out / ROWS, lambda: self.prompts.overview(tokenizer, window))
+        self.records = Records(
             self.out,
             self.ranks,
             self.trainer.step,
@@ -375,9 +378,13 @@ class Loop(RLRecipe, ABC):
             self.cfg.samples_per_prompt,
             all_samples=self.cfg.get("keep_samples", "all") == "all",
         )
-        adapter_folder = self.trainer.adapter_folder
         self.policy = Policy(
-            self.engines, self.learner, self.server_check, self.out, self.unit, adapter_folder
+            self.engines,
+            self.learner,
+            self.server_check,
+            self.out,
+            self.unit,
+            self.trainer.adapter_folder,
         )
         self.ahead: Ahead | None = None  # answers of coming steps
         log_config(self.metric_logger, self.cfg)
@@ -434,15 +441,17 @@ class Loop(RLRecipe, ABC):
         Raises:
             Interrupted: the user asked to stop; all finished work is saved.
         """
-        began, trainer, number = time.perf_counter(), self.trainer, self.trainer.step + 1
+        began = time.perf_counter()
+        trainer = self.trainer
+        number = trainer.step + 1
         selected = self.sample(number)
         self.records.finish(number, selected.results)
         self.finish_sampling(number, selected)
-        updates = (
-            trainer.train_on(*self.rows(selected))
-            if selected.advantages
-            else trainer.train_on_nothing()
-        )
+        if selected.advantages:
+            rows, groups = self.rows(selected)
+            updates = trainer.train_on(rows, groups)
+        else:
+            updates = trainer.train_on_nothing()
         trainer.finish_step(selected, updates, time.perf_counter() - began)
         self.warn_if_sampler_drifts()
         self.sample_ahead()
@@ -457,9 +466,8 @@ class Loop(RLRecipe, ABC):
         """
         keep = self.cfg.get("keep_samples", "all")
         if keep != "all" and (last or step % keep == 0):
-            self.records.keep_samples_from(
-                min(step - keep, self.trainer.saved[0]) + 1, at_once=last
-            )
+            saved, _ = self.trainer.saved
+            self.records.keep_samples_from(min(step - keep, saved) + 1, at_once=last)
 
     # ---- sampling
 
@@ -468,7 +476,7 @@ class Loop(RLRecipe, ABC):
         if self.ahead is not None:
             job, answers = self.ahead.finish()
         else:
-            job = self.job(step, 0, self.choose(step, self.prompts_of_step))
+            job = self.job(step, 0, self.choose(step, self.prompts_per_step))
             answers = self.rollout_of(job).finish()
         asked = list(job.prompts)
         rounds = [answers]
@@ -489,17 +497,15 @@ class Loop(RLRecipe, ABC):
         if self.ahead is None:
             assert self.workers is not None, "sampling happens inside verification()"
             self.ahead = Ahead(self.workers, done, self.max_staleness)
-        some_prompts = self.prompts.training[:8]  # for the check that servers use the adapter
-        some_requests = [
-            (request, self.sampling) for request in self.prompts.requests(some_prompts, done)
-        ]
+        # for the check that servers use the adapter
+        some_requests = self.prompts.requests(self.prompts.training[:8], done, self.sampling)
         self.ahead.use(policy, lambda: self.policy.session(policy, some_requests))
         last = min(done + 1 + self.max_staleness, self.steps)
         for step in range(self.ahead.last + 1, last + 1):
-            begun_ids = self.records.begun(step)
-            begun = [prompt for prompt in self.prompts.training if prompt.id in begun_ids]
-            asked = begun + self.choose(step, self.prompts_of_step - len(begun), exclude=begun_ids)
-            self.records.begin(step, (prompt.id for prompt in asked))
+            begun = self.records.begun(step)
+            asked = [prompt for prompt in self.prompts.training if prompt.id in begun]
+            asked += self.choose(step, self.prompts_per_step - len(asked), exclude=begun)
+            self.records.begin(step, [prompt.id for prompt in asked])
             self.ahead.add(self.rollout_of(self.job(step, 0, asked), RolloutAhead))
 
     def job(self, step: int, round_: int, prompts: Sequence[Prompt], earlier: int = 0) -> Job:
@@ -512,8 +518,10 @@ class Loop(RLRecipe, ABC):
         )
         samples.drop(lambda record: not self.trains_on(record["policy"], step))
         verdicts.drop(lambda record: key_of(record) not in samples.records)
-        requests = [(request, self.sampling) for request in self.prompts.requests(prompts, step)]
-        name = f"{self.unit} {step}" + (f" refill {round_}" if round_ else "")
+        requests = self.prompts.requests(prompts, step, self.sampling)
+        name = f"{self.unit} {step}"
+        if round_:
+            name += f" refill {round_}"
         return Job(name, requests, prompts, samples, verdicts, turns, self.logprobs_for(), earlier)
 
     def trains_on(self, policy: int, step: int) -> bool:
@@ -533,7 +541,8 @@ class Loop(RLRecipe, ABC):
 
     def warn_if_sampler_drifts(self) -> None:
         """Warn if sampler and trainer differ more than in earlier steps, and check the servers' adapters again."""
-        if warning := evaluation.mismatch_warning(self.trainer.lines):
+        warning = evaluation.mismatch_warning(self.trainer.lines)
+        if warning:
             self.policy.check_from = 0
             if self.ranks.is_main:
                 log.warning("%s", warning)
@@ -564,6 +573,7 @@ class Loop(RLRecipe, ABC):
 
     def report_gain(self) -> None:
         """Log the best adapter's gain on the held-out prompts over the initial model."""
-        if (best := self.trainer.best) is not None:
+        best = self.trainer.best
+        if best is not None:
             looks = sum("eval" in line and line["step"] > 0 for line in self.trainer.lines)
             self.report_gain_at(best["step"], looks)

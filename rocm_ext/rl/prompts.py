@@ -73,9 +73,8 @@ class PromptSet:
         check_disjoint(self.training, self.held_out)
         self.tokens: dict[str, list[int]] = {}
         self.tools: tuple[Json, ...] = ()
-        self._begun: Ask | list[Message] | None = (
-            None  # the environment's first messages for the first prompt
-        )
+        # the environment's first messages for the first prompt
+        self._begun: Ask | list[Message] | None = None
         self._by_id = {prompt.id: prompt for prompt in self}
 
     def render(self, tokenizer: Any) -> None:
@@ -91,15 +90,12 @@ class PromptSet:
             if special:
                 with_special_tokens.append((special, prompt.origin))
         warn(special_token_lines("prompts", len(self.tokens), with_special_tokens))
-        first = next(iter(self), None)
-        if (
-            self.tools
-            and first
-            and self.tokens[first.id] == render_prompt(tokenizer, first.messages)
-        ):
-            raise UserError(
-                "the model's chat template has no place for the environment's tools; use another template"
-            )
+        if self.tools:
+            first = next(iter(self))
+            if self.tokens[first.id] == render_prompt(tokenizer, first.messages):
+                raise UserError(
+                    "the model's chat template has no place for the environment's tools; use another template"
+                )
         self._check_beginning(tokenizer)
 
     def _check_beginning(self, tokenizer: Any) -> None:
@@ -136,13 +132,12 @@ class PromptSet:
         result = {"dataset": content, "longest_answer": longest_answer, "window": window}
         if self.held_out:
             held_out, hashes_held_out = self._describe(self.held_out, most)
-            trained_on = equal(
+            result["validation"] = held_out | equal(
                 "trained_on",
                 shared(hashes_held_out, hashes),
                 lambda i: self.held_out[i].origin,
                 lambda i: self.training[i].origin,
             )
-            result["validation"] = held_out | trained_on
 
         def show(row: int) -> Json:
             prompt = self.training[row]
@@ -150,21 +145,25 @@ class PromptSet:
             shown = sequence(tokenizer, tokens, np.zeros(len(tokens), bool))
             return {"row": row, "origin": prompt.origin, "sequences": [shown]}
 
-        return Overview(result, [len(self.tokens[prompt.id]) for prompt in self.training], show)
+        lengths = [len(self.tokens[prompt.id]) for prompt in self.training]
+        return Overview(result, lengths, show)
 
     def _describe(self, prompts: list[Prompt], most: int) -> tuple[Json, list[bytes]]:
         """Describe prompts, of which one with more than ``most`` tokens ends a run; return their hashes, too."""
         rendered = [self.tokens[prompt.id] for prompt in prompts]
-        hashes = [key(tokens) for tokens in rendered]
-        origins: dict[str, list[str]] = dict(getattr(prompts, "dropped", {}))
+        hashes = list(map(key, rendered))
+        lengths = list(map(len, rendered))
+        dropped = dict(getattr(prompts, "dropped", {}))
         too_long = [prompt.origin for prompt in prompts if len(self.tokens[prompt.id]) > most]
         if too_long:
-            origins["too_long_for_the_model"] = too_long
+            dropped["too_long_for_the_model"] = too_long
         rows = getattr(prompts, "read", len(prompts))
-        counts = {"rows": rows, **{reason: len(dropped) for reason, dropped in origins.items()}}
-        first = {reason: dropped[0] for reason, dropped in origins.items()}
-        lengths = {"prompt": [len(tokens) for tokens in rendered]}
-        content = numbers(lengths, hashes, lambda i: prompts[i].origin)
+        counts = {"rows": rows}
+        first = {}
+        for reason, origins in dropped.items():
+            counts[reason] = len(origins)
+            first[reason] = origins[0]
+        content = numbers({"prompt": lengths}, hashes, lambda i: prompts[i].origin)
         return {"rows": rows, "counts": counts, "first": first, **content}, hashes
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -185,42 +184,39 @@ class PromptSet:
             UserError: the verifier cannot run, rejects a row (the message then names the row and the field), or fails
                 on an answer.
         """
-        if self._cfg.environment is not None:
-            return self._check_environment(
-                OmegaConf.to_container(self._cfg.environment, resolve=True)
-            )
-        if self._cfg.verifier is None and not required:
+        cfg = self._cfg
+        if cfg.environment is not None:
+            return self._check_environment(OmegaConf.to_container(cfg.environment, resolve=True))
+        if cfg.verifier is None and not required:
             return None
-        component: Any = OmegaConf.to_container(self._cfg.verifier, resolve=True)
+        component: Any = OmegaConf.to_container(cfg.verifier, resolve=True)
         verifier = build(component)
         verifier.check()
         for prompt in self:
             with _naming(prompt, UserError, ValueError):
                 verifier.check_row(prompt.row)
-        if rank() == 0 and self._cfg.max_error_share < 1:
-            try_out(component, [prompt.row for prompt in self], self._cfg.verify_timeout)
+        if rank() == 0 and cfg.max_error_share < 1:
+            try_out(component, [prompt.row for prompt in self], cfg.verify_timeout)
         return component
 
     def _check_environment(self, component: Any) -> Json:
         """Check the prompts' rows, begin a conversation as a test, and take the environment's tools."""
         with Environments(component, self._cfg.verify_timeout) as environments:
-            arguments = {
-                name: value for name, value in component.items() if name != config.COMPONENT
-            }
-            example = import_component(component[config.COMPONENT])({}, **arguments)
+            arguments = dict(component)
+            name = arguments.pop(config.COMPONENT)
+            example = import_component(name)({}, **arguments)
             for prompt in self:
                 with _naming(prompt, UserError, ValueError):
                     example.check_row(prompt.row)
             self.tools = tuple(environments.tools)
             first = next(iter(self))
             begun = environments.begin((first.id, 0), first.row).result()
-            if self._cfg.max_error_share < 1:
-                if not isinstance(begun, Result):
-                    self._begun = begun
-                elif begun.reward is None:
-                    raise UserError(
-                        f"environment {component[config.COMPONENT]} fails to begin: {begun.detail}"
-                    )
+            if self._cfg.max_error_share >= 1:
+                return component
+            if not isinstance(begun, Result):
+                self._begun = begun
+            elif begun.reward is None:
+                raise UserError(f"environment {name} fails to begin: {begun.detail}")
         return component
 
     def check_model(self, decoder: "TransformerDecoder", name: str = "model") -> None:
@@ -235,21 +231,28 @@ class PromptSet:
     def check_length(self, context: float, name: str = "model") -> None:
         """Check that every prompt and its answer have at most ``context`` tokens, which the model ``name`` takes."""
         new = workload.longest_answer(self._cfg)
-        what = "max_new_tokens" + (
-            " + max_environment_tokens" if self._cfg.environment is not None else ""
-        )
-        refuse(
-            f"{prompt.origin}: {length} tokens and {what} {new} are more than the {context} that the {name} "
-            f"takes; lower {what} or remove the prompt"
-            for prompt in self
-            if (length := len(self.tokens[prompt.id])) + new > context
-        )
+        what = "max_new_tokens"
+        if self._cfg.environment is not None:
+            what += " + max_environment_tokens"
+        problems = []
+        for prompt in self:
+            length = len(self.tokens[prompt.id])
+            if length + new > context:
+                problems.append(
+                    f"{prompt.origin}: {length} tokens and {what} {new} are more than the {context} that the {name} "
+                    f"takes; lower {what} or remove the prompt"
+                )
+        refuse(problems)
 
-    def requests(self, prompts: Sequence[Prompt], step: int) -> list[Request]:
+    def requests(
+        self, prompts: Sequence[Prompt], step: int, sampling: Sampling
+    ) -> list[tuple[Request, Sampling]]:
         """Return the requests for ``samples_per_prompt`` answers per prompt; ``step`` is part of the answers' seeds."""
-        return [
-            self._request(p, step, n) for p in prompts for n in range(self._cfg.samples_per_prompt)
-        ]
+        requests = []
+        for prompt in prompts:
+            for sample in range(self._cfg.samples_per_prompt):
+                requests.append((self._request(prompt, step, sample), sampling))
+        return requests
 
     def evaluation_requests(self, sampling: Sampling) -> list[tuple[Request, Sampling]]:
         """Return the requests of an evaluation: per held-out prompt a greedy answer and ``eval_samples`` sampled ones.
@@ -314,7 +317,8 @@ def given_samples(
             learner.tokenizer, turns, tools=tools or None, last_turn=True
         )
         prompt_tokens = prompts.tokens[prompt.id]
-        begin, end = len(prompt_tokens), 0
+        begin = len(prompt_tokens)
+        end = 0
         for position, label in enumerate(labels, start=1):
             if label >= 0:
                 end = position
@@ -389,33 +393,33 @@ def choose_by_curriculum(
     Returns:
         Prompt ids; fewer than ``count`` if there are no more.
     """
-    ids, indices, hashes = _index(tuple(prompts))
-    free = np.ones(len(ids), bool)
+    indices, hashes = _index(tuple(prompts))
+    free = np.ones(len(prompts), bool)
     free[[indices[prompt] for prompt in exclude if prompt in indices]] = False
     if curriculum == "informative":
         rates = _pass_rates(indices, asked)
         weights = _filled(rates * (1 - rates), 0.25)
-        hashes = _mixed(hashes, seed, "informative", step)
-        uniform = ((hashes >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1)
+        bits = _mixed(hashes, seed, "informative", step) >> np.uint64(11)
+        uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1)
         keys = -np.log(uniform) / weights
         chosen = _lowest(np.flatnonzero(free), keys, count)
     else:
         if curriculum == "easy_to_hard":
-            progress = (step - 1) / max(1, steps - 1)
-            share = math.ceil((START + (1 - START) * min(1.0, progress)) * len(ids) - 1e-9)
+            progress = min(1.0, (step - 1) / max(1, steps - 1))
+            share = START + (1 - START) * progress
+            easy = math.ceil(share * len(prompts) - 1e-9)
             rates = _filled(_pass_rates(indices, asked), 0.5)
             easiest_first = np.lexsort((_mixed(hashes, seed, "rank"), -rates))
-            free[easiest_first[max(share, count + len(exclude)) :]] = False
+            free[easiest_first[max(easy, count + len(exclude)) :]] = False
         chosen = []
         candidates = np.flatnonzero(free)
-        times_asked = np.array([len(asked.get(prompt, ())) for prompt in ids], np.int64)[candidates]
-        for times in np.unique(times_asked).tolist():
+        times_asked = np.array([len(asked.get(prompt, ())) for prompt in prompts], np.int64)
+        for times in np.unique(times_asked[candidates]).tolist():
             if len(chosen) < count:
-                equally_often = candidates[times_asked == times]
-                chosen += _lowest(
-                    equally_often, _mixed(hashes, seed, "pass", times), count - len(chosen)
-                )
-    return [ids[index] for index in chosen]
+                equally_often = candidates[times_asked[candidates] == times]
+                keys = _mixed(hashes, seed, "pass", times)
+                chosen += _lowest(equally_often, keys, count - len(chosen))
+    return [prompts[index] for index in chosen]
 
 
 def choose_unsolved(
@@ -483,38 +487,34 @@ def _pass_rates(indices: Mapping[str, int], asked: Asked) -> np.ndarray:
     """Return float64 [prompts]: estimated rates, NaN where there are none."""
     rates = np.full(len(indices), np.nan)
     for prompt, index in indices.items():
-        if prompt in asked and (rate := pass_rate(asked[prompt])) is not None:
+        rate = pass_rate(asked.get(prompt, ()))
+        if rate is not None:
             rates[index] = rate
     return rates
 
 
 def _filled(values: np.ndarray, default: float) -> np.ndarray:
     """Replace NaN by the mean of the other ``values``, or by ``default`` if all are NaN."""
-    measured = values[~np.isnan(values)]
-    return np.where(
-        np.isnan(values), math.fsum(measured) / len(measured) if len(measured) else default, values
-    )
+    missing = np.isnan(values)
+    measured = values[~missing]
+    if len(measured):
+        default = math.fsum(measured) / len(measured)
+    return np.where(missing, default, values)
 
 
 @lru_cache(maxsize=2)  # the prompts of a run stay the same
-def _index(prompts: tuple[str, ...]) -> tuple[list[str], dict[str, int], np.ndarray]:
-    """Return the ids, their indices and their hashes (uint64 [prompts])."""
-    digests = b"".join(
-        hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts
-    )
-    return (
-        list(prompts),
-        {prompt: index for index, prompt in enumerate(prompts)},
-        np.frombuffer(digests, np.uint64),
-    )
+def _index(prompts: tuple[str, ...]) -> tuple[dict[str, int], np.ndarray]:
+    """Return the prompts' indices and their hashes (uint64 [prompts])."""
+    indices = {prompt: index for index, prompt in enumerate(prompts)}
+    digests = [hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts]
+    return indices, np.frombuffer(b"".join(digests), np.uint64)
 
 
 def _mixed(hashes: np.ndarray, *salt: object) -> np.ndarray:
     """Hash ``hashes`` again, with ``salt``: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     text = "\0".join(map(str, salt)).encode()
-    mixed = hashes ^ np.uint64(
-        int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-    )
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    mixed = hashes ^ np.uint64(int.from_bytes(digest, "little"))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     return mixed ^ (mixed >> np.uint64(31))

@@ -15,6 +15,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -32,13 +33,12 @@ from rocm_ext.sampling import Completion
 from rocm_ext.verifiers import Result, Verdict
 
 _AT_ONCE = 1024  # records that a rank sends to the others at a time, to save memory
-Given = tuple[
-    int, Sequence[int], bool
-]  # tokens sampled before it, its ids, whether these replace all before it
-Asked = dict[
-    str, list[tuple[int, float | None]]
-]  # by prompt, the steps that asked it and its pass rates there
-Scope = tuple[int, str, int]  # step or cycle, "sample" or "eval", round of a step's sampling
+# tokens sampled before it, its ids, whether these replace all before it
+Given = tuple[int, Sequence[int], bool]
+# by prompt, the steps that asked it and its pass rates there
+Asked = dict[str, list[tuple[int, float | None]]]
+# step or cycle, "sample" or "eval", round of a step's sampling
+Scope = tuple[int, str, int]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Sample:
     @classmethod
     def of(cls, completion: Completion) -> "Sample":
         """Convert a completion to its record."""
-        request = completion.request
+        request, routes = completion.request, completion.routes
         return cls(
             request.prompt_id,
             request.sample,
@@ -81,7 +81,7 @@ class Sample:
             completion.text,
             completion.tokens,
             [round(value, 6) for value in completion.logprobs],
-            None if completion.routes is None else packed_routes(completion.routes),
+            None if routes is None else packed_routes(routes),
         )
 
     def chosen_experts(self) -> np.ndarray:
@@ -91,7 +91,8 @@ class Sample:
                 f"the answer to prompt {self.prompt_id}, sample {self.sample}, has no routes to replay"
             )
         content = zlib.decompress(base64.b64decode(self.routes))
-        return np.frombuffer(content, "<i2").astype(np.int16).reshape(len(self.tokens), -1)
+        experts = np.frombuffer(content, "<i2").astype(np.int16)
+        return experts.reshape(len(self.tokens), -1)
 
     @property
     def key(self) -> SampleKey:
@@ -104,19 +105,24 @@ class Sample:
         Yields:
             Ids [s], a mask [s] of the ids that the model sampled, and the slice of ``tokens`` with these ids.
         """
-        ids, sampled, begun, at = list(prompt), [False] * len(prompt), 0, 0
-        for before, given, fresh in self.given or ():
+        ids = list(prompt)
+        sampled = [False] * len(prompt)
+        begun = 0  # sampled tokens before this sequence
+        at = 0  # sampled tokens so far
+        end = len(self.tokens)
+        for before, given, fresh in (*(self.given or ()), (end, (), False)):
             ids += self.tokens[at:before]
             sampled += [True] * (before - at)
             at = before
             if fresh:
                 if at > begun:
                     yield ids, sampled, slice(begun, at)
-                ids, sampled, begun = [], [], at
+                ids = []
+                sampled = []
+                begun = at
             ids += given
             sampled += [False] * len(given)
-        rest = self.tokens[at:]
-        yield [*ids, *rest], [*sampled, *[True] * len(rest)], slice(begun, len(self.tokens))
+        yield ids, sampled, slice(begun, end)
 
     def record(self) -> Json:
         """Return the line's content; ``asdict`` would take as long as all other work outside model and verifier."""
@@ -135,9 +141,8 @@ def key_of(record: Json) -> SampleKey:
 
 def to_sample(record: Json) -> Sample:
     """Convert a line of ``samples.jsonl``."""
-    return Sample(
-        **{field: record[field] for field in Sample.__dataclass_fields__.keys() & record.keys()}
-    )
+    names = Sample.__dataclass_fields__.keys() & record.keys()
+    return Sample(**{name: record[name] for name in names})
 
 
 def to_result(record: Json) -> Result:
@@ -160,12 +165,18 @@ def measure(
         temperature, this estimate is unbiased.
     """
     lengths = {key: len(sample.tokens) for key, sample in samples.items()}
-    right = {
-        key: is_correct(result) for key, result in results.items() if result.reward is not None
-    }
-    groups: dict[str, list[SampleKey]] = {}
-    for key in samples:
-        groups.setdefault(key[0], []).append(key)
+    groups: dict[str, list[SampleKey]] = defaultdict(list)
+    entropies: list[float] = []
+    for key, sample in samples.items():
+        groups[key[0]].append(key)
+        entropies += [-value for value in sample.logprobs]
+    right = {}
+    parts: dict[str, list[float]] = defaultdict(list)
+    for key, result in results.items():
+        if result.reward is not None:
+            right[key] = is_correct(result)
+        for name, value in result.parts.items():
+            parts[f"reward/{name}"].append(value)
     distinct = []
     judged_groups = []
     for keys in groups.values():
@@ -178,14 +189,12 @@ def measure(
         "mean_tokens": list(lengths.values()),
         "mean_tokens_right": [lengths[key] for key, passed in right.items() if passed],
         "mean_tokens_wrong": [lengths[key] for key, passed in right.items() if not passed],
-        "entropy": [-value for sample in samples.values() for value in sample.logprobs],
+        "entropy": entropies,
         "distinct": distinct,
         "all_right": [all(judged) for judged in judged_groups],
         "all_wrong": [not any(judged) for judged in judged_groups],
+        **parts,
     }
-    for result in results.values():
-        for name, value in result.parts.items():
-            values.setdefault(f"reward/{name}", []).append(value)
     means = {name: fmean(measured) if measured else None for name, measured in values.items()}
     passed_at = pass_at_ks([(len(judged), sum(judged)) for judged in judged_groups])
     return means | {f"pass_at_{k}": value for k, value in passed_at.items()}
@@ -197,7 +206,7 @@ def is_correct(result: Result) -> bool:
 
 
 def pass_rates(
-    results: Mapping[SampleKey, Result], passes: Callable[[Result], bool] = is_correct
+    results: Mapping[SampleKey, Result], passes: Callable[[Result], bool]
 ) -> dict[str, float | None]:
     """Compute by prompt the share of answers that passed; None for prompts without any reward.
 
@@ -212,7 +221,20 @@ def pass_rates(
 
 
 class Records:
-    """The samples and verdicts of a run; :meth:`open` opens them.
+    """The samples and verdicts of a run.
+
+    The constructor joins the lines of all ranks that a killed process left; all ranks call it. It warns if the last
+    finished step or evaluation has lost its records: training does not read them again.
+
+    Args:
+        out: the run's output folder.
+        ranks: all processes of the run.
+        step: steps done; later ones are unfinished. A step of RAFT is a cycle.
+        evaluated: step of the last evaluation; later ones are unfinished.
+        passes: whether a result counts as passed in its prompt's pass rate.
+        asked: see the attribute; of the finished steps. The records add to it.
+        per_prompt: answers to a prompt in a step.
+        all_samples: whether the run keeps the samples of all finished steps.
 
     Attributes:
         asked: by prompt, the steps that asked it and the share of its answers that passed; None where every verdict is
@@ -220,15 +242,7 @@ class Records:
     """
 
     def __init__(
-        self, files: Sequence["RecordFile"], passes: Callable[[Result], bool], asked: Asked
-    ) -> None:
-        self._samples, self._verdicts, self._turns = files
-        self._passes = passes
-        self.asked = asked
-
-    @classmethod
-    def open(
-        cls,
+        self,
         out: Path,
         ranks: Ranks,
         step: int,
@@ -237,35 +251,23 @@ class Records:
         asked: Asked | None = None,
         per_prompt: int = 1,
         all_samples: bool = True,
-    ) -> "Records":
-        """Open the records of a run, and join the lines of all ranks that a killed process left; all ranks call this.
-
-        This warns if the last finished step or evaluation has lost its records: training does not read them again.
-
-        Args:
-            step: steps done; later ones are unfinished. A step of RAFT is a cycle.
-            evaluated: step of the last evaluation; later ones are unfinished.
-            passes: whether a result counts as passed in its prompt's pass rate.
-            asked: see :attr:`asked`, of the finished steps; the records add to it.
-            per_prompt: answers to a prompt in a step.
-            all_samples: whether the run keeps the samples of all finished steps.
-        """
-        files = [RecordFile(out / f"{name}.jsonl", ranks) for name in ("samples", "verdicts")]
-        files.append(RecordFile(out / "turns.jsonl", ranks, itemgetter("behind")))
-        samples, verdicts, turns = files
+    ) -> None:
+        self.asked: Asked = {} if asked is None else asked
+        self._passes = passes
+        self._samples = RecordFile(out / "samples.jsonl", ranks)
+        self._verdicts = RecordFile(out / "verdicts.jsonl", ranks)
+        self._turns = RecordFile(out / "turns.jsonl", ranks, itemgetter("behind"))
+        self._files = (self._samples, self._verdicts, self._turns)
         ranks.barrier()
         if ranks.is_main:
-            for file in files:
+            for file in self._files:
                 file.merge()
         ranks.barrier()
-        records = cls(files, passes, {} if asked is None else asked)
         done = {"sample": step, "eval": evaluated}
-        answers = per_prompt * sum(steps[-1][0] == step for steps in records.asked.values())
-        for file in files:
-            newest: dict[str, set[SampleKey]] = {
-                "sample": set(),
-                "eval": set(),
-            }  # answers of the last finished work
+        answers = per_prompt * sum(steps[-1][0] == step for steps in self.asked.values())
+        for file in self._files:
+            # answers of the last finished work
+            newest: dict[str, set[SampleKey]] = {"sample": set(), "eval": set()}
             for line in file.lines():
                 phase = line["phase"]
                 if line["step"] > done[phase]:
@@ -273,16 +275,15 @@ class Records:
                 elif line["step"] == done[phase]:
                     newest[phase].add(key_of(line))
             lost = []
-            has_all = file is verdicts or (file is samples and all_samples)
+            has_all = file is self._verdicts or (file is self._samples and all_samples)
             if has_all and len(newest["sample"]) < answers:
                 lost.append(f"step {step}")
-            if file is not turns and evaluated >= 0 and not newest["eval"]:
+            if file is not self._turns and evaluated >= 0 and not newest["eval"]:
                 lost.append(f"the evaluation at {evaluated}")
             if lost and ranks.is_main:
                 log.warning("%s lacks lines of %s, which reports and comparisons then cannot show; restore the file if "
                             "you have a copy", file.part, " and ".join(lost))  # fmt: skip
         ranks.barrier()  # the main rank may rewrite the files next
-        return records
 
     def begin(self, step: int, prompts: Iterable[str]) -> None:
         """Add the prompts of a step to ``asked`` before they have verdicts."""
@@ -296,10 +297,9 @@ class Records:
     def finish(self, step: int, results: Mapping[SampleKey, Result]) -> None:
         """Add the verdicts of a finished step to ``asked``."""
         for prompt, rate in pass_rates(results, self._passes).items():
-            earlier = [
-                (other, known) for other, known in self.asked.get(prompt, []) if other != step
-            ]
-            self.asked[prompt] = sorted([*earlier, (step, rate)], key=lambda entry: entry[0])
+            rates = dict(self.asked.get(prompt, ()))
+            rates[step] = rate
+            self.asked[prompt] = sorted(rates.items(), key=itemgetter(0))
 
     def phase(
         self, step: int, phase: str, round_: int = 0, policy: int | None = None
@@ -311,18 +311,21 @@ class Records:
             round_: number of the round of a step's sampling, from 0.
             policy: step of the sampling adapter, for the lines of new samples; None: lines have none.
         """
-        scope, extra = (step, phase, round_), {} if policy is None else {"policy": policy}
-        verdicts, turns = (PhaseRecords(file, scope, {}) for file in (self._verdicts, self._turns))
-        return PhaseRecords(self._samples, scope, extra), verdicts, turns
+        scope = (step, phase, round_)
+        extra = {} if policy is None else {"policy": policy}
+        return (
+            PhaseRecords(self._samples, scope, extra),
+            PhaseRecords(self._verdicts, scope, {}),
+            PhaseRecords(self._turns, scope, {}),
+        )
 
     def verdicts(self, step: int, phase: str) -> dict[SampleKey, Result]:
         """Read the verdicts of a finished phase from the file."""
-        lines = self._verdicts.lines()
-        return {
-            key_of(line): to_result(line)
-            for line in lines
-            if line["step"] == step and line["phase"] == phase
-        }
+        verdicts = {}
+        for line in self._verdicts.lines():
+            if line["step"] == step and line["phase"] == phase:
+                verdicts[key_of(line)] = to_result(line)
+        return verdicts
 
     def samples(self, wanted: Mapping[int, Collection[SampleKey]]) -> dict[int, list[Sample]]:
         """Read the ``wanted`` samples of finished steps, in the order of ``wanted``.
@@ -358,7 +361,7 @@ class Records:
 
     def close(self) -> None:
         """Close the files."""
-        for file in (self._samples, self._verdicts, self._turns):
+        for file in self._files:
             file.close()
 
 
@@ -386,18 +389,16 @@ class PhaseRecords:
         """Remove the ``unwanted`` records; call it on every rank, on opening or after :meth:`collect`."""
         dropped = {key for key, record in self.records.items() if unwanted(record)}
         if dropped:
-            self.records = {
-                key: record for key, record in self.records.items() if key not in dropped
-            }
+            for key in dropped:
+                del self.records[key]
             self.file.rewrite(
                 lambda line: _scope(line) != self._scope or key_of(line) not in dropped
             )
 
     def collect(self) -> None:
         """Give every rank the records of all, and move them to the main rank's file."""
-        self.records |= {
-            key_of(record): record for record in self.file.collect(self._scope, self._new)
-        }
+        for record in self.file.collect(self._scope, self._new):
+            self.records[key_of(record)] = record
         self._new = []
 
 
@@ -442,9 +443,9 @@ class RecordFile:
 
     def keep(self, line: Json) -> None:
         """Keep a line of an unfinished phase in :attr:`left`."""
-        record = {
-            key: value for key, value in line.items() if key not in ("step", "phase", "round")
-        }
+        record = dict(line)
+        for key in ("step", "phase", "round"):
+            record.pop(key, None)
         self.left[_scope(line)][self.key(line)] = record
 
     def append(self, scope: Scope, record: Json) -> None:
@@ -459,14 +460,12 @@ class RecordFile:
         if round_:
             beginning["round"] = round_
         with self._lock, disk_errors(self.part):
-            self._handle = self._handle or self.part.open(
-                "ab", buffering=0
-            )  # a kill damages at most one line
+            if self._handle is None:  # without a buffer, a kill damages at most one line
+                self._handle = self.part.open("ab", buffering=0)
             for record in records:
                 content = (json.dumps({**beginning, **record}) + "\n").encode()
-                if self._handle.write(content) != len(
-                    content
-                ):  # on a full disk it may write a part
+                written = self._handle.write(content)
+                if written != len(content):  # on a full disk
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def collect(self, scope: Scope, new: list[Json]) -> list[Json]:
@@ -478,10 +477,11 @@ class RecordFile:
             return new
         collected: list[Json] = []
         for start in range(0, max(self._ranks.gather(len(new))), _AT_ONCE):
-            of_ranks = self._ranks.gather(new[start : start + _AT_ONCE])
-            collected += (record for of_rank in of_ranks for record in of_rank)
+            of_main, *of_others = self._ranks.gather(new[start : start + _AT_ONCE])
+            others = list(chain.from_iterable(of_others))
+            collected += of_main + others
             if self._ranks.is_main:
-                self._write((record for of_rank in of_ranks[1:] for record in of_rank), scope)
+                self._write(others, scope)
         self._ranks.barrier()
         with self._lock:
             self.close()
@@ -537,7 +537,8 @@ def _complete(path: Path) -> int:
         while end:
             start = max(0, end - 65536)
             file.seek(start)
-            if (at := file.read(end - start).rfind(b"\n")) >= 0:
+            at = file.read(end - start).rfind(b"\n")
+            if at >= 0:
                 return start + at + 1
             end = start
     return 0
@@ -561,5 +562,9 @@ def pass_at_ks(groups: Sequence[tuple[int, int]]) -> dict[int, float]:
         groups: number of answers and of right ones, by prompt. A prompt with fewer than k answers is left out.
     """
     most = max((n for n, _ in groups), default=0)
-    ks = [2**i for i in range(most.bit_length())]
-    return {k: fmean(pass_at_k(n, correct, k) for n, correct in groups if n >= k) for k in ks}
+    means = {}
+    k = 1
+    while k <= most:
+        means[k] = fmean(pass_at_k(n, correct, k) for n, correct in groups if n >= k)
+        k *= 2
+    return means

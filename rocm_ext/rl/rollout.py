@@ -4,7 +4,7 @@ A killed rollout continues with the requests without a sample and the samples wi
 """
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ import torch
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import Progress
 from rocm_ext.base.supervised import beat
-from rocm_ext.base.types import Row
+from rocm_ext.base.types import Json, Row
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.rl.conversations import ConversationQueue
@@ -84,21 +84,21 @@ class Workers:
     """The processes of a run's rollouts.
 
     Attributes:
-        pool: processes that verify while the model samples; None: environments judge, or nothing does.
-        conversations: makes a queue of conversations from requests, settings, rows of the prompts and records of turns;
-            None: an answer ends with its verdict.
         ranks: all processes of the run; one with room takes the next prompt.
         interrupt: the user's signals to stop, checked after a sample.
         max_error_share: share of a rollout's samples with the verdict ERROR above which the run stops.
         logs_long_rollouts_only: whether short ones log no progress.
+        pool: processes that verify while the model samples. None if environments judge, or nothing does.
+        conversations: makes a queue of conversations from requests, settings, rows of the prompts and records of turns.
+            None if an answer ends with its verdict.
         halted: whether sampling must end early; samples stay in the records.
     """
 
-    pool: Pool | None
     ranks: Ranks
     interrupt: Interrupt
     max_error_share: float
     logs_long_rollouts_only: bool = False
+    pool: Pool | None = None
     conversations: (
         Callable[[RequestQueue, Sampling, Mapping[str, Row], PhaseRecords], ConversationQueue]
         | None
@@ -120,9 +120,8 @@ class Rollout:
         self._rows = {prompt.id: prompt.row for prompt in job.prompts}
         self._judge = _Judge(job, workers)
         ranks = workers.ranks
-        sampled = (
-            job.samples.records
-        )  # an earlier process wrote them; they are the same on every rank
+        # an earlier process wrote them; they are the same on every rank
+        sampled = job.samples.records
         # prompts with answers go to the ranks in turn: all answers of a group are judged by one rank
         begun = dict.fromkeys(prompt_id for prompt_id, _ in sampled)
         self._owners = {prompt_id: number % ranks.world for number, prompt_id in enumerate(begun)}
@@ -153,17 +152,14 @@ class Rollout:
             complete = {group for group in groups if judged.get(group) == groups[group]}
             job.verdicts.drop(lambda record: _group(key_of(record)) not in complete)
         for records in (job.samples, job.verdicts):
-            records.drop(
-                lambda record: key_of(record) not in keys
-            )  # a resumed run may ask for fewer answers
+            # a resumed run may ask for fewer answers
+            records.drop(lambda record: key_of(record) not in keys)
         rollout = cls(job, workers, open_session)
         if workers.pool:
-            for (prompt_id, sample), record in job.samples.records.items():
-                unjudged = (prompt_id, sample) not in job.verdicts.records
-                if unjudged and rollout._owners[prompt_id] == workers.ranks.rank:
-                    rollout._judge.submit(
-                        (prompt_id, sample), record["text"], rollout._rows[prompt_id]
-                    )
+            for key, record in job.samples.records.items():
+                mine = rollout._owners[key[0]] == workers.ranks.rank
+                if mine and key not in job.verdicts.records:
+                    rollout._judge.submit(key, record["text"], rollout._rows[key[0]])
         rollout._start()
         return rollout
 
@@ -209,14 +205,14 @@ class Rollout:
 
     def _begin_sampling(self) -> None:
         """Show the progress; the main rank counts all answers."""
-        job, workers = self.job, self.workers
+        job = self.job
         self._recorded = len(job.samples.records)
         self._progress = Progress(
             len(job.requests),
             self._recorded,
-            workers.ranks.is_main,
+            self.workers.ranks.is_main,
             job.name,
-            workers.logs_long_rollouts_only,
+            self.workers.logs_long_rollouts_only,
         )
 
     def _take_ended(self, queue: ConversationQueue, session: Session) -> None:
@@ -253,41 +249,41 @@ class Rollout:
 
     def _collect(self, sampled: float, hidden: float = 0.0) -> Answers:
         """Wait for the verdicts, and collect the answers of all ranks; ``sampled`` and ``hidden`` are seconds."""
-        job, ranks, began = self.job, self.workers.ranks, time.perf_counter()
+        job = self.job
+        began = time.perf_counter()
         self._judge.finish()
-        self.workers.interrupt.check(f"in {job.name}", ranks)
+        self.workers.interrupt.check(f"in {job.name}", self.workers.ranks)
         job.samples.collect()
         job.verdicts.collect()
-        errors = [
-            record
-            for record in job.verdicts.records.values()
-            if record["verdict"] == Verdict.ERROR.value
-        ]
-        total, most = job.earlier + len(job.requests), self.workers.max_error_share
+
+        def failed(record: Json) -> bool:
+            return record["verdict"] == Verdict.ERROR.value
+
+        errors = list(filter(failed, job.verdicts.records.values()))
+        total = job.earlier + len(job.requests)
+        most = self.workers.max_error_share
         if len(errors) > most * total:
             judge = "verifier" if self.workers.pool else "environment"
-            # a resumed run judges samples without a verdict again
-            job.verdicts.drop(lambda record: record["verdict"] == Verdict.ERROR.value)
+            job.verdicts.drop(failed)  # a resumed run judges samples without a verdict again
             raise UserError(
                 f"the {judge} failed on {len(errors)} of {total} answers, a larger share than max_error_share "
                 f"{most:g}; the first error: {errors[0]['detail']}. The samples are saved: fix the {judge} and "
                 "continue with resume_from_checkpoint=True"
             )
         job.turns.file.discard()
-        samples, verdicts = job.samples.records, job.verdicts.records
+        samples = {key: to_sample(record) for key, record in job.samples.records.items()}
+        results = {key: to_result(record) for key, record in job.verdicts.records.items()}
+        policies = [record.get("policy", 0) for record in job.samples.records.values()]
         waiting = time.perf_counter() - began
-        return Answers(
-            {key: to_sample(record) for key, record in samples.items()},
-            {key: to_result(record) for key, record in verdicts.items()},
-            {
-                **self._stats,
-                "tokens": sum(len(record["tokens"]) for record in samples.values()),
-                "seconds": sampled + waiting,
-                "waiting": waiting,
-                "hidden": hidden,
-                "policy": sum(record.get("policy", 0) for record in samples.values()),
-            },
-        )
+        stats = {
+            **self._stats,
+            "tokens": sum(len(sample.tokens) for sample in samples.values()),
+            "seconds": sampled + waiting,
+            "waiting": waiting,
+            "hidden": hidden,
+            "policy": sum(policies),
+        }
+        return Answers(samples, results, stats)
 
 
 def _group(key: SampleKey) -> Group:
@@ -296,9 +292,9 @@ def _group(key: SampleKey) -> Group:
 
 
 def _by_group(keys: Iterable[SampleKey]) -> dict[Group, set[SampleKey]]:
-    groups: dict[Group, set[SampleKey]] = {}
+    groups: dict[Group, set[SampleKey]] = defaultdict(set)
     for key in keys:
-        groups.setdefault(_group(key), set()).add(key)
+        groups[_group(key)].add(key)
     return groups
 
 
@@ -309,10 +305,12 @@ class _Judge:
     """
 
     def __init__(self, job: Job, workers: Workers) -> None:
-        self._pool, self._interrupt = workers.pool, workers.interrupt
+        self._pool = workers.pool
+        self._interrupt = workers.interrupt
         self._records = job.verdicts
         self._groups = _by_group(request.key for request, _ in job.requests)
-        self._texts: dict[Group, dict[SampleKey, str]] = {}  # samples of incomplete groups
+        # samples of incomplete groups
+        self._texts: dict[Group, dict[SampleKey, str]] = defaultdict(dict)
         self._pending: dict[Future, list[SampleKey]] = {}
         self._done: SimpleQueue[Future] = SimpleQueue()
         self.counts = Counter(record["verdict"] for record in self._records.records.values())
@@ -320,12 +318,13 @@ class _Judge:
     def submit(self, key: SampleKey, text: str, row: Row) -> None:
         """Submit an answer, with its prompt's row."""
         assert self._pool is not None, "an environment judges its conversations itself"
-        keys, group = [key], _group(key)
         future: Future
         if not self._pool.groups:
+            keys = [key]
             future = self._pool.submit(text, row)
         else:
-            texts = self._texts.setdefault(group, {})
+            group = _group(key)
+            texts = self._texts[group]
             texts[key] = text
             if len(texts) < len(self._groups[group]):
                 return
@@ -343,23 +342,24 @@ class _Judge:
                 return
             timeout = 0.0
             beat()
-            keys, result = self._pending.pop(future), future.result()
+            keys = self._pending.pop(future)
+            result = future.result()
             results: Sequence[Result] = result if isinstance(result, list) else [result]
             for key, result in zip(keys, results, strict=True):
                 self.record(key, result)
 
     def record(self, key: SampleKey, result: Result) -> None:
         """Record a verdict."""
-        self._records.append(
-            {
-                "prompt_id": key[0],
-                "sample": key[1],
-                "verdict": result.verdict.value,
-                "reward": result.reward,
-                "detail": result.detail,
-                **({"parts": result.parts} if result.parts else {}),
-            }
-        )
+        record = {
+            "prompt_id": key[0],
+            "sample": key[1],
+            "verdict": result.verdict.value,
+            "reward": result.reward,
+            "detail": result.detail,
+        }
+        if result.parts:
+            record["parts"] = result.parts
+        self._records.append(record)
         self.counts[result.verdict.value] += 1
 
     def finish(self) -> None:

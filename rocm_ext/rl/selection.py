@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import copysign, fsum, sqrt
 from statistics import fmean, pstdev
+from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -29,36 +30,29 @@ EPSILON = (
 EQUAL = 1e-8  # rewards closer than this are equal: weighted means of the same parts differ in the last bits
 
 
-@dataclass(frozen=True)
-class KeepRule:
-    """Rule that an answer passes to be kept for training and to count in its prompt's pass rate.
+def missed_rule(result: Result, keep: str, threshold: float) -> str:
+    """Return the rule that drops an answer with this result; empty if it is kept and counts as passed.
 
-    Attributes:
-        keep: ``correct``: the verdict CORRECT and the reward; ``rewarded``: the reward alone.
+    Args:
+        result: the answer's verdict.
+        keep: ``correct``: the verdict CORRECT and the reward count; ``rewarded``: the reward alone.
         threshold: minimum reward.
     """
-
-    keep: str
-    threshold: float
-
-    def missed(self, result: Result) -> str:
-        """Return the name of the rule that drops an answer with this result; "" if the answer passes."""
-        if result.reward is None:
-            return "without_reward"
-        if result.reward < self.threshold:
-            return "below_threshold"
-        return (
-            "not_correct"
-            if self.keep == "correct" and result.verdict is not Verdict.CORRECT
-            else ""
-        )
+    if result.reward is None:
+        return "without_reward"
+    if result.reward < threshold:
+        return "below_threshold"
+    if keep == "correct" and result.verdict is not Verdict.CORRECT:
+        return "not_correct"
+    return ""
 
 
 def filter_samples(
     samples: Mapping[SampleKey, Sample],
     results: Mapping[SampleKey, Result],
     *,
-    rule: KeepRule,
+    keep: str,
+    threshold: float,
     per_prompt: int | None,
     best_fraction: float,
     deduplicate: bool,
@@ -70,7 +64,7 @@ def filter_samples(
     Args:
         samples: samples by prompt id and sample index.
         results: verdicts under the same keys.
-        rule: rule of kept answers.
+        keep, threshold: see :func:`missed_rule`.
         per_prompt: keep at most this many samples of a prompt; None: no limit.
         best_fraction: keep this share of a prompt's samples by highest reward, and at least one. It applies after all
             other rules except ``per_prompt``.
@@ -84,7 +78,8 @@ def filter_samples(
     dropped: Counter[str] = Counter()
     by_prompt: dict[str, list[Sample]] = {}
     for key, sample in samples.items():
-        if missed := rule.missed(results[key]):
+        missed = missed_rule(results[key], keep, threshold)
+        if missed:
             dropped[missed] += 1
         elif drop_truncated and sample.finish_reason == "length":
             dropped["truncated"] += 1
@@ -417,17 +412,23 @@ def _deviation(rewards: Mapping[SampleKey, float]) -> float:
 
 
 def to_rows(
-    samples: Sequence[Sample], prompts: Mapping[str, Sequence[int]]
-) -> tuple[Rows, list[tuple[int, slice]]]:
+    samples: Sequence[Sample], prompts: Mapping[str, Sequence[int]], **columns: Sequence[Any]
+) -> tuple[Rows, list[tuple[Sample, slice]]]:
     """Convert samples to training rows: the tokens of prompt and answer, with labels on the sampled ones.
 
     A conversation whose history the chat template rewrote gives several rows.
 
+    Args:
+        samples: the samples.
+        prompts: the prompts' tokens, by id.
+        columns: columns of the rows: by sample, a value for each of its tokens.
+
     Returns:
-        The rows; and per row the index of its sample and the slice of the sample's tokens.
+        The rows; and per row its sample and the slice of the sample's tokens.
     """
     rows = Rows([], [], [], {"rows": len(samples)})
     pieces = []
+    by_row: dict[str, list[Any]] = {name: [] for name in columns}
     for number, sample in enumerate(samples):
         for ids, sampled, piece in sample.sequences(prompts[sample.prompt_id]):
             tokens = np.array(ids, dtype=np.int32)
@@ -435,5 +436,9 @@ def to_rows(
             rows.tokens.append(tokens)
             rows.labels.append(labels.astype(np.int32))
             rows.lengths.append((len(tokens),))
-            pieces.append((number, piece))
+            pieces.append((sample, piece))
+            for name, values in columns.items():
+                by_row[name].append(values[number][piece])
+    for name, parts in by_row.items():
+        rows.add_labels_column(name, parts)
     return rows, pieces

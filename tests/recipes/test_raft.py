@@ -306,16 +306,14 @@ def test_full_disk_while_sampling(make, reference, tmp_path):
 @given(st.text(st.characters(exclude_categories=())))
 def test_any_text_can_be_recorded(tmp_path_factory, text):
     folder, alone = tmp_path_factory.mktemp("records"), Ranks(torch.device("cpu"), 0, 1, None)
-    samples, *_ = Records.open(folder, alone, 0, -1).phase(1, "sample")
+    samples, *_ = Records(folder, alone, 0, -1).phase(1, "sample")
     written = [{"prompt_id": text, "sample": index, "text": text} for index in range(2)]
     for record in written:
         samples.append(record)
     assert [record | {"step": 1, "phase": "sample"} for record in written] == read_records(
         folder / "samples.jsonl"
     )
-    assert (
-        list(Records.open(folder, alone, 0, -1).phase(1, "sample")[0].records.values()) == written
-    )
+    assert list(Records(folder, alone, 0, -1).phase(1, "sample")[0].records.values()) == written
 
 
 @pytest.mark.wide(always=3)

@@ -23,7 +23,7 @@ def verdict(step: int, prompt: str, sample: int, verdict: str) -> dict:
 
 def opened(folder: Path):
     """Open the samples of an unfinished step."""
-    samples, *_ = Records.open(folder, Ranks(torch.device("cpu")), 0, -1).phase(1, "sample")
+    samples, *_ = Records(folder, Ranks(torch.device("cpu")), 0, -1).phase(1, "sample")
     return samples
 
 
@@ -43,7 +43,7 @@ def test_finished_steps_give_pass_rates_and_the_next_one_goes_on(tmp_path):
     judged = [verdict(1, "a", i, said) for i, said in enumerate(("CORRECT", "WRONG", "ERROR"))]
     judged += [verdict(1, "b", 0, "ERROR"), verdict(2, "c", 0, "CORRECT")]
     write_jsonl(tmp_path / "verdicts.jsonl", judged)
-    run = Records.open(tmp_path, Ranks(torch.device("cpu")), 1, -1)
+    run = Records(tmp_path, Ranks(torch.device("cpu")), 1, -1)
     run.finish(1, run.verdicts(1, "sample"))
     assert run.asked == {"a": [(1, 0.5)], "b": [(1, None)]}
     left = [run.phase(step, "sample")[1].records.keys() for step in (1, 2)]
@@ -59,7 +59,7 @@ def test_removing_old_samples_does_not_read_evaluations_again(tmp_path, monkeypa
         original(path, keep)
 
     monkeypatch.setattr(records, "rewrite_lines", rewrite)
-    run = Records.open(tmp_path, Ranks(torch.device("cpu")), 0, -1)
+    run = Records(tmp_path, Ranks(torch.device("cpu")), 0, -1)
     for step in range(1, 101):
         for phase, count in (("sample", 2), ("eval", 10)):
             samples, *_ = run.phase(step, phase)

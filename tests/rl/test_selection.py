@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from rocm_ext.rl.prompts import choose_unsolved
 from rocm_ext.rl.records import Sample, measure, pass_at_k, pass_at_ks
-from rocm_ext.rl.selection import KeepRule, filter_samples
+from rocm_ext.rl.selection import filter_samples
 from rocm_ext.runs.scores import wilson
 from rocm_ext.verifiers import Result, Verdict
 
-BAR = KeepRule("rewarded", 0.5)
 RULES = {
-    "rule": BAR,
+    "keep": "rewarded",
+    "threshold": 0.5,
     "per_prompt": None,
     "best_fraction": 1.0,
     "deduplicate": False,
@@ -70,9 +70,7 @@ def test_right_answers_or_those_with_enough_reward_are_kept(drawn):
     assert {s.key for s in kept} == {
         k for k, r in results.items() if r.reward is not None and r.reward >= 0.5
     }
-    kept, counts = filter_samples(
-        samples, results, **{**RULES, "rule": KeepRule("correct", 0.5)}, seed=0
-    )
+    kept, counts = filter_samples(samples, results, **{**RULES, "keep": "correct"}, seed=0)
     assert {s.key for s in kept} == {k for k, r in results.items() if r.verdict is Verdict.CORRECT}
     assert counts.get("not_correct", 0) == sum(r.reward in (0.5, 0.75) for r in results.values())
 
@@ -93,7 +91,7 @@ def test_empty_equal_and_cut_answers_are_left_out_if_asked():
 
 @given(answers)
 def test_the_best_of_each_prompt_are_kept(drawn):
-    kept, _ = keep(drawn, rule=KeepRule("rewarded", 0.25), per_prompt=2)
+    kept, _ = keep(drawn, threshold=0.25, per_prompt=2)
     _, results = phase(drawn)
     for prompt in {key[0] for key in results}:
         found = sorted((results[s.key].reward for s in kept if s.prompt_id == prompt), reverse=True)

@@ -251,10 +251,10 @@ def phase(folder, samples, stop_after=None, node=RARE):
     requests = [(Request(p, i, 0, (1,)), sampling) for p in "pq" for i in samples]
     session = Replies(interrupt, texts, stop_after)
     with Pool(node, workers=1, timeout=30) as pool:
-        workers = Workers(pool, Ranks(None), interrupt, 0.5)
+        workers = Workers(Ranks(None), interrupt, 0.5, pool=pool)
         prompts = [Prompt(p, (), {}, "") for p in "pq"]
         job = Job(
-            "test", requests, prompts, *Records.open(folder, Ranks(None), 0, -1).phase(1, "sample")
+            "test", requests, prompts, *Records(folder, Ranks(None), 0, -1).phase(1, "sample")
         )
         return Rollout.begin(job, workers, lambda: nullcontext(session)).finish().results
 
