@@ -30,7 +30,7 @@ from rocm_ext.cli._common import (
     table,
 )
 from rocm_ext.config.algorithms import describe, filled
-from rocm_ext.config.checks.recipe import check_config
+from rocm_ext.config.checks.rollouts import check_config
 from rocm_ext.config.layers import by_key
 from rocm_ext.machine.budget import readable
 from rocm_ext.machine.detect import detect

@@ -34,7 +34,7 @@ from rocm_ext.cli._common import (
     refuse_first,
     table,
 )
-from rocm_ext.config.checks.recipe import check_config
+from rocm_ext.config.checks.rollouts import check_config
 from rocm_ext.config.model_folder import FROM_CHECKPOINT
 
 if TYPE_CHECKING:

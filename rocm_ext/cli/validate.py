@@ -13,7 +13,7 @@ from argparse import ArgumentParser, Namespace
 from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.cli._common import add_config, add_overrides, count, options
-from rocm_ext.config.checks.recipe import check_config
+from rocm_ext.config.checks.rollouts import check_config
 
 
 def add(parser: ArgumentParser) -> None:

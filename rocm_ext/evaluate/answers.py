@@ -121,8 +121,13 @@ def compare(evaluation: Evaluation, base: Evaluation) -> dict[str, float | list[
 
 
 def _output(folder: Path, cfg: DictConfig) -> OutputDir:
-    ranks = Ranks(torch.device("cpu"))
-    return OutputDir(folder, keep=1, resume=False, overwrite=cfg.overwrite_output_dir, ranks=ranks)
+    return OutputDir(
+        folder,
+        keep=1,
+        resume=False,
+        overwrite=cfg.overwrite_output_dir,
+        ranks=Ranks(torch.device("cpu")),
+    )
 
 
 def _evaluate(recipe: RLRecipe, cfg: DictConfig, output: OutputDir, name: str) -> Evaluation:

@@ -6,15 +6,13 @@ The loss is the recipe's ``val_loss``.
 import json
 import math
 import shutil
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, replace_text
@@ -49,31 +47,13 @@ class Measured:
     rows: list[dict[str, float]]
 
 
-class SupervisedRecipe(Protocol):
-    """The SFT recipe, or one that extends it."""
-
-    cfg: DictConfig
-    columns: tuple[str, ...]
-    runtime: Runtime
-    learner: Learner
-
-    def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
-        """Read and tokenise the rows for training and for validation."""
-
-    def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
-        """Add the columns in ``columns`` to the rows."""
-
-    def cleanup(self) -> None:
-        """Close files and leave the process group."""
-
-
-def measure(recipe: SupervisedRecipe, adapter: Path | None, base: bool = False) -> list[Measured]:
+def measure(recipe: Any, adapter: Path | None, base: bool = False) -> list[Measured]:
     """Measure a model on the validation rows of a config of SFT or DPO.
 
     The reference of DPO is the model that the config starts from.
 
     Args:
-        recipe: ``lora_finetune_rocm``, ``dpo_rocm`` or a recipe that extends one of them, with its config.
+        recipe: a :class:`~rocm_ext.recipes.lora_finetune_rocm.LoRAFinetune`, or a recipe that extends it.
         adapter: PEFT folder. None measures the model that the config starts from.
         base: whether to measure the model that the config starts from, in addition.
 
@@ -133,7 +113,7 @@ def keep(measured: Measured, folder: Path) -> None:
     replace_text(folder / RESULT, json.dumps(measured.scores, indent=2) + "\n")
 
 
-def _open(recipe: SupervisedRecipe) -> tuple[Learner, Rows]:
+def _open(recipe: Any) -> tuple[Learner, Rows]:
     """Open the model that the config starts from, and the held-out rows."""
     cfg = recipe.cfg
     if cfg.dataset_val is None and not cfg.validation_fraction:
@@ -147,12 +127,12 @@ def _open(recipe: SupervisedRecipe) -> tuple[Learner, Rows]:
     check_tokenizer(tokenizer, cfg)
     recipe.learner = learner = Learner(cfg, recipe.runtime, tokenizer)
     if cfg.dataset_val is not None:  # the training rows are not read
-        cfg.dataset, cfg.dataset_val, cfg.early_stopping_patience = cfg.dataset_val, None, None
+        cfg.dataset = cfg.dataset_val
+        cfg.dataset_val = None
+        cfg.early_stopping_patience = None
         rows, _ = recipe.setup_data(tokenizer)
     else:
-        _, split = recipe.setup_data(tokenizer)
-        assert split is not None, "validation_fraction is set"
-        rows = split
+        _, rows = recipe.setup_data(tokenizer)
     learner.check_rows(rows, recipe.columns)
     work = workload.describe(rows, len(rows), "the held-out rows", learner.shares)
     learner.setup(work)
@@ -166,7 +146,8 @@ def _measure(learner: Learner, rows: Rows) -> Measured:
     progress = Progress(len(rows), 0, is_main, "row", brief=True)
     for start in range(0, len(rows), _BLOCK):
         end = min(start + _BLOCK, len(rows))
-        for logprobs in score(learner, rows.part(range(start, end))):
+        block = rows.part(range(start, end))
+        for logprobs in score(learner, block):
             measured.append(_row(rows, len(measured), logprobs))
             progress.update("")
     progress.close()
@@ -218,4 +199,7 @@ def _tokens(row: dict[str, float]) -> float:
 
 def _preferred(model: Measured) -> dict[int, bool]:
     """Return whether a model prefers the chosen answer, by pair."""
-    return {i: row["logprob_chosen"] > row["logprob_rejected"] for i, row in enumerate(model.rows)}
+    preferred = {}
+    for row in model.rows:
+        preferred[int(row["row"])] = row["logprob_chosen"] > row["logprob_rejected"]
+    return preferred

@@ -1,5 +1,6 @@
 """Scores of an evaluation, and reasons to stop a run early or to warn, from its measurements."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from math import sqrt
@@ -9,21 +10,20 @@ from omegaconf import DictConfig
 
 from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
-from rocm_ext.rl.records import pass_at_ks
+from rocm_ext.rl.records import is_correct, pass_at_ks
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import EQUAL
 from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.runs.records import GREEDY, EvalScores, PassAtK, SampleKey
 from rocm_ext.runs.scores import wilson
-from rocm_ext.verifiers import Result, Verdict
+from rocm_ext.verifiers import Result
 
 Lines = Sequence[Json]  # lines of ``metrics.jsonl`` in order, for steps and evaluations
 
 LENGTH_STEPS = 10  # newest steps whose mean counts: one step alone is noisy
 _MISMATCH_FACTOR = 5.0  # of the median of all earlier steps
-_MISMATCH_LEAST = (
-    0.02  # nats per token; 16-bit servers and answers of the step before give 1e-4 to 1e-2
-)
+# nats per token; 16-bit servers and answers of the step before give 1e-4 to 1e-2
+_MISMATCH_LEAST = 0.02
 _MISMATCH_STEPS = 3  # earlier steps that a median needs
 _EARLY_STEPS = 20  # after which a reward should have moved
 _WINDOW = 10  # steps whose mean is advised on
@@ -32,9 +32,8 @@ _GROUPS = {  # of groups that teach nothing
     "all_right": "have right answers only: choose harder prompts, or set curriculum: informative",
     "all_wrong": "have no right answer: choose easier prompts, partial rewards, or more samples_per_prompt",
 }
-_FAR = (
-    20 * 8e-5
-)  # sum of learning rates: 20 updates of Tinker's recipe for GSM8K with LoRA (tinker-cookbook, math_rl)
+# sum of learning rates: 20 updates of Tinker's recipe for GSM8K with LoRA (tinker-cookbook, math_rl)
+_FAR = 20 * 8e-5
 
 
 def steps_of(lines: Lines) -> list[Json]:
@@ -61,21 +60,21 @@ def score(answers: Answers, samples: int) -> EvalScores:
         answers: answers to the requests of :meth:`rocm_ext.rl.prompts.PromptSet.evaluation_requests`.
         samples: sampled answers per prompt.
     """
-    right = {key: result.verdict is Verdict.CORRECT for key, result in answers.results.items()}
-    greedy = [passed for (_, sample), passed in right.items() if sample == GREEDY]
-    drawn: dict[str, int] = {}
-    for (prompt, sample), passed in right.items():
+    right = greedy(answers.results)
+    correct = sum(right.values())
+    drawn: dict[str, int] = defaultdict(int)  # right sampled answers, by prompt
+    for (prompt, sample), result in answers.results.items():
         if sample != GREEDY:
-            drawn[prompt] = drawn.get(prompt, 0) + passed
+            drawn[prompt] += is_correct(result)
     at_k: dict[str, PassAtK] = {}
-    for k, share in pass_at_ks([(samples, correct) for correct in drawn.values()]).items():
+    for k, share in pass_at_ks([(samples, count) for count in drawn.values()]).items():
         interval = wilson(share * len(drawn), len(drawn))
         at_k[str(k)] = {"pass": share, "interval": list(interval)}
     return {
-        "prompts": len(greedy),
-        "correct": sum(greedy),
-        "pass_at_1": sum(greedy) / len(greedy),
-        "interval": list(wilson(sum(greedy), len(greedy))),
+        "prompts": len(right),
+        "correct": correct,
+        "pass_at_1": correct / len(right),
+        "interval": list(wilson(correct, len(right))),
         "pass_at_k": at_k,
         "samples_per_prompt": samples,
         "verdicts": dict(sorted(answers.verdicts().items())),
@@ -109,7 +108,8 @@ def report_gain(
     if gained <= lost:
         log.warning("%s, so the training has not raised the held-out score", changed)
         return
-    p, best_of = mcnemar(lost, gained), ""
+    p = mcnemar(lost, gained)
+    best_of = ""
     if looks > 1:
         best_of = (
             f", {min(1.0, looks * p):.2g} as the best of {looks} evaluations (Bonferroni). The prompts that chose it "
@@ -121,7 +121,7 @@ def report_gain(
 def greedy(results: Mapping[SampleKey, Result]) -> dict[str, bool]:
     """Return by prompt id whether the greedy answer is right."""
     return {
-        prompt: result.verdict is Verdict.CORRECT
+        prompt: is_correct(result)
         for (prompt, sample), result in results.items()
         if sample == GREEDY
     }
@@ -152,9 +152,9 @@ def stop_reason(lines: Lines, cfg: DictConfig, entropy_steps: int) -> str | None
             "loss's entropy_coef"
         )
     scores = [line["eval"]["correct"] for line in evaluations_of(lines)]
-    without_gain = (
-        len(scores) - 1 - scores.index(max(scores)) if scores else 0
-    )  # the first of equals is the best
+    without_gain = 0
+    if scores:  # the first of equals is the best
+        without_gain = len(scores) - 1 - scores.index(max(scores))
     if cfg.stop_after_no_gain is not None and without_gain >= cfg.stop_after_no_gain:
         plural = "s" if without_gain > 1 else ""
         return (
@@ -163,10 +163,12 @@ def stop_reason(lines: Lines, cfg: DictConfig, entropy_steps: int) -> str | None
         )
     shares = _newest(lines, "length_share", LENGTH_STEPS)
     most = cfg.get("max_length_share")
-    if most is not None and shares and abs(share := fmean(shares)) > most:
+    share = fmean(shares) if shares else 0.0
+    if most is not None and abs(share) > most:
+        earning = "longer" if share > 0 else "shorter"
         return (
             f"the length of answers explains {abs(share):.0%} of the differences between rewards over the last "
-            f"{LENGTH_STEPS} steps, above max_length_share {most:g}: {'longer' if share > 0 else 'shorter'} answers "
+            f"{LENGTH_STEPS} steps, above max_length_share {most:g}: {earning} answers "
             "earn more, and the policy may be learning that instead of the task. Read answers with their rewards, and "
             "correct the verifier or the truncation penalty"
         )
@@ -204,15 +206,11 @@ def _how_flat(flat: Lines) -> tuple[str, str]:
     """Describe the rewards of steps without an update, and say what to do."""
     means = [line["reward"] for line in flat if line["reward"] is not None]
     if not means:
-        return (
-            "no answer has a reward, all verdicts are ERROR",
-            "Correct the verifier; verdicts.jsonl has the errors",
-        )
+        cure = "Correct the verifier; verdicts.jsonl has the errors"
+        return "no answer has a reward, all verdicts are ERROR", cure
     cut = fmean(line["truncated"] for line in flat)
-    same = (
-        all((line["reward_std"] or 0.0) <= EQUAL for line in flat)
-        and max(means) - min(means) <= EQUAL
-    )
+    deviations = [line["reward_std"] or 0.0 for line in flat]
+    same = max(means) - min(means) <= EQUAL and max(deviations) <= EQUAL
     check = "check the verifier on known answers with rocm-ext verify"
     if same and abs(means[0]) <= EQUAL:
         easier = "Choose easier prompts, more samples_per_prompt, a higher temperature or partial rewards"
@@ -222,17 +220,12 @@ def _how_flat(flat: Lines) -> tuple[str, str]:
     if same and abs(means[0] - 1) <= EQUAL:
         return "all rewards are 1", f"Choose harder prompts or a stricter verifier, or {check}"
     rewards = f"all rewards are {means[0]:g}" if same else "the rewards are equal inside each group"
-    if any(
-        line["flat"] < 1 for line in flat
-    ):  # groups with unequal rewards were there, but no answer to train on
-        return (
-            f"{rewards} or the answers were cut ({cut:.0%})",
-            "Raise max_new_tokens, or set truncated: keep",
-        )
-    return (
-        rewards,
-        f"Choose prompts of medium difficulty, more samples_per_prompt or a higher temperature, or {check}",
-    )
+    cure = f"Choose prompts of medium difficulty, more samples_per_prompt or a higher temperature, or {check}"
+    # groups with unequal rewards were there, but no answer to train on
+    if any(line["flat"] < 1 for line in flat):
+        rewards += f" or the answers were cut ({cut:.0%})"
+        cure = "Raise max_new_tokens, or set truncated: keep"
+    return rewards, cure
 
 
 def mismatch_warning(lines: Lines) -> str | None:
@@ -257,10 +250,7 @@ def advice(lines: Lines) -> list[str]:
 
     Every ten steps this compares the newest ten with the first ten. It omits what the ten steps before showed already.
     """
-    warnings = []
-    rate = rate_warning(lines)
-    if rate:
-        warnings.append(rate)
+    warnings = list(filter(None, [rate_warning(lines)]))
     steps = steps_of(lines)
     if len(steps) % _WINDOW == 0:
         earlier = _findings(steps[:-_WINDOW])
@@ -278,21 +268,24 @@ def _findings(steps: Lines) -> dict[str, str]:
         shares = _newest(steps, name, _WINDOW)
         if flat and shares and min(fmean(flat), fmean(shares)) > _MANY:
             findings[name] = f"{fmean(shares):.0%} of the groups in the last {_WINDOW} steps {cure}"
-    names = {name for line in steps for name in line}
+    names = set().union(*steps)
     ks = [int(name.removeprefix("pass_at_")) for name in names if name.startswith("pass_at_")]
     parts = sorted(name for name in names if name.startswith("reward/"))
-    ends = {}
+    ends = {}  # the first and the newest values
     moved = {}
     for name in ("reward", "distinct", "right", f"pass_at_{max(ks, default=1)}", *parts):
-        first, last = ends[name] = _ends(steps, name)
-        if first:
+        values = [line[name] for line in steps if line.get(name) is not None]
+        if len(values) >= 2 * _WINDOW:
+            first, last = ends[name] = values[:_WINDOW], values[-_WINDOW:]
             moved[name] = f"from {fmean(first):.3g} to {fmean(last):.3g}"
-    if "distinct" in moved and fmean(ends["distinct"][1]) < fmean(ends["distinct"][0]) / 2:
-        findings["distinct"] = (
-            f"the share of different answers in a group has fallen {moved['distinct']}: the policy collapses; lower "
-            "optimizer.lr, or raise temperature, entropy_coef or clip_high"
-        )
-    if "reward" in moved and _change(*ends["reward"]) > 0:
+    if "distinct" in ends:
+        first, last = ends["distinct"]
+        if fmean(last) < fmean(first) / 2:
+            findings["distinct"] = (
+                f"the share of different answers in a group has fallen {moved['distinct']}: the policy collapses; "
+                "lower optimizer.lr, or raise temperature, entropy_coef or clip_high"
+            )
+    if "reward" in ends and _change(*ends["reward"]) > 0:
         for name in moved:
             if _change(*ends[name]) < 0 and name != "distinct":
                 findings[name] = (
@@ -300,14 +293,6 @@ def _findings(steps: Lines) -> dict[str, str]:
                     "the one at the cost of the other; read answers with their rewards (rocm-ext report)"
                 )
     return findings
-
-
-def _ends(steps: Lines, name: str) -> tuple[list[float], list[float]]:
-    """Return the first and the newest values of a measurement; none if there are fewer than twice as many."""
-    values = [line[name] for line in steps if line.get(name) is not None]
-    if len(values) < 2 * _WINDOW:
-        return [], []
-    return values[:_WINDOW], values[-_WINDOW:]
 
 
 def _change(first: Sequence[float], last: Sequence[float]) -> int:
@@ -342,12 +327,12 @@ def rate_warning(lines: Lines) -> str | None:
 
 def _newest(lines: Lines, name: str, count: int) -> list[float]:
     """Return the newest ``count`` measured values; none if there are fewer."""
-    values = [line[name] for line in steps_of(lines) if line.get(name) is not None][-count:]
-    return values if len(values) == count else []
+    values = [line[name] for line in steps_of(lines) if line.get(name) is not None]
+    return values[-count:] if len(values) >= count else []
 
 
 def _is_high(values: Sequence[float]) -> bool:
-    earlier = values[:-1]
-    return len(earlier) >= _MISMATCH_STEPS and values[-1] > max(
-        _MISMATCH_LEAST, _MISMATCH_FACTOR * median(earlier)
-    )
+    if len(values) <= _MISMATCH_STEPS:
+        return False
+    *earlier, newest = values
+    return newest > max(_MISMATCH_LEAST, _MISMATCH_FACTOR * median(earlier))

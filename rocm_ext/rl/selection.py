@@ -5,10 +5,12 @@ of an answer is its prompt's id and its index.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import copysign, fsum, sqrt
+from operator import mul
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -24,9 +26,8 @@ from rocm_ext.runs.records import SampleKey
 from rocm_ext.sampling import sample_seed
 from rocm_ext.verifiers import Result, Verdict
 
-EPSILON = (
-    1e-4  # added to the standard deviation that advantages are divided by, as in TRL's GRPOTrainer
-)
+# added to the standard deviation that advantages are divided by, as in TRL's GRPOTrainer
+EPSILON = 1e-4
 EQUAL = 1e-8  # rewards closer than this are equal: weighted means of the same parts differ in the last bits
 
 
@@ -99,18 +100,14 @@ def filter_samples(
             unique = {tuple(sample.tokens): sample for sample in reversed(left)}
             dropped["duplicate"] += len(left) - len(unique)
             left = sorted(unique.values(), key=rank)
-        for reason, most in (
-            ("not_among_best", max(1, math.ceil(best_fraction * len(left) - 1e-9))),
-            ("over_cap", len(left) if per_prompt is None else per_prompt),
-        ):
-            dropped[reason] += max(0, len(left) - most)
-            left = left[:most]
-        kept += left
+        best = left[: max(1, math.ceil(best_fraction * len(left) - 1e-9))]
+        dropped["not_among_best"] += len(left) - len(best)
+        allowed = best[:per_prompt]
+        dropped["over_cap"] += len(best) - len(allowed)
+        kept += allowed
     kept.sort(key=lambda sample: sample.key)
-    return kept, {
-        **{reason: count for reason, count in dropped.items() if count},
-        "kept": len(kept),
-    }
+    fates = {rule: count for rule, count in dropped.items() if count}
+    return kept, fates | {"kept": len(kept)}
 
 
 def replay(
@@ -135,7 +132,7 @@ def replay(
     seen = {(sample.prompt_id, tuple(sample.tokens)) for sample in kept}
     of_prompt = Counter(sample.prompt_id for sample in kept)
     replayed = []
-    for sample in (sample for cycle in reversed(earlier) for sample in cycle):
+    for sample in chain.from_iterable(reversed(earlier)):
         key = sample.prompt_id, tuple(sample.tokens)
         full = per_prompt is not None and of_prompt[sample.prompt_id] >= per_prompt
         if not full and not (deduplicate and key in seen):
@@ -190,25 +187,25 @@ class Selected:
 
     def measurements(self) -> Json:
         """Compute the step's entry in ``metrics.jsonl``, without the measurements of training."""
-        rewards = [result.reward for result in self.results.values() if result.reward is not None]
-        verdicts = Counter(result.verdict for result in self.results.values())
+        results = self.results.values()
+        samples = self.samples.values()
+        rewards = [result.reward for result in results if result.reward is not None]
+        verdicts = Counter(result.verdict for result in results)
         groups = len(self.asked)
         return {
-            "answers": len(self.samples),
-            "sampled_tokens": sum(len(sample.tokens) for sample in self.samples.values()),
+            "answers": len(samples),
+            "sampled_tokens": sum(len(sample.tokens) for sample in samples),
             "sample_seconds": self.stats.get("seconds", 0.0),
             "wait_seconds": self.stats.get("waiting", 0.0),
             "hidden_seconds": self.stats.get("hidden", 0.0),
             "reward": fmean(rewards) if rewards else None,
             "reward_std": pstdev(rewards) if rewards else None,
-            "right": verdicts[Verdict.CORRECT] / len(self.results) if self.results else None,
+            "right": verdicts[Verdict.CORRECT] / len(results) if results else None,
             "errors": verdicts[Verdict.ERROR],
             "flat": len(self.flat) / max(1, groups),
             "groups": groups,
             "trained_groups": self.groups,
-            "truncated": fmean(
-                sample.finish_reason == "length" for sample in self.samples.values()
-            ),
+            "truncated": fmean(sample.finish_reason == "length" for sample in samples),
             "length_share": self.length_share,
             **measure(self.samples, self.results),
             **self._of_conversations(),
@@ -217,17 +214,16 @@ class Selected:
 
     def _of_conversations(self) -> dict[str, float]:
         """Return the mean number of the model's messages, and the share of histories that a template rewrote."""
-        talks = [sample for sample in self.samples.values() if sample.messages is not None]
-        if not talks:
+        turns = []
+        rewritten = []
+        for sample in self.samples.values():
+            if sample.messages is not None:
+                later = [fresh for before, _, fresh in sample.given or () if before]
+                turns.append(1 + len(later))
+                rewritten.append(any(later))
+        if not turns:
             return {}
-        return {
-            "turns": fmean(
-                1 + sum(before > 0 for before, _, _ in talk.given or ()) for talk in talks
-            ),
-            "rewritten": fmean(
-                any(fresh and before for before, _, fresh in talk.given or ()) for talk in talks
-            ),
-        }
+        return {"turns": fmean(turns), "rewritten": fmean(rewritten)}
 
 
 def select(
@@ -267,10 +263,12 @@ def select(
             penalties[key] = -kl_coef * divergence
         penalties = advantages(penalties, cfg.center, "none")
         values = {key: value + penalties[key] for key, value in values.items()}
+    taught = set()  # prompts
     for key, value in values.items():
         if value <= 0:
             values[key] = cfg.negative_weight * value
-    taught = {prompt for (prompt, _), value in values.items() if value}
+        if values[key]:
+            taught.add(key[0])
     trainable = {}
     for key, value in values.items():
         masked = cfg.truncated == "mask" and samples[key].finish_reason == "length"
@@ -278,20 +276,20 @@ def select(
         if key[0] in taught and counts and not masked:
             trainable[key] = value
     useful = {prompt for prompt, _ in trainable}
-    chosen = set([prompt for prompt in asked if prompt in useful][: cfg.prompts_per_step])
-    costs = ("tokens", "seconds", "waiting", "hidden", "policy")
+    in_order = [prompt for prompt in asked if prompt in useful]
+    chosen = set(in_order[: cfg.prompts_per_step])
+    stats = {}
+    for name in ("tokens", "seconds", "waiting", "hidden", "policy"):
+        stats[name] = sum(answers.stats.get(name, 0.0) for answers in rounds)
+    lengths = {key: len(sample.tokens) for key, sample in samples.items()}
     return Selected(
         samples,
         results,
-        advantages={
-            key: trainable[key] for key in samples if key in trainable and key[0] in chosen
-        },
+        advantages={key: value for key, value in trainable.items() if key[0] in chosen},
         flat=set(asked) - taught,
         asked=asked,
-        stats={name: sum(answers.stats.get(name, 0.0) for answers in rounds) for name in costs},
-        length_share=length_share(
-            rewards, {key: len(sample.tokens) for key, sample in samples.items()}
-        ),
+        stats=stats,
+        length_share=length_share(rewards, lengths),
         answers=sum(prompt in chosen or not cfg.refill for prompt, _ in rewards),
         reference=reference or {},
     )
@@ -312,22 +310,23 @@ def shaped_rewards(
     rewards = {key: result.reward for key, result in results.items() if result.reward is not None}
     if cfg.truncated != "penalize":
         return rewards
-    penalty, margin, longest = cfg.truncation_penalty, cfg.truncation_margin, cfg.max_new_tokens
-
-    def share(sample: Sample) -> float:
-        if sample.finish_reason == "length":
-            return 1.0
-        over = len(sample.tokens) - (longest - margin)
-        return min(1.0, over / margin) if margin and over > 0 else 0.0
-
-    return {key: reward - penalty * share(samples[key]) for key, reward in rewards.items()}
+    margin = cfg.truncation_margin
+    for key in rewards:
+        over = len(samples[key].tokens) - (cfg.max_new_tokens - margin)
+        share = 0.0
+        if samples[key].finish_reason == "length":
+            share = 1.0
+        elif margin and over > 0:
+            share = min(1.0, over / margin)
+        rewards[key] -= cfg.truncation_penalty * share
+    return rewards
 
 
 def by_prompt(rewards: Mapping[SampleKey, float]) -> dict[str, dict[SampleKey, float]]:
     """Return the rewards of each prompt's group."""
-    groups: dict[str, dict[SampleKey, float]] = {}
+    groups: dict[str, dict[SampleKey, float]] = defaultdict(dict)
     for key, reward in rewards.items():
-        groups.setdefault(key[0], {})[key] = reward
+        groups[key[0]][key] = reward
     return groups
 
 
@@ -383,12 +382,11 @@ def length_share(
             continue
         mean_reward = fsum(group.values()) / len(group)
         mean_length = sum(lengths[key] for key in group) / len(group)
-        deviations = [
-            (reward - mean_reward, lengths[key] - mean_length) for key, reward in group.items()
-        ]
-        covariance += fsum(x * y for x, y in deviations)
-        of_rewards += fsum(x * x for x, _ in deviations)
-        of_lengths += fsum(y * y for _, y in deviations)
+        centred_rewards = [reward - mean_reward for reward in group.values()]
+        centred_lengths = [lengths[key] - mean_length for key in group]
+        covariance += fsum(map(mul, centred_rewards, centred_lengths))
+        of_rewards += fsum(map(mul, centred_rewards, centred_rewards))
+        of_lengths += fsum(map(mul, centred_lengths, centred_lengths))
     if not of_rewards:
         return None
     if not of_lengths:
@@ -405,7 +403,8 @@ def _deviation(rewards: Mapping[SampleKey, float]) -> float:
     if len(rewards) < 2:
         return 0.0
     mean = fsum(rewards.values()) / len(rewards)
-    return sqrt(fsum((reward - mean) ** 2 for reward in rewards.values()) / (len(rewards) - 1))
+    squares = [(reward - mean) ** 2 for reward in rewards.values()]
+    return sqrt(fsum(squares) / (len(rewards) - 1))
 
 
 # ---- rows

@@ -1,6 +1,7 @@
 """Updates of the policy on the answers of a step."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from omegaconf import DictConfig
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import read_lines
-from rocm_ext.base.log import Progress, log
+from rocm_ext.base.log import Progress, warn
 from rocm_ext.base.types import Json
 from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
 from rocm_ext.config.keys import free_keys
@@ -63,9 +64,8 @@ class PolicyTrainer(Training):
 
     free_keys = free_keys(*registry.SAMPLED)
     rules = ("min_entropy", "stop_after_no_gain", "max_length_share")
-    adapter_folder: Callable[[int], Path] | None = (
-        None  # of the adapter of a step, where the run keeps one
-    )
+    # returns the folder of a step's adapter, where the run keeps one
+    adapter_folder: Callable[[int], Path] | None = None
 
     def __init__(
         self,
@@ -151,14 +151,16 @@ class PolicyTrainer(Training):
 
     def load_extra_state(self, state: State) -> None:
         """Take over the values of :meth:`extra_state` from a checkpoint's ``state``, for the finished steps."""
-        if missing := self.extra_state().keys() - state.keys():
+        missing = self.extra_state().keys() - state.keys()
+        if missing:
             raise UserError(
                 f"the checkpoint is an earlier version's and lacks {', '.join(sorted(missing))}; resume it with that "
                 "version, or begin anew with overwrite_output_dir=True"
             )
         self.evaluated = state["evaluated"]
         for prompt, steps in state["asked"].items():
-            if finished := [entry for entry in steps if entry[0] <= self.step]:
+            finished = [entry for entry in steps if entry[0] <= self.step]
+            if finished:
                 self.asked[prompt] = finished
 
     # ---- a step
@@ -189,9 +191,8 @@ class PolicyTrainer(Training):
             )
             self.done += 1
             line = stats.line(time.perf_counter() - began)
-            self.update_lines.append(
-                {**line, "labels": update.labels, "sequences": update.sequences}
-            )
+            sizes = {"labels": update.labels, "sequences": update.sequences}
+            self.update_lines.append({**line, **sizes})
             self.finish_update(stats.interrupted)
             began = time.perf_counter()
         self.skip_updates(self.updates_of_step - self.done)
@@ -210,10 +211,10 @@ class PolicyTrainer(Training):
         """
         updates = []
         labels = [count for count, _ in label_counts(rows)]
+        seed = self.cfg.seed
         for number in range(self.cfg.updates_per_step):
-            names = sorted(
-                set(groups), key=lambda name: sample_seed(self.cfg.seed, self.step, name, number)
-            )
+            order = {name: sample_seed(seed, self.step, name, number) for name in set(groups)}
+            names = sorted(order, key=order.__getitem__)
             count = updates_of_pass(self.cfg, len(names))
             for part in range(count):
                 chosen = set(names[part::count])
@@ -247,8 +248,8 @@ class PolicyTrainer(Training):
             **self.memory(),
         }
         self.log(self.step % self.cfg.log_every_n_steps == 0, **values)
-        for line in evaluation.advice(self.lines) if self.ranks.is_main else ():
-            log.warning("%s", line)
+        if self.ranks.is_main:
+            warn(evaluation.advice(self.lines))
         shown = f"loss {values['loss']:.4f}" if values["updates"] else "no updates"
         if values["reward"] is not None and "advantages" in self.learner.objective.columns:
             shown = f"reward {values['reward']:.3f}  {values['flat']:.0%} of {values['groups']} groups flat"
@@ -295,15 +296,17 @@ class PolicyTrainer(Training):
 
     def summary(self) -> Json:
         """Return the content of ``summary.json``."""
-        steps, evaluations = evaluation.steps_of(self.lines), evaluation.evaluations_of(self.lines)
-        keys = ("correct", "prompts", "pass_at_1", "interval")
+        steps = evaluation.steps_of(self.lines)
+        evaluations = []
+        for line in evaluation.evaluations_of(self.lines):
+            scores = line["eval"]
+            kept = {key: scores[key] for key in ("correct", "prompts", "pass_at_1", "interval")}
+            evaluations.append({"step": line["step"], **kept})
         return {
             "steps": self.step,
             "first_reward": steps[0]["reward"] if steps else None,
             "last_reward": steps[-1]["reward"] if steps else None,
-            "evaluations": [
-                {"step": e["step"]} | {key: e["eval"][key] for key in keys} for e in evaluations
-            ],
+            "evaluations": evaluations,
             "best_step": None if self.best is None else self.best["step"],
             "adapter_is": "last" if self.best is None else "best by held-out score",
             "samples": sum(line["answers"] for line in steps),
@@ -340,14 +343,13 @@ def summarize_updates(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "train_seconds": seconds,
         "padding": 1 - tokens / computed,
     }
-    measured: dict[str, list[float]] = {}
+    measured: dict[str, list[float]] = defaultdict(list)
     for line in lines:
         for name in line.keys() - _OF_EVERY_UPDATE:
-            measured.setdefault(name, []).append(line[name])
+            measured[name].append(line[name])
     for name, values in sorted(measured.items()):
         summary[name] = max(values) if name.endswith("_max") else fmean(values)
     if "token_gradient" in lines[0]:  # our policy gradients measure it, not every objective
-        summary["effective_tokens"] = fmean(
-            line["token_gradient"] * line["labels"] for line in lines
-        )
+        effective = [line["token_gradient"] * line["labels"] for line in lines]
+        summary["effective_tokens"] = fmean(effective)
     return summary

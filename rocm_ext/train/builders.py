@@ -37,39 +37,34 @@ def check_tokenizer(tokenizer: Any, cfg: DictConfig) -> None:
         UserError: they encode text in different ways, or a special token has another id.
     """
     path = Path(cfg.checkpointer.checkpoint_dir) / "tokenizer.json"
-    if isinstance(getattr(tokenizer, "base", tokenizer), HFTokenizer) and path == Path(
-        cfg.tokenizer.path
-    ):
+    is_ours = isinstance(getattr(tokenizer, "base", tokenizer), HFTokenizer)
+    if is_ours and path == Path(cfg.tokenizer.path):
         return
     if not (path.is_file() and hasattr(tokenizer, "encode")):
         return
+    problems = []
     try:
         theirs = Tokenizer.from_file(str(path))
-        pairs = [
-            (
-                tokenizer.encode(text, add_bos=False, add_eos=False),
-                theirs.encode(text, add_special_tokens=False).ids,
-            )
-            for text in _TEXTS
-        ]
-    except (
-        Exception
-    ) as error:  # tokenizers raises a bare Exception, and a user's tokenizer anything
+        for text in _TEXTS:
+            ids = list(tokenizer.encode(text, add_bos=False, add_eos=False))
+            expected = theirs.encode(text, add_special_tokens=False).ids
+            if ids != expected:
+                problems.append(
+                    f"it encodes {text!r} as {len(ids)} tokens {str(ids[:4])[:-1]}, …], but {path} of the base model "
+                    f"as {len(expected)} tokens {str(expected[:4])[:-1]}, …]"
+                )
+    # tokenizers raises a bare Exception, and a user's tokenizer anything
+    except Exception as error:
         log.warning("the tokenizer could not be compared with %s: %s", path, one_line(error))
         return
-    problems = [
-        f"it encodes {text!r} as {len(ours)} tokens {str(list(ours[:4]))[:-1]}, …], but {path} of the base model as "
-        f"{len(expected)} tokens {str(expected[:4])[:-1]}, …]"
-        for text, (ours, expected) in zip(_TEXTS, pairs, strict=True)
-        if list(ours) != expected
-    ]
     special = getattr(tokenizer, "special_tokens", None)
-    problems += [
-        f"the id of {token} is {number}, but in {path} of the base model it is {theirs.token_to_id(token)}"
-        for token, number in (special.items() if isinstance(special, Mapping) else ())
+    for token, number in (special if isinstance(special, Mapping) else {}).items():
+        their_id = theirs.token_to_id(token)
         # torchtune numbers Llama's reserved tokens in another way, and uses none of them
-        if "reserved_special_token" not in token and theirs.token_to_id(token) not in (None, number)
-    ]
+        if "reserved_special_token" not in token and their_id not in (None, number):
+            problems.append(
+                f"the id of {token} is {number}, but in {path} of the base model it is {their_id}"
+            )
     cure = "set tokenizer.path and its other files to those of checkpointer.checkpoint_dir"
     refuse(f"tokenizer: {problem}; {cure}" for problem in problems)
 
@@ -86,12 +81,13 @@ def setup_optimizer(cfg: DictConfig, adapter: Mapping[str, nn.Parameter]) -> tor
     ratio = cfg.loraplus_lr_ratio
     if ratio is None:
         return config.instantiate(cfg.optimizer, list(adapter.values()), key="optimizer")
-    slow: dict[str, list[nn.Parameter]] = {"params": []}
-    fast: dict[str, list[nn.Parameter]] = {"params": []}
+    slow: list[nn.Parameter] = []
+    fast: list[nn.Parameter] = []
     for name, parameter in adapter.items():
         is_fast = "lora_b" in name or parameter.ndim == 1
-        (fast if is_fast else slow)["params"].append(parameter)
-    optimizer = config.instantiate(cfg.optimizer, [slow, fast], key="optimizer")
+        (fast if is_fast else slow).append(parameter)
+    groups = [{"params": slow}, {"params": fast}]
+    optimizer = config.instantiate(cfg.optimizer, groups, key="optimizer")
     group = optimizer.param_groups[1]
     group["lr"] = group["lr"] * ratio  # no *=: torchao's is a tensor, which the groups may share
     return optimizer
@@ -107,13 +103,14 @@ def setup_scheduler(
     """
     if component is None:
         return None
-    length = {
-        "num_training_steps": steps
-    }  # torchtune's schedules need it, torch's do not accept it
-    arguments = length if config.takes(component, "num_training_steps", key="lr_scheduler") else {}
+    length = {}
+    # torchtune's schedules need it, torch's do not accept it
+    if config.takes(component, "num_training_steps", key="lr_scheduler"):
+        length["num_training_steps"] = steps
     before = _rates(optimizer)
-    scheduler = config.instantiate(component, optimizer, key="lr_scheduler", **arguments)
-    if len(before) > 1 and len(after := _rates(optimizer)) == 1 and any(after):
+    scheduler = config.instantiate(component, optimizer, key="lr_scheduler", **length)
+    after = _rates(optimizer)
+    if len(before) > 1 and len(after) == 1 and any(after):
         raise UserError(
             f"lr_scheduler: {component[config.COMPONENT]} sets one learning rate for all parameters, and they begin "
             "with different ones, as with loraplus_lr_ratio; choose a schedule that scales them, such as "
@@ -132,9 +129,12 @@ def check_learning_rate(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UserError: one is missing, negative or not finite, or all are 0.
     """
-    rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
-    if not all(map(_is_rate, rates)) or not any(map(float, rates)):
-        text = ", ".join(str(float(r)) if isinstance(r, torch.Tensor) else repr(r) for r in rates)
+    rates: list[Any] = []
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        rates.append(float(rate) if isinstance(rate, torch.Tensor) else rate)
+    if not all(map(_is_rate, rates)) or not any(rates):
+        text = ", ".join(map(repr, rates))
         raise UserError(f"optimizer.lr is {text}; expected a number above 0")
 
 
@@ -143,12 +143,17 @@ def in_force(optimizer: torch.optim.Optimizer) -> str:
 
     ``lr`` is the rate before any schedule. Where groups of parameters differ, ``|`` stands between their values.
     """
-    groups, parts = optimizer.param_groups, [type(optimizer).__name__]
-    for name in [name for name in groups[0] if name not in ("params", "initial_lr")]:
-        values = [
-            group.get("initial_lr" if name == "lr" else name, group.get(name)) for group in groups
-        ]
-        texts = [f"{float(v):g}" if isinstance(v, float | torch.Tensor) else str(v) for v in values]
+    parts = [type(optimizer).__name__]
+    for name in optimizer.param_groups[0]:
+        if name in ("params", "initial_lr"):
+            continue
+        texts = []
+        for group in optimizer.param_groups:
+            value: Any = group.get(name)
+            if name == "lr":
+                value = group.get("initial_lr", value)
+            is_number = isinstance(value, float | torch.Tensor)
+            texts.append(f"{float(value):g}" if is_number else str(value))
         if {*texts} - {"None", "False"}:
             parts.append(f"{name} {' | '.join(dict.fromkeys(texts))}")
     return ", ".join(parts)
@@ -166,14 +171,15 @@ def try_out(cfg: DictConfig, adapter: Mapping[str, nn.Parameter], steps: int) ->
         UserError: optimiser or schedule cannot be built, does not work with a plain training step, or gives a learning
             rate that is negative or not finite.
     """
-    named = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in adapter.items()}
-    optimizer, copies = setup_optimizer(cfg, named), list(named.values())
+    copies = {name: nn.Parameter(p.detach().clone()) for name, p in adapter.items()}
+    optimizer = setup_optimizer(cfg, copies)
     check_learning_rate(optimizer)
-    for copy in copies:
+    devices = []
+    for copy in copies.values():
         copy.grad = torch.zeros_like(copy)
-    with torch.random.fork_rng(
-        [copies[0].device] if copies[0].is_cuda else []
-    ):  # some optimisers round at random
+        if copy.is_cuda:
+            devices = [copy.device]
+    with torch.random.fork_rng(devices):  # some optimisers round at random
         try:
             optimizer.step()
         except Exception as error:  # whatever the component raises
@@ -182,28 +188,25 @@ def try_out(cfg: DictConfig, adapter: Mapping[str, nn.Parameter], steps: int) ->
                 "and no closure here: choose another, such as torch.optim.AdamW"
             ) from error
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch counts the optimiser's steps, and this one has done a single step
-        _try_schedule(cfg, optimizer, steps)
-
-
-def _try_schedule(cfg: DictConfig, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    scheduler = setup_scheduler(cfg.lr_scheduler, optimizer, steps)
-    if scheduler is None:
-        return
-    name = cfg.lr_scheduler[config.COMPONENT]
-    for step in range(min(steps, _TRIED_STEPS)):
-        if not all(_is_rate(group["lr"]) for group in optimizer.param_groups):
-            rate = float(optimizer.param_groups[0]["lr"])
-            raise UserError(f"lr_scheduler: {name}: the learning rate of step {step + 1} is {rate}")
-        try:
-            scheduler.step()
-        except Exception as error:
-            raise UserError(
-                f"lr_scheduler: {name}: step {step + 1} of {steps}: {one_line(error)}; a schedule gets neither a "
-                "metric nor other arguments here, and must be as long as the run"
-            ) from error
+        # torch counts the optimiser's steps, and this one has done a single step
+        warnings.simplefilter("ignore")
+        scheduler = setup_scheduler(cfg.lr_scheduler, optimizer, steps)
+        if scheduler is None:
+            return
+        name = cfg.lr_scheduler[config.COMPONENT]
+        for step in range(1, min(steps, _TRIED_STEPS) + 1):
+            for group in optimizer.param_groups:
+                if not _is_rate(group["lr"]):
+                    raise UserError(
+                        f"lr_scheduler: {name}: the learning rate of step {step} is {float(group['lr'])}"
+                    )
+            try:
+                scheduler.step()
+            except Exception as error:
+                raise UserError(
+                    f"lr_scheduler: {name}: step {step} of {steps}: {one_line(error)}; a schedule gets neither a "
+                    "metric nor other arguments here, and must be as long as the run"
+                ) from error
 
 
 def nothing_changed(steps: int, length: str) -> str:

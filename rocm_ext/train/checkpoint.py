@@ -24,9 +24,8 @@ from rocm_ext.distributed.ranks import Ranks
 STATE = "state.pt"
 CHECKSUMS = "SHA256SUMS"  # `sha256sum -c` reads it
 
-State = dict[
-    str, Any
-]  # content of ``state.pt``, by name; see :meth:`rocm_ext.train.loop.Training.save_checkpoint`
+# content of ``state.pt``, by name; see :meth:`rocm_ext.train.loop.Training.save_checkpoint`
+State = dict[str, Any]
 
 
 class Best(TypedDict, total=False):
@@ -139,19 +138,20 @@ def read_state(path: Path) -> State:
         Exception: a file cannot be read or is damaged; torch raises many kinds.
     """
     expected = (path / CHECKSUMS).read_bytes()
-    names = [line.partition("  ")[2] for line in expected.decode(errors="replace").splitlines()]
+    lines = expected.decode(errors="replace").splitlines()
+    names = [line.partition("  ")[2] for line in lines]
     if STATE not in names or any(os.path.basename(name) != name for name in names):
         raise ValueError(f"{CHECKSUMS} is damaged")
     actual = _checksums(path, names)
     if actual != expected:
-        pairs = zip(names, actual.splitlines(), expected.splitlines(), strict=False)
-        changed = [name for name, is_, was in pairs if is_ != was]
+        pairs = zip(names, actual.decode().splitlines(), lines, strict=True)
+        changed = [name for name, now, was in pairs if now != was]
         raise ValueError(f"the checksum of {', '.join(changed) or CHECKSUMS} does not match")
     return torch.load(path / STATE, map_location="cpu", weights_only=True)
 
 
 def _checksums(folder: Path, names: list[str]) -> bytes:
-    """The content of ``SHA256SUMS`` for files of ``folder``."""
+    """Return the content of ``SHA256SUMS`` for files of ``folder``."""
     lines = []
     for name in names:
         digest = hashlib.sha256()
@@ -206,19 +206,20 @@ def check_same_run(
         UserError: the runs differ in a way that changes the results; the message names every difference.
     """
     now: Any = OmegaConf.to_container(cfg)
-    problems = difference(
-        references.begun_as(cfg, state["config"], state["environment"]), now, free
-    )
-    for what, is_ in identity.items():
+    before = references.begun_as(cfg, state["config"], state["environment"])
+    problems = difference(before, now, free)
+    for what, value in identity.items():
         was = state["identity"].get(what)
-        if was != is_:  # hashes tell a reader nothing, so the message omits them
-            problems.append(
-                f"{what} changed" if len(str(was)) == 64 else f"{what}: was {was}, is {is_}"
-            )
-            if what.startswith("tokens_per_micro_batch"):  # auto may choose another number today
-                problems[-1] += f" (set tokens_per_micro_batch={was})"
+        if was == value:
+            continue
+        problem = f"{what}: was {was}, is {value}"
+        if len(str(was)) == 64:  # hashes tell a reader nothing
+            problem = f"{what} changed"
+        if what.startswith("tokens_per_micro_batch"):  # auto may choose another number today
+            problem += f" (set tokens_per_micro_batch={was})"
+        problems.append(problem)
     if problems:
-        config = Path(str(cfg.output_dir)) / "config.yaml"
+        config = Path(cfg.output_dir) / "config.yaml"
         how = f", as --config {config} does" if config.is_file() else ""
         raise UserError(
             f"{path} belongs to another run: {'; '.join(problems)}. "

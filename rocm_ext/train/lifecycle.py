@@ -73,9 +73,8 @@ class Interrupt:
     def __enter__(self) -> "Interrupt":
         self._depth += 1
         if self._depth == 1:
-            self._earlier = {
-                s: signal.signal(s, self._note) for s in (signal.SIGINT, *stop_signals())
-            }
+            signals = (signal.SIGINT, *stop_signals())
+            self._earlier = {signum: signal.signal(signum, self._note) for signum in signals}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -315,6 +314,5 @@ def _recording(cfg: DictConfig, ranks: Ranks) -> AbstractContextManager[None]:
         first = local_rank() == 0
         ranks.barrier()  # a fresh run has removed earlier files by now
     seconds = cfg.hardware_log_seconds if first else None
-    return recording(
-        Path(cfg.output_dir), seconds, name=log_of(0 if ranks.is_main else machine_index())
-    )
+    number = 0 if ranks.is_main else machine_index()
+    return recording(Path(cfg.output_dir), seconds, name=log_of(number))

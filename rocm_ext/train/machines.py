@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -39,12 +39,10 @@ def check_machines(cfg: DictConfig, dtype: Any, ranks: Ranks) -> None:
     settings: Any = OmegaConf.to_container(cfg)
     flat = flatten(settings) | references.digests(cfg)
     check_same(lambda: flat, ranks, "start every machine with the same config and overrides")
-    check_same(
-        lambda: {"dtype": str(dtype)}, ranks, "set dtype to one that every machine computes in"
-    )
-    model = Path(
-        str(cfg.checkpointer.checkpoint_dir)
-    )  # one that the hub has is compared when its weights are read
+    cure = "set dtype to one that every machine computes in"
+    check_same(lambda: {"dtype": str(dtype)}, ranks, cure)
+    # a model that the hub has is compared when its weights are read
+    model = Path(str(cfg.checkpointer.checkpoint_dir))
     check_same(lambda: _listing(model), ranks, f"copy {model} from one machine to the others")
     _check_shared(Path(cfg.output_dir), ranks)
 
@@ -62,13 +60,16 @@ def check_same(values: Callable[[], Mapping[str, object]], ranks: Ranks, cure: s
     """
     if not several_machines():
         return
-    of_ranks: list[tuple[str, Mapping[str, object]]] = ranks.gather((platform.node(), values()))
+    of_ranks: Any = ranks.gather((platform.node(), values()))
     first_host, first = of_ranks[0]
     for rank, (host, others) in enumerate(of_ranks):
         differences = []
         for name in sorted({*first, *others}):
-            if first.get(name) != others.get(name):
-                differences.append(_difference(name, first.get(name), others.get(name)))
+            ours, theirs = first.get(name), others.get(name)
+            if ours == theirs:
+                continue
+            are_hashes = len(str(ours)) == len(str(theirs)) == 64
+            differences.append(name if are_hashes else f"{name} ({ours} and {theirs})")
         if differences:
             more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
             raise UserError(
@@ -77,16 +78,13 @@ def check_same(values: Callable[[], Mapping[str, object]], ranks: Ranks, cure: s
             )
 
 
-def _difference(name: str, one: Any, other: Any) -> str:
-    return name if len(str(one)) == len(str(other)) == 64 else f"{name} ({one} and {other})"
-
-
 def _versions() -> dict[str, str]:
     versions = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
-    digest, here = sha256(), Path(rocm_ext.__file__).parent
+    digest = sha256()
+    here = Path(rocm_ext.__file__).parent
     for path in sorted(here.rglob("*.py")):  # two clones may have the same version
         digest.update(str(path.relative_to(here)).encode() + path.read_bytes())
     return versions | {"the files of torchtune-rocm": digest.hexdigest()}
@@ -97,23 +95,26 @@ def _listing(model: Path) -> dict[str, str]:
     contents: dict[str, str] = {}
     for path in sorted(model.iterdir()) if model.is_dir() else ():
         if path.is_file() and not path.name.startswith("."):
-            small = path.suffix not in _WEIGHTS
-            key = f"the model's {path.name}"
-            contents[key] = (
-                sha256(path.read_bytes()).hexdigest() if small else f"{path.stat().st_size} bytes"
-            )
+            content = f"{path.stat().st_size} bytes"
+            if path.suffix not in _WEIGHTS:
+                content = sha256(path.read_bytes()).hexdigest()
+            contents[f"the model's {path.name}"] = content
     return contents
 
 
 def _check_shared(folder: Path, ranks: Ranks) -> None:
     """Check that all machines write to the same output folder, and see at once which files others write or remove."""
     name = f".machine-{ranks.agree(time.time_ns())}-"
-    hosts: Sequence[tuple[int, str]] = sorted(set(ranks.gather((machine_index(), platform.node()))))
-    files = {number: folder / f"{name}{number}" for number, _ in hosts}
-    mine, first, problem = files[machine_index()], not local_rank(), ""
-    seen = [
-        number for number, file in files.items() if file.exists()
-    ]  # none; a client may remember that
+    hosts: dict[int, str] = dict(ranks.gather((machine_index(), platform.node())))
+    files = {number: folder / f"{name}{number}" for number in sorted(hosts)}
+    mine = files[machine_index()]
+    first = not local_rank()
+    problem = ""
+
+    def seen() -> set[int]:
+        return {number for number, file in files.items() if file.exists()}
+
+    seen()  # none; a client may remember that
     try:
         ranks.barrier()
         if first:
@@ -124,16 +125,16 @@ def _check_shared(folder: Path, ranks: Ranks) -> None:
             except UserError as error:
                 problem = str(error)
         refuse(filter(None, ranks.gather(problem)))
-        missing = [number for number, file in files.items() if not file.exists()]
+        missing = files.keys() - seen()
         late = bool(missing)
         end = time.monotonic() + _PATIENCE
         while missing and time.monotonic() < end:
             time.sleep(0.2)
             with suppress(OSError):
                 listdir(folder)  # has an NFS client ask the server
-            missing = [number for number in missing if not files[number].exists()]
+            missing -= seen()
         if missing:
-            others = " and ".join(host for number, host in hosts if number in missing)
+            others = " and ".join(hosts[number] for number in sorted(missing))
             problem = (
                 f"output_dir {folder.absolute()} is not shared: {platform.node()} does not see what {others} writes "
                 "there. Mount one folder under this path on every machine"
@@ -144,8 +145,8 @@ def _check_shared(folder: Path, ranks: Ranks) -> None:
         if first:
             mine.unlink()
         ranks.barrier()
-        seen = [number for number, file in files.items() if file.exists()]
-        refuse(filter(None, ranks.gather(_late(folder, "removed") if seen else "")))
+        problem = _late(folder, "removed") if seen() else ""
+        refuse(filter(None, ranks.gather(problem)))
     finally:
         if first:
             mine.unlink(missing_ok=True)

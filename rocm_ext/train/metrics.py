@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from textwrap import indent
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -25,7 +26,8 @@ def summarize(path: Path) -> dict[str, float]:
     steps = [line for line in read_lines(path) if "loss" in line]
     if not steps:  # lost, see `describe_lost`
         return {"steps": 0}
-    tokens, seconds = sum(s["tokens"] for s in steps), sum(s["seconds"] for s in steps)
+    tokens = sum(line["tokens"] for line in steps)
+    seconds = sum(line["seconds"] for line in steps)
     return {
         "steps": len(steps),
         "first_loss": steps[0]["loss"],
@@ -46,14 +48,15 @@ def falling_likelihood(lines: Sequence[Json]) -> str | None:
     held_out = [line["val_logprobs_chosen"] for line in lines if "val_logprobs_chosen" in line]
     rewards = [line["reward_chosen"] for line in lines if "reward_chosen" in line and "kl" in line]
     if len(held_out) >= _FEWEST_VALIDATIONS:
-        values, what = held_out, "log-prob of the chosen validation answers"
+        what = "log-prob of the chosen validation answers"
+        values = held_out
     elif len(rewards) >= 2 * _QUARTERS:
-        size = len(rewards) / _QUARTERS
-        values = [fmean(rewards[round(i * size) : round((i + 1) * size)]) for i in range(_QUARTERS)]
-        values, what = (
-            [0.0, *values],
-            "reward of the chosen answers",
-        )  # before the first step it is 0
+        what = "reward of the chosen answers"
+        values = [0.0]  # before the first step
+        for begin, end in pairwise(
+            round(i * len(rewards) / _QUARTERS) for i in range(_QUARTERS + 1)
+        ):
+            values.append(fmean(rewards[begin:end]))
     else:
         return None
     if not all(later < earlier for earlier, later in pairwise(values)):
@@ -96,20 +99,15 @@ def log_config(logger: Any, cfg: DictConfig) -> None:
     it; TensorBoard gets it as a text.
     """
     if isinstance(logger, WandBLogger):
-        logger.config_allow_val_change = (
-            True  # a resumed run differs at least in resume_from_checkpoint
-        )
+        # a resumed run differs at least in resume_from_checkpoint
+        logger.config_allow_val_change = True
     try:
         if hasattr(logger, "log_config"):
             with references.kept():  # some resolve it
                 logger.log_config(cfg)
-        if (
-            isinstance(logger, TensorBoardLogger) and logger._writer is not None
-        ):  # torchtune only saves a file
-            text = OmegaConf.to_yaml(cfg)
-            logger._writer.add_text(
-                "config", "\n".join(f"    {line}" for line in text.splitlines())
-            )
+        # torchtune only saves a file
+        if isinstance(logger, TensorBoardLogger) and logger._writer is not None:
+            logger._writer.add_text("config", indent(OmegaConf.to_yaml(cfg), " " * 4))
     except Exception as error:  # a service may raise anything, and the run does not need it
         log.warning("metric_logger: it did not take the config: %s", one_line(error))
 
@@ -151,7 +149,8 @@ class TrackioLogger(MetricLoggerInterface):
 
     def log_dict(self, payload: Mapping[str, float], step: int) -> None:
         """Log the values of a step."""
-        self._run.log({name: float(value) for name, value in payload.items()}, step=step)
+        values = {name: float(value) for name, value in payload.items()}
+        self._run.log(values, step=step)
 
     def close(self) -> None:
         """Wait until all values are written."""
@@ -161,8 +160,6 @@ class TrackioLogger(MetricLoggerInterface):
 def describe_lost(path: Path, steps: int, logged: Collection[int]) -> str:
     """Describe which of the finished ``steps`` the lines of ``path`` lack, which has those ``logged``; empty: none."""
     lost = set(range(1, steps + 1)).difference(logged)
-    return (
-        f"{path} lacks {len(lost)} of {steps} finished steps, such as step {min(lost)}"
-        if lost
-        else ""
-    )
+    if not lost:
+        return ""
+    return f"{path} lacks {len(lost)} of {steps} finished steps, such as step {min(lost)}"

@@ -65,7 +65,9 @@ class OutputDir:
                 f"output_dir {path} holds an earlier run ({', '.join(earlier)}); resume_from_checkpoint=True "
                 "continues it, overwrite_output_dir=True replaces it, or choose another output_dir"
             )
-        self.resumed: tuple[Path, State] | None = self.checkpoints.newest(ranks) if resume else None
+        self.resumed: tuple[Path, State] | None = None
+        if resume:
+            self.resumed = self.checkpoints.newest(ranks)
 
     @classmethod
     def open(cls, cfg: DictConfig, ranks: Ranks) -> "OutputDir":
@@ -131,8 +133,10 @@ class OutputDir:
 
 def pick_seed(requested: int | None, recorded: int | None, ranks: Ranks) -> int:
     """Return the requested seed, else the recorded one, else a random one below 2**31; the same on all ranks."""
-    drawn = random.SystemRandom().randrange(2**31)
-    return ranks.agree(next(seed for seed in (requested, recorded, drawn) if seed is not None))
+    seed = recorded if requested is None else requested
+    if seed is None:
+        seed = random.SystemRandom().randrange(2**31)
+    return ranks.agree(seed)
 
 
 # ---- one run at a time

@@ -58,9 +58,8 @@ def score(
     """
     layout = learner.layout
     sizes = row_sizes(rows, layout.share)
-    micro_batches = cut(sizes, layout.ranks, layout.tokens_per_micro_batch, layout.packed)[
-        layout.rank
-    ]
+    of_ranks = cut(sizes, layout.ranks, layout.tokens_per_micro_batch, layout.packed)
+    micro_batches = of_ranks[layout.rank]
     columns = {ROUTES: rows.columns[ROUTES]} if replay else {}
     plain = Rows(rows.tokens, rows.labels, rows.lengths, {}, columns)
     recorder = _Recorder(temperature, learner.objective.chunk_tokens)
@@ -81,9 +80,9 @@ def score(
     of_rank: dict[int, np.ndarray] = {}
     begin = 0
     for row in chain.from_iterable(micro_batches):
-        end = begin + count_labels(rows.labels[row], rows.lengths[row])[0]
-        of_rank[row] = logprobs[begin:end]
-        begin = end
+        labels, _ = count_labels(rows.labels[row], rows.lengths[row])
+        of_rank[row] = logprobs[begin : begin + labels]
+        begin += labels
     by_row: dict[int, np.ndarray] = {}
     for part in learner.runtime.ranks.gather(of_rank):
         by_row |= part
@@ -133,13 +132,13 @@ def without_adapter(learner: Learner) -> Iterator[None]:
 @contextmanager
 def _restoring(learner: Learner) -> Iterator[None]:
     """Context after which the adapter has its present values again."""
-    values = [parameter.detach().clone() for parameter in learner.adapter.values()]
+    values = {name: p.detach().clone() for name, p in learner.adapter.items()}
     try:
         yield
     finally:
         with torch.no_grad():
-            for parameter, value in zip(learner.adapter.values(), values, strict=True):
-                parameter.copy_(value)
+            for name, parameter in learner.adapter.items():
+                parameter.copy_(values[name])
 
 
 class _Recorder(Objective):
@@ -156,7 +155,9 @@ class _Recorder(Objective):
 
     def logprobs(self) -> np.ndarray:
         """Return the labels' log-probs so far, end to end, fp32."""
-        return -torch.cat(self._nll).cpu().numpy() if self._nll else np.zeros(0, np.float32)
+        if not self._nll:
+            return np.zeros(0, np.float32)
+        return -torch.cat(self._nll).cpu().numpy()
 
 
 @torch.no_grad()
@@ -177,15 +178,14 @@ def validation_loss(learner: Learner, rows: Rows) -> tuple[float, int, dict[str,
     objective.entropy_weight = 0.0  # a training step sets it
     labels = 0.0  # with the weights of their rows, as the sequences
     sequences = 0.0
-    summed = torch.zeros(
-        (), dtype=torch.float64, device=learner.runtime.device
-    )  # read once, at the end
+    device = learner.runtime.device
+    summed = torch.zeros((), dtype=torch.float64, device=device)  # read once, at the end
     with objective.measuring() as tally:
         for update in loader.range(0, steps.per_epoch):
             labels += update.labels
             sequences += update.sequences
             for batch in update.batches:
-                summed += learner.model(batch.to(learner.runtime.device))
+                summed += learner.model(batch.to(device))
     learner.model.train()
     total, measured = ranks.sum([summed.item(), len(tally)])
     measurements = tally.result(ranks) if measured else {}
@@ -204,12 +204,9 @@ def set_baseline(learner: Learner, rows: Rows, numbers: Iterable[int]) -> None:
         return
     mismatched = rows.beside[MISMATCHED].part(numbers)
     divergences = []
-    for logprobs, reference_logprobs in zip(
-        score(learner, mismatched), mismatched.columns[REFERENCE], strict=True
-    ):
-        divergences.append(
-            logprobs.sum(dtype=np.float64) - reference_logprobs.sum(dtype=np.float64)
-        )
+    pairs = zip(score(learner, mismatched), mismatched.columns[REFERENCE], strict=True)
+    for ours, theirs in pairs:
+        divergences.append(ours.sum(dtype=np.float64) - theirs.sum(dtype=np.float64))
     objective.baseline = max(0.0, fmean(divergences))
 
 
@@ -253,7 +250,8 @@ def add_reference_logprobs(learner: Learner, sets: Mapping[str, Rows], folder: P
         remove_folder(folder / PARTS)
     for name, rows in sets.items():
         ends = np.cumsum([labels for labels, _ in label_counts(rows)])
-        rows.add_labels_column(REFERENCE, np.split(logprobs[name], ends[:-1]))
+        by_row = np.split(logprobs[name], ends[:-1])
+        rows.add_labels_column(REFERENCE, by_row)
 
 
 def _fingerprint(learner: Learner) -> str:
@@ -275,17 +273,19 @@ def _read(path: Path, fingerprints: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Return the log-probs in ``path`` with the fingerprints ``fingerprints``, by name."""
     if not path.is_file():
         return {}
+    stored = {}
     try:
         with safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}
-            stored = {}
             for name, fingerprint in fingerprints.items():
                 if metadata.get(name) == fingerprint:
-                    stored[name] = file.get_tensor(name)
+                    logprobs = file.get_tensor(name)
+                    if np.isfinite(logprobs).all():
+                        stored[name] = logprobs
     except (SafetensorError, OSError) as error:
         log.warning("cannot read %s (%s); its log-probs are computed again", path, error)
         return {}
-    return {name: logprobs for name, logprobs in stored.items() if np.isfinite(logprobs).all()}
+    return stored
 
 
 def _score(learner: Learner, rows: Rows, name: str, folder: Path, model: str) -> np.ndarray:
@@ -302,13 +302,12 @@ def _score(learner: Learner, rows: Rows, name: str, folder: Path, model: str) ->
     paths = [folder / f"{name}_{i:06d}.safetensors" for i in range(len(blocks))]
 
     def scored_before() -> list[np.ndarray | None]:
-        return [
-            _read(path, known).get(name) for path, known in zip(paths, fingerprints, strict=True)
-        ]
+        if len(blocks) > 1:
+            folder.mkdir(exist_ok=True)
+        found = map(_read, paths, fingerprints)
+        return [logprobs.get(name) for logprobs in found]
 
     parts = ranks.on_main(scored_before)
-    if len(blocks) > 1:
-        ranks.on_main(lambda: folder.mkdir(exist_ok=True))
     done = sum(part is not None for part in parts)
     if done:
         log.info("reference log-probs of %s: %d of %d blocks were kept", name, done, len(blocks))
@@ -319,21 +318,18 @@ def _score(learner: Learner, rows: Rows, name: str, folder: Path, model: str) ->
             if parts[i] is not None:
                 continue
             scored = score(learner, block)
-            if bad := [
-                i * _BLOCK + row
-                for row, values in enumerate(scored)
-                if not np.isfinite(values).all()
-            ]:
+            bad = []
+            for row, values in enumerate(scored, start=i * _BLOCK):
+                if not np.isfinite(values).all():
+                    bad.append(row)
+            if bad:
                 raise UserError(
                     f"{name}: the reference's log-probs of {len(bad)} rows are not finite, the first of row {bad[0]}; "
                     "look at the model's weights and at this row, or set dtype=fp32"
                 )
             parts[i] = logprobs = np.concatenate(scored)
             if len(blocks) > 1:
-                ranks.on_main(
-                    partial(
-                        replace_bytes, paths[i], save({name: logprobs}, metadata=fingerprints[i])
-                    )
-                )
+                content = save({name: logprobs}, metadata=fingerprints[i])
+                ranks.on_main(partial(replace_bytes, paths[i], content))
             progress.update(f"{len(block):,} rows")
     return np.concatenate(parts)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -18,7 +18,6 @@ from rocm_ext.config.checks.training import EVAL_METRIC
 from rocm_ext.data.batches import StepLoader, Steps, Update, rows_per_step
 from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.rows import Rows
-from rocm_ext.runs.records import EvalScores
 from rocm_ext.runs.scores import Score
 from rocm_ext.train.checkpoint import Best, State
 from rocm_ext.train.learner import Learner
@@ -27,19 +26,6 @@ from rocm_ext.train.loop import StepStats, Training
 from rocm_ext.train.metrics import summarize
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.scoring import set_baseline, validation_loss
-
-
-class AnswerEvaluator(Protocol):
-    """Measures a model in training by its answers; :class:`rocm_ext.evaluate.answers.Evaluator` does."""
-
-    def fingerprint(self) -> str:
-        """Return a hash that a run shares with the one it resumes."""
-
-    def open_records(self, step: int, evaluated: int) -> None:
-        """Open the records of a run that continues after ``step``, with its last evaluation at step ``evaluated``."""
-
-    def evaluate(self, step: int) -> tuple[EvalScores, float]:
-        """Evaluate the present adapter, of ``step``; return the scores and the seconds."""
 
 
 class Trainer(Training):
@@ -51,7 +37,8 @@ class Trainer(Training):
         learner, cfg, folder, metric_logger, interrupt: see :class:`Training`.
         rows: training rows.
         validation_rows: validation rows; None disables validation.
-        evaluation: evaluates the model before the first step, between steps, and after the last; None: no evaluation.
+        evaluation: a :class:`rocm_ext.evaluate.answers.Evaluator`, which evaluates the model before the first step,
+            between steps, and after the last; None disables evaluation.
 
     Attributes:
         steps: the rows of the steps.
@@ -70,7 +57,7 @@ class Trainer(Training):
         validation_rows: Rows | None = None,
         metric_logger: Any = None,
         interrupt: Interrupt | None = None,
-        evaluation: AnswerEvaluator | None = None,
+        evaluation: Any = None,
     ) -> None:
         super().__init__(learner, cfg, folder, metric_logger=metric_logger, interrupt=interrupt)
         self.rows = rows
@@ -159,7 +146,8 @@ class Trainer(Training):
 
     def load_extra_state(self, state: State) -> None:
         """Restore the values of :meth:`extra_state`; a changed metric resets the best."""
-        self.validated, self.evaluated = state["validated"], state.get("evaluated", -1)
+        self.validated = state["validated"]
+        self.evaluated = state.get("evaluated", -1)
         metric = self.cfg.early_stopping_metric
         if self.best is None or self.best["metric"] == metric:
             self.worse = state["worse"]
@@ -295,7 +283,7 @@ class Trainer(Training):
 
     def evaluate(self) -> None:
         """Evaluate the model by its answers, log that, and remember the best adapter."""
-        assert self.evaluation is not None, "_evaluation_is_due says so"
+
         try:
             scores, seconds = self.evaluation.evaluate(self.step)
         except Interrupted:

@@ -1,9 +1,9 @@
-"""Checks of the keys of RAFT, GRPO and distillation."""
+"""Checks of all keys of a config, and of those of RAFT, GRPO and distillation."""
 
 import inspect
 from collections.abc import Callable, Iterator
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base import registry
 from rocm_ext.base.errors import refuse
@@ -12,10 +12,10 @@ from rocm_ext.base.kinds import check
 from rocm_ext.base.log import log
 from rocm_ext.config import algorithms
 from rocm_ext.config.algorithms import ALGORITHMS, updates_of_step
-from rocm_ext.config.checks.training import UNJUDGED
+from rocm_ext.config.checks.training import UNJUDGED, check_values
 from rocm_ext.config.chosen_model import BASE, is_server
 from rocm_ext.config.keys import kind_of, kinds
-from rocm_ext.config.layers import defaults
+from rocm_ext.config.layers import defaults, trainer_config
 
 _UNREAD: tuple[tuple[str, Callable[[DictConfig], bool], tuple[str, ...]], ...] = (  # when the run ignores some keys
     ("without an environment", lambda cfg: cfg.environment is None, ("max_turns", "max_environment_tokens")),
@@ -33,6 +33,18 @@ _UNREAD: tuple[tuple[str, Callable[[DictConfig], bool], tuple[str, ...]], ...] =
 )  # fmt: skip
 
 
+def check_config(cfg: DictConfig, family: str) -> None:
+    """Raise a UserError for values that a recipe would refuse before it reads a file.
+
+    ``family`` is the recipe of this library that runs it or that its recipe extends. If empty, nothing is checked.
+    """
+    if family in registry.SAMPLED:
+        check_values(OmegaConf.create(trainer_config(cfg)))
+        check_sampled_values(cfg, family)
+    elif family:
+        check_values(cfg)
+
+
 def check_sampled_values(cfg: DictConfig, family: str) -> None:
     """Raise a UserError for wrong values of the keys of RAFT, GRPO or distillation, whichever recipe ``family`` is.
 
@@ -47,10 +59,10 @@ def _shared_faults(cfg: DictConfig, recipe: str) -> Iterator[str]:
     """Yield faults in keys that all three recipes have, and log the keys that are set but not read."""
     usual = defaults(recipe)
     for when, unread, keys in _UNREAD:
-        if unread(cfg) and (
-            changed := [f"{key}={cfg[key]}" for key in keys if cfg[key] != usual[key]]
-        ):
-            log.info("not read %s: %s", when, ", ".join(changed))
+        if unread(cfg):
+            changed = [f"{key}={cfg[key]}" for key in keys if cfg[key] != usual[key]]
+            if changed:
+                log.info("not read %s: %s", when, ", ".join(changed))
     if cfg.environment is not None:
         if cfg.verifier is not None:
             yield "verifier and environment are both set, and both judge answers; set one of them to null"
@@ -91,10 +103,8 @@ def _grpo_faults(cfg: DictConfig) -> Iterator[str]:
             f"samples_per_prompt is {cfg.samples_per_prompt}; expected at least 2: an advantage compares an answer "
             "with the others of its group, so one answer alone has none"
         )
-    scales = {
-        "none": ["none"],
-        "batch": ["batch", "none"],
-    }  # the others give flat groups no advantage
+    # the others give flat groups no advantage
+    scales = {"none": ["none"], "batch": ["batch", "none"]}
     if group.center in scales and group.scale not in scales[group.center]:
         yield (
             f"center={group.center} gives advantages to groups of equal rewards, which scale={group.scale} would "
@@ -128,18 +138,16 @@ def _distil_faults(cfg: DictConfig) -> Iterator[str]:
             yield f"{key} is {cfg[key]!r}, which teacher {cfg.teacher} does not read; set {key}={usual}"
     if cfg.teacher == BASE and cfg.teacher_quantize_base:
         yield "teacher is base, whose weights are the model's: set model.quantize_base instead"
-    if (
-        cfg.teacher == BASE
-        and cfg.teacher_adapter is None
-        and not cfg.checkpointer.get("adapter_checkpoint")
-    ):
+    begins_elsewhere = cfg.teacher_adapter or cfg.checkpointer.get("adapter_checkpoint")
+    if cfg.teacher == BASE and not begins_elsewhere:
         yield (
             "teacher is base, and the model in training begins as it: there is nothing to learn; set teacher_adapter, "
             "or checkpointer.adapter_checkpoint to the adapter that forgot something"
         )
     if cfg.loss == "reverse_kl":
         yield from _sampling_faults(cfg, "loss=reverse_kl", "loss=jsd")
-        if cfg.given_answers is not None or cfg.temperature == 0 or updates_of_step(cfg) > 1:
+        of_others = cfg.given_answers is not None or cfg.temperature == 0
+        if of_others or updates_of_step(cfg) > 1:
             yield (
                 "loss=reverse_kl estimates a divergence from answers that the present model drew; with given_answers, "
                 "temperature=0 or several updates in a step (updates_per_step, groups_per_update) they are not: set "
