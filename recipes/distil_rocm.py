@@ -61,8 +61,10 @@ class Distil(Loop):
         work = super().expected_work()
         if self.cfg.given_answers is None:
             return work
-        rows, _ = to_rows(list(self._given.values()), self.prompts.tokens)
-        return replace(describe(rows, work.count or len(rows), "the given answers"), most=work.most)
+        samples = list(self._given.values())
+        rows, _ = to_rows(samples, self.prompts.tokens)
+        described = describe(rows, work.count or len(rows), "the given answers")
+        return replace(described, most=work.most)
 
     def plan_memory(self, work: Workload, beside: int = 0) -> None:
         """Plan the memory of training with the teacher's weights, and of the teacher's forward pass."""
@@ -122,7 +124,8 @@ class Distil(Loop):
     def report_gain(self) -> None:
         """Log the gain on the held-out prompts, and warn if nothing was trained."""
         super().report_gain()
-        if self.ranks.is_main and not any(line.get("updates") for line in self.trainer.lines):
+        updates = [line.get("updates", 0) for line in self.trainer.lines]
+        if self.ranks.is_main and not any(updates):
             log.warning(
                 "no step had an update: each answer was empty, an ERROR or has tokens that the teacher lacks"
             )

@@ -67,12 +67,14 @@ class GRPO(Loop):
         """Return the settings that need the token ids and log-probs of sampling."""
         columns = self.learner.objective.columns
         kl_coef = getattr(self.learner.objective, "kl_coef", None)
-        settings = {
-            f"mismatch={self.cfg.mismatch}": "sampler_logprobs" in columns,
-            "old_logprobs=sampler": "old_logprobs" in columns and self.old_logprobs == "sampler",
-            f"kl_coef={kl_coef or 0.0:g}": bool(kl_coef),
-        }
-        return [name for name, needs in settings.items() if needs] + super().logprobs_for()
+        settings = []
+        if "sampler_logprobs" in columns:
+            settings.append(f"mismatch={self.cfg.mismatch}")
+        if "old_logprobs" in columns and self.old_logprobs == "sampler":
+            settings.append("old_logprobs=sampler")
+        if kl_coef:
+            settings.append(f"kl_coef={kl_coef:g}")
+        return settings + super().logprobs_for()
 
     def check_training(self) -> None:
         """Check that the objective fits the steps, before weights are read; it may be a user's component.
@@ -145,7 +147,8 @@ class GRPO(Loop):
             return []
         useful = max(0.25, selected.groups / len(asked))
         count = min(cfg.prompts_per_step, round(missing / useful))
-        return self.choose(step, count, exclude={prompt.id for prompt in asked})
+        already = {prompt.id for prompt in asked}
+        return self.choose(step, count, exclude=already)
 
     def select(self, rounds: Sequence[Answers], asked: Sequence[str]) -> Selected:
         """Compare the rewards inside groups, and choose the answers to train on; see :meth:`Loop.select`."""
@@ -195,7 +198,8 @@ class GRPO(Loop):
         rows, groups = self._sampled_rows(selected)
         columns = self.learner.objective.columns
         if self.learner.shares:
-            rows, groups = rows.join_groups(groups, self._most_joined_tokens(rows, selected.groups))
+            most = self._most_joined_tokens(rows, selected.groups)
+            rows, groups = rows.join_groups(groups, most)
         temperature = self.cfg.temperature
         if "old_logprobs" in columns and self.old_logprobs != "sampler":
             old_logprobs = score(self.learner, rows, temperature, replay=self.cfg.router_replay)
@@ -226,8 +230,8 @@ class GRPO(Loop):
 
     def _most_joined_tokens(self, rows: Rows, groups: int) -> float:
         """Return the most tokens of a row of joined answers, for a step that trains on so many ``groups``."""
-        updates = updates_of_pass(self.cfg, groups)
-        tokens_of_rank = sum(map(len, rows.tokens)) / (updates * self.ranks.world)
+        parts = updates_of_pass(self.cfg, groups) * self.ranks.world
+        tokens_of_rank = sum(map(len, rows.tokens)) / parts
         most = float(self.learner.tokens_per_micro_batch)
         if self.ranks.world == 1 and tokens_of_rank <= most:
             return most

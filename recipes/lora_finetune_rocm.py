@@ -53,7 +53,9 @@ class LoRAFinetune:
         self, cfg: DictConfig, learner: type[Learner] = Learner, trainer: type[Trainer] = Trainer
     ) -> None:
         check_values(cfg)
-        self.cfg, self.learner_cls, self.trainer_cls = cfg, learner, trainer
+        self.cfg = cfg
+        self.learner_cls = learner
+        self.trainer_cls = trainer
         self.metric_logger: Any = None
 
     def check(self) -> None:
@@ -66,23 +68,27 @@ class LoRAFinetune:
         check_tokenizer(tokenizer, cfg)
         self.learner = self.learner_cls(cfg, self.runtime, tokenizer)
         self.evaluation = self.setup_evaluation()
-        self.rows, self.validation_rows = rows, validation_rows = self.setup_data(tokenizer)
-        parts = {"dataset": rows, "dataset_val": validation_rows}
+        rows, validation_rows = self.setup_data(tokenizer)
+        self.rows = rows
+        self.validation_rows = validation_rows
+        parts = {"dataset": rows}
+        if validation_rows:
+            parts["dataset_val"] = validation_rows
         check_same(
-            lambda: {key: part.fingerprint() for key, part in parts.items() if part},
+            lambda: {key: part.fingerprint() for key, part in parts.items()},
             self.runtime.ranks,
             SAME_DATA,
         )
-        for part in filter(None, parts.values()):
+        for part in parts.values():
             self.learner.check_rows(part, self.columns)
         self.trainer_cls.check(cfg, self.learner, len(rows))
         mixture = Mixture.of(cfg.dataset, rows)
         mixture.check()
         for line in lines(mixture.table()):
             log.info("%s", line)
-        self.learner.plan(
-            workload.describe(rows, len(rows), "the run's rows", self.learner.shares, mixture)
-        )
+        shares = self.learner.shares
+        work = workload.describe(rows, len(rows), "the run's rows", shares, mixture)
+        self.learner.plan(work)
         if self.folder.resumed is None:  # a run that has begun has shown that it fits
             self.learner.check_budget()
 
@@ -107,11 +113,16 @@ class LoRAFinetune:
         )
         fresh = self.folder.resumed is None
         self.trainer.open()
-        if fresh and (ranks := self.runtime.ranks).is_main:
-            parts = (self.learner.tokenizer, self.rows, self.validation_rows)
+        if fresh and self.runtime.ranks.is_main:
             overview.write(
                 self.folder.path / ROWS,
-                lambda: overview.of_rows(self.cfg, *parts, ranks=ranks.world),
+                lambda: overview.of_rows(
+                    self.cfg,
+                    self.learner.tokenizer,
+                    self.rows,
+                    self.validation_rows,
+                    ranks=self.runtime.ranks.world,
+                ),
             )
         log_config(self.metric_logger, self.cfg)
 
@@ -119,9 +130,8 @@ class LoRAFinetune:
         """Return a :class:`rocm_ext.evaluate.answers.Evaluator` of ``eval_prompts``; None without them."""
         if self.cfg.eval_prompts is None:
             return None
-        from rocm_ext.evaluate.answers import (
-            Evaluator,
-        )  # here: importing it takes time, which most runs save
+        # here: importing it takes time, which most runs save
+        from rocm_ext.evaluate.answers import Evaluator
 
         evaluation = Evaluator(self.cfg, self.learner)
         evaluation.check()
@@ -129,10 +139,12 @@ class LoRAFinetune:
 
     def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
         """Read and tokenise the training rows, and the validation rows or None."""
-        is_ours = tokenizer is self.learner.tokenizer  # a recipe may bring another tokenizer
-        progress = self.runtime.ranks.is_main and os.isatty(2)
         return training_rows(
-            self.cfg, tokenizer, self.learner.decoder.max_seq_len, cached=is_ours, progress=progress
+            self.cfg,
+            tokenizer,
+            self.learner.decoder.max_seq_len,
+            cached=tokenizer is self.learner.tokenizer,  # a recipe may bring another tokenizer
+            progress=self.runtime.ranks.is_main and os.isatty(2),
         )
 
     def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:

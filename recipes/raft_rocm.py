@@ -127,10 +127,8 @@ class RAFTTrainer(PolicyTrainer):
         super().load_extra_state(state)
         self.done = state["done"]
         self.trained = state["trained"]
-        self.kept = {
-            cycle: [(prompt, sample) for prompt, sample in keys]
-            for cycle, keys in state["kept"].items()
-        }
+        for cycle, keys in state["kept"].items():
+            self.kept[cycle] = [(prompt, sample) for prompt, sample in keys]
         self.updates_before = state["updates_before"]
 
     # ---- a cycle
@@ -159,9 +157,10 @@ class RAFTTrainer(PolicyTrainer):
             if all(torch.equal(value, adapter[name]) for name, value in self._before.items()):
                 raise UserError(f"cycle {self.step + 1}: {nothing_changed(self.done, 'the cycle')}")
             self._before = None  # frees its tensors
-        losses = [line["loss"] for line in self.update_lines]
-        ends = {"first_loss": losses[0], "last_loss": losses[-1]} if losses else {}
-        return measured | ends
+        if not self.update_lines:
+            return measured
+        first, last = self.update_lines[0], self.update_lines[-1]
+        return measured | {"first_loss": first["loss"], "last_loss": last["loss"]}
 
     def deal(self, rows: Rows, groups: Sequence[str]) -> Sequence[Sequence[int]]:
         """Return the rows of a cycle's updates: in each epoch all rows, in a new order."""
@@ -179,7 +178,8 @@ class RAFTTrainer(PolicyTrainer):
         if self.ranks.is_main:
             rewrite_lines(path, lambda line: line["step"] <= self.done)
         self.update_lines = self.ranks.on_main(lambda: list(read_lines(path)))
-        lost = describe_lost(path, self.done, {int(line["step"]) for line in self.update_lines})
+        logged = {int(line["step"]) for line in self.update_lines}
+        lost = describe_lost(path, self.done, logged)
         if lost and self.ranks.is_main:
             log.warning("%s, which metrics.jsonl and reports then cannot show", lost)
         self._before = None
@@ -194,7 +194,8 @@ class RAFTTrainer(PolicyTrainer):
 
     def _begin_schedule(self, updates: int) -> None:
         """Begin a cycle with the config's adapter, learning rate and moments."""
-        cfg, lr = self.cfg, self.cfg.optimizer.lr
+        cfg = self.cfg
+        lr = cfg.optimizer.lr
         seed = sample_seed(cfg.seed, self.step + 1, "train", 0) % 2**31
         set_seed(seed=seed, debug_mode=cfg.cudnn_deterministic_mode)
         if cfg.start_from == "base":
@@ -202,7 +203,8 @@ class RAFTTrainer(PolicyTrainer):
         moments = self.optimizer.state_dict()["state"]
         scale = self.scaler.state_dict()
         # in the config, because an overridden setup_optimizer or setup_scheduler reads the rate there
-        cfg.optimizer.lr = max(lr * cfg.lr_decay ** len(self.trained), min(cfg.lr_floor, lr))
+        decayed = lr * cfg.lr_decay ** len(self.trained)
+        cfg.optimizer.lr = max(decayed, min(cfg.lr_floor, lr))
         try:
             self.build(updates)
         finally:
@@ -347,9 +349,9 @@ class RAFT(Loop):
         """Choose the prompts that a cycle asks."""
         last_asked = {}
         for prompt, asked in self.records.asked.items():
-            measured = [(cycle, rate) for cycle, rate in asked if rate is not None]
-            if measured:
-                last_asked[prompt] = measured[-1]
+            for cycle, rate in asked:
+                if rate is not None:
+                    last_asked[prompt] = cycle, rate
         chosen = choose_unsolved(
             [prompt.id for prompt in self.prompts.training],
             last_asked,
@@ -511,7 +513,7 @@ def _table(lines: Sequence[Json]) -> str:
             low, high = evaluation["eval"]["interval"]
             scores = [f"{evaluation['eval']['pass_at_1']:.1%}", f"{low:.1%} - {high:.1%}"]
         table.append((str(number), *sampling, *training, *scores, f"{seconds:.0f} s"))
-    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rows = []
     for cells in table:
         padded = map(str.rjust, cells, widths)

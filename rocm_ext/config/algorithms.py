@@ -22,9 +22,9 @@ class Algorithm:
         ratio: probability ratio of a ``token``, or the geometric mean over its ``sequence``; ``none``: the loss is the
             advantage times the log-prob, which is right only for answers of the current policy.
         frozen: whether the ratio is a constant factor of the log-prob's gradient.
-        normalize: see :class:`rocm_ext.losses.Objective`; None: the maximum length of an answer.
-        clip_low, clip_high, clip_dual: see :class:`rocm_ext.losses.PolicyGradient`; None: no limit.
-        kl_in: where ``kl_coef`` enters, the ``loss`` or the ``reward``; None: the loss component decides.
+        normalize: see :class:`rocm_ext.losses.Objective`. None for the maximum length of an answer.
+        clip_low, clip_high, clip_dual: see :class:`rocm_ext.losses.PolicyGradient`. None for no limit.
+        kl_in: where ``kl_coef`` enters, the ``loss`` or the ``reward``. None if the loss component decides.
     """
 
     center: str = "mean"
@@ -116,7 +116,8 @@ def limits_of(mismatch: str, level: str, given: Sequence[float] | None) -> list[
 def describe(cfg: DictConfig) -> str:
     """Describe the algorithm of a config from :func:`filled` in one line."""
     name = cfg.loss if isinstance(cfg.loss, str) else cfg.loss[COMPONENT]
-    values = [f"{key} {cfg[key]}" for key in (*KEYS, "mismatch_limits") if cfg[key] is not None]
+    keys = (*KEYS, "mismatch_limits")
+    values = [f"{key} {cfg[key]}" for key in keys if cfg[key] is not None]
     return f"loss {name}: {', '.join(values)}"
 
 

@@ -51,8 +51,8 @@ class ChosenModel:
 
     Attributes:
         name: name or file of the config, or the model's folder.
-        adapter: PEFT folder; None: the model as the config starts from it.
-        content: keys of a run's config, or of a config without a file; None: ``name`` is a config.
+        adapter: PEFT folder. None for the model as the config starts from it.
+        content: keys of a run's config, or of a config without a file. None if ``name`` is a config.
         run: whether the user named a run's output folder.
     """
 

@@ -208,7 +208,7 @@ def _argument_faults(
 
 
 def _parameters(block: DictConfig, key: str) -> Mapping[str, inspect.Parameter] | None:
-    """Return the parameters of a component by name; None: it is a builtin without a signature."""
+    """Return the parameters of a component by name. None for a builtin without a signature."""
     try:
         return inspect.signature(_component(block, key)).parameters
     except ValueError:

@@ -37,7 +37,7 @@ class Key:
         name: the key.
         section: title of its section in the file.
         default: its default.
-        takes: the values, or the kinds of values, that it takes; empty: another check knows them.
+        takes: the values, or the kinds of values, that it takes. Empty if another check knows them.
         free: why a resumed run may change it; empty if it may not.
         meaning: its comment in the file.
     """

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 def command(recipe, arguments: Sequence[str]) -> list[str]:
     """Return the command that replaces ``tune run ARGUMENTS``, with this interpreter's options.
 
-    ``recipe`` is a recipe of the table; None: the first argument is a user's file.
+    ``recipe`` is a recipe of the table. None if the first argument is a user's file.
     """
     options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
     options = options[:-1] if options[-1:] == ["-m"] else options

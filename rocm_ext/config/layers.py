@@ -204,7 +204,7 @@ def requested_hardware(
 ) -> str:
     """Return the value of ``hardware`` that :func:`load` would resolve, without loading the rest.
 
-    ``recipe`` runs the config; None: :func:`recipe_of` it.
+    ``recipe`` runs the config, by default :func:`recipe_of` it.
     """
     stated = by_key(overrides).get("hardware") or read(find(name)).get("hardware")
     return str(stated or defaults(recipe or recipe_of(name, overrides))["hardware"])

@@ -90,7 +90,8 @@ def guarded(action: Callable[[], Any]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    supervised.note(complete=int(rank or 0), ranks=int(os.environ.get("WORLD_SIZE", 1)))
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    supervised.note(complete=int(rank or 0), ranks=ranks)
     return 0
 
 

@@ -98,7 +98,8 @@ class Ahead:
         while self._adapters and self._adapters[0][0] < policy - self._keep:
             self._adapters.popleft()[2].close()
         stack = ExitStack()
-        self._adapters.append((policy, stack.enter_context(open_session()), stack))
+        session = stack.enter_context(open_session())
+        self._adapters.append((policy, session, stack))
 
     def add(self, rollout: RolloutAhead) -> None:
         """Add the step after the last one."""
@@ -117,8 +118,10 @@ class Ahead:
         while not rollout.sampled.wait(_POLL) and self._thread.is_alive():
             pass
         waited = time.perf_counter() - began
-        free, self._free = self._free, max(self._free, rollout.ended)
-        failures = self._workers.ranks.gather(one_line(self._failed) if self._failed else "")
+        free = self._free
+        self._free = max(free, rollout.ended)
+        failure = one_line(self._failed) if self._failed else ""
+        failures = self._workers.ranks.gather(failure)
         if self._failed:
             raise self._failed
         refuse(f"rank {rank}: {why}" for rank, why in enumerate(failures) if why)

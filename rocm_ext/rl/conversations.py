@@ -44,7 +44,7 @@ class _Talk:
         shown: all turns after the prompt, for the record.
         tools: JSON schemas of the functions that the model may call.
         offered: these of all its messages, for the record.
-        asked: the environment's request for the model's next message; None: it has given messages.
+        asked: the environment's request for the model's next message. None if it has given messages.
         context: ids before the model's next message.
         tokens, logprobs, routes: outputs of the model's messages, in order.
         given: see :class:`rocm_ext.rl.records.Sample`.
@@ -55,7 +55,7 @@ class _Talk:
         last: the model's last message, as the environment gets it.
         text: text of this message without special tokens.
         sampled: text of this message with special tokens.
-        cut: the limit that ended the conversation; empty: none did.
+        cut: the limit that ended the conversation. Empty if none did.
     """
 
     request: Request
@@ -119,12 +119,10 @@ class ConversationQueue(RequestQueue):
         self._recorded = dict(turns.records)
         self._stopped = stopped
         self._open: dict[SampleKey, _Talk] = {}
-        self._beginning: Counter[str] = (
-            Counter()
-        )  # conversations that the environment has not begun, by prompt
-        self._begun: dict[str, list[Request]] = defaultdict(
-            list
-        )  # first requests of prompts with such conversations
+        # conversations that the environment has not begun, by prompt
+        self._beginning: Counter[str] = Counter()
+        # first requests of prompts with such conversations
+        self._begun: dict[str, list[Request]] = defaultdict(list)
         self._first: deque[list[Request]] = deque()
         self._next: deque[Request] = deque()
         self._replies: SimpleQueue[tuple[_Talk, Future]] = SimpleQueue()
@@ -157,7 +155,7 @@ class ConversationQueue(RequestQueue):
     def _may_begin(self) -> bool:
         """Whether there is room for another conversation, and few enough wait for their first message."""
         most = min(self._environments.at_once, self.share)  # the rest is for other ranks
-        waiting = self._beginning.total() + sum(len(requests) for requests in self._first)
+        waiting = self._beginning.total() + sum(map(len, self._first))
         return len(self._open) < most and waiting < _AHEAD
 
     def continues(self, key: SampleKey) -> bool:
@@ -166,9 +164,9 @@ class ConversationQueue(RequestQueue):
 
     def add(self, completion: Completion) -> None:
         """Record a message of the model, and give it to the environment."""
-        self._turns.append(
-            Sample.of(completion).record() | {"behind": self._behind(completion.request)}
-        )
+        record = Sample.of(completion).record()
+        record["behind"] = self._behind(completion.request)
+        self._turns.append(record)
         self._say(completion)
 
     def _say(self, completion: Completion) -> None:
@@ -178,9 +176,8 @@ class ConversationQueue(RequestQueue):
         talk.tokens += completion.tokens
         talk.logprobs += completion.logprobs
         if completion.routes is not None:
-            talk.routes.append(
-                completion.routes.reshape(len(completion.tokens), -1)
-            )  # [tokens, layers * chosen]
+            # [tokens, layers * chosen]
+            talk.routes.append(completion.routes.reshape(len(completion.tokens), -1))
         talk.context += completion.tokens
         talk.text = completion.text
         talk.sampled = marked_text(self._tokenizer, completion.tokens)
@@ -307,11 +304,8 @@ class ConversationQueue(RequestQueue):
             return None
         added = len(context) - len(request.tokens) - len(talk.tokens)  # by the environment
         if added > self._limits.added:
-            self._cut(
-                talk,
-                "max_environment_tokens",
-                f": {added} are needed and {self._limits.added} allowed",
-            )
+            numbers = f": {added} are needed and {self._limits.added} allowed"
+            self._cut(talk, "max_environment_tokens", numbers)
             return None
         talk.given.append((len(talk.tokens), ids, fresh))
         talk.context = context
@@ -321,11 +315,10 @@ class ConversationQueue(RequestQueue):
         most = left
         if isinstance(reply, Ask) and reply.most:
             most = min(left, reply.most)
+        turn = f"turn {talk.answers}"
         return replace(
             request,
-            seed=sample_seed(
-                request.seed, f"turn {talk.answers}", request.prompt_id, request.sample
-            ),
+            seed=sample_seed(request.seed, turn, request.prompt_id, request.sample),
             tokens=tuple(context),
             messages=tuple(turn.message() for turn in turns),
             tools=tuple(tools or ()),
@@ -335,10 +328,11 @@ class ConversationQueue(RequestQueue):
     def _count_known(self, history: list[Turn], turns: list[Turn]) -> int:
         """Return how many of the first ``turns`` are those of the conversation so far."""
         known = 0
-        for held, turn in zip(history, turns, strict=False):
-            same = held is turn or _content(held) in (_content(turn), _content(self._defused(turn)))
-            if not same:
-                break
+        for before, turn in zip(history, turns, strict=False):
+            if before is not turn:
+                content = _content(before)
+                if content not in (_content(turn), _content(self._defused(turn))):
+                    break
             known += 1
         return known
 

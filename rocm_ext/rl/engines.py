@@ -108,8 +108,8 @@ class Engines:
 
         Args:
             what: the phase, ``sample`` or ``eval``.
-            adapter: folder of the adapter that the learner has loaded; None: the initial weights.
-            check: checks the session of an engine that loads adapters from their folders; None: no check.
+            adapter: folder of the adapter that the learner has loaded. None for the initial weights.
+            check: checks the session of an engine that loads adapters from their folders. None to check nothing.
 
         Raises:
             UserError: the engine cannot sample with this adapter, or a server samples with another.

@@ -91,7 +91,7 @@ def report_gain(
     p-value is multiplied by their number (Bonferroni). Without a gain or without records this is a warning.
 
     Args:
-        before: by prompt id, whether the initial model's greedy answer is right; empty: its records are lost.
+        before: by prompt id, whether the initial model's greedy answer is right. Empty if its records are lost.
         after: the same for the chosen adapter.
         chosen: name of the chosen adapter, such as ``cycle 3``.
         looks: number of evaluations that chose it.

@@ -202,10 +202,10 @@ class RLRecipe:
     def rollout(
         self, job: Job, open_session: OpenSession, kind: type[Rollout] = Rollout
     ) -> Rollout:
-        """Begin to sample and verify, inside :meth:`verification`; see :meth:`rocm_ext.rl.rollout.Rollout.begin`."""
+        """Begin to sample and verify, inside :meth:`verification`; see :class:`rocm_ext.rl.rollout.Rollout`."""
         assert self.workers is not None, "rollouts happen inside verification()"
         with self.interrupt:
-            return kind.begin(job, self.workers, open_session)
+            return kind(job, self.workers, open_session)
 
     def answer_held_out(
         self, step: int, open_session: Callable[[Requests], AbstractContextManager[Session]]

@@ -226,7 +226,8 @@ class PromptSet:
             UserError: prompt and answer exceed the model's context, or the tokenizer belongs to another model.
         """
         self.check_length(decoder.max_seq_len, name)
-        check_vocabulary(max(map(max, self.tokens.values())), decoder.tok_embeddings.num_embeddings)
+        highest = max(map(max, self.tokens.values()))
+        check_vocabulary(highest, decoder.tok_embeddings.num_embeddings)
 
     def check_length(self, context: float, name: str = "model") -> None:
         """Check that every prompt and its answer have at most ``context`` tokens, which the model ``name`` takes."""
@@ -330,7 +331,8 @@ def given_samples(
             raise UserError(
                 f"{prompt.origin}: prompt and answer have {end} tokens, and model and teacher take {most}"
             )
-        samples[prompt.id] = Sample(prompt.id, 0, 0, "stop", text, tokens[begin:end], [])
+        answer = tokens[begin:end]
+        samples[prompt.id] = Sample(prompt.id, 0, 0, "stop", text, answer, [])
     return samples
 
 
@@ -438,10 +440,10 @@ def choose_unsolved(
         prompts: ids of all training prompts.
         last_asked: by prompt, the last cycle that asked it and the share of its answers that passed.
         cycle: number of this cycle, from 1.
-        count: maximum number of prompts; None: all that qualify.
+        count: maximum number of prompts. None for all that qualify.
         skip_solved: skip prompts whose answers all passed, because they teach nothing more.
         retry_unsolved_after: number of cycles until a prompt without a passing answer is asked again (1: in the next
-            cycle); None: never.
+            cycle). None for never.
         seed: breaks ties between prompts that were last asked in the same cycle.
 
     Returns:

@@ -309,7 +309,7 @@ class Records:
         Args:
             step: number of the step; of an evaluation, the step before it.
             round_: number of the round of a step's sampling, from 0.
-            policy: step of the sampling adapter, for the lines of new samples; None: lines have none.
+            policy: step of the sampling adapter, for the lines of new samples. None for lines without it.
         """
         scope = (step, phase, round_)
         extra = {} if policy is None else {"policy": policy}

@@ -109,7 +109,11 @@ class Workers:
 class Rollout:
     """Answers that :meth:`finish` samples, verified meanwhile; all ranks call its methods together.
 
+    The constructor prepares the records, and submits samples without a verdict.
+
     Args:
+        job: what to sample and verify.
+        workers: the processes that verify.
         open_session: opens a session of the engine. If any rank samples, all ranks call it to gather sharded weights.
     """
 
@@ -117,6 +121,7 @@ class Rollout:
         self.job = job
         self.workers = workers
         self._open_session = open_session
+        self._drop_records()
         self._rows = {prompt.id: prompt.row for prompt in job.prompts}
         self._judge = _Judge(job, workers)
         ranks = workers.ranks
@@ -125,10 +130,10 @@ class Rollout:
         # prompts with answers go to the ranks in turn: all answers of a group are judged by one rank
         begun = dict.fromkeys(prompt_id for prompt_id, _ in sampled)
         self._owners = {prompt_id: number % ranks.world for number, prompt_id in enumerate(begun)}
-        missing: dict[Sampling, list[Request]] = {}
+        missing: dict[Sampling, list[Request]] = defaultdict(list)
         for request, sampling in job.requests:
             if request.key not in sampled:
-                missing.setdefault(sampling, []).append(request)
+                missing[sampling].append(request)
         self._queues: list[tuple[RequestQueue, Sampling]] = []
         for sampling, requests in missing.items():
             queue = RequestQueue(requests, ranks, self._owners)
@@ -137,15 +142,21 @@ class Rollout:
             self._queues.append((queue, sampling))
         self._count = ranks.counter()  # of the answers that all ranks sample
         self._stats: dict[str, float] = {}
+        if workers.pool:
+            for key, record in sampled.items():
+                mine = self._owners[key[0]] == ranks.rank
+                if mine and key not in job.verdicts.records:
+                    self._judge.submit(key, record["text"], self._rows[key[0]])
+        self._start()
 
-    @classmethod
-    def begin(cls, job: Job, workers: Workers, open_session: OpenSession) -> "Rollout":
-        """Prepare the records of ``job``, submit samples without a verdict, and return the rollout."""
+    def _drop_records(self) -> None:
+        """Drop the records of an earlier process that this one cannot use."""
+        job, pool = self.job, self.workers.pool
         keys = {request.key for request, _ in job.requests}
-        if workers.conversations:
+        if self.workers.conversations:
             # a conversation whose verdict is missing begins again
             job.samples.drop(lambda record: key_of(record) not in job.verdicts.records)
-        elif workers.pool and workers.pool.groups:
+        elif pool and pool.groups:
             # a group is judged again if it was judged in part, or with other answers than this process asks for
             groups = _by_group(keys)
             judged = _by_group(job.verdicts.records)
@@ -154,14 +165,6 @@ class Rollout:
         for records in (job.samples, job.verdicts):
             # a resumed run may ask for fewer answers
             records.drop(lambda record: key_of(record) not in keys)
-        rollout = cls(job, workers, open_session)
-        if workers.pool:
-            for key, record in job.samples.records.items():
-                mine = rollout._owners[key[0]] == workers.ranks.rank
-                if mine and key not in job.verdicts.records:
-                    rollout._judge.submit(key, record["text"], rollout._rows[key[0]])
-        rollout._start()
-        return rollout
 
     def _start(self) -> None:
         """Stop if the user asked for it; a signal may arrive after the last check."""

@@ -66,7 +66,7 @@ def filter_samples(
         samples: samples by prompt id and sample index.
         results: verdicts under the same keys.
         keep, threshold: see :func:`missed_rule`.
-        per_prompt: keep at most this many samples of a prompt; None: no limit.
+        per_prompt: keep at most this many samples of a prompt. None for no limit.
         best_fraction: keep this share of a prompt's samples by highest reward, and at least one. It applies after all
             other rules except ``per_prompt``.
         deduplicate: keep one of a prompt's samples with the same tokens.
@@ -126,7 +126,7 @@ def replay(
     Args:
         kept: the cycle's answers.
         earlier: kept answers of the cycles before it, oldest first; newer answers go first.
-        per_prompt: limit of a prompt's answers of all cycles together; None: no limit.
+        per_prompt: limit of a prompt's answers of all cycles together. None for no limit.
         deduplicate: leave out a prompt's answers with the same tokens as a newer one.
     """
     seen = {(sample.prompt_id, tuple(sample.tokens)) for sample in kept}
@@ -155,7 +155,7 @@ class Selected:
         stats: costs of sampling; see :class:`rocm_ext.rl.rollout.Answers`.
         length_share: see :func:`length_share`.
         answers: denominator of a loss's mean over answers: all answers with a reward; with ``refill``, which replaces
-            flat groups, only of trained groups. 0: the number of trained answers.
+            flat groups, only of trained groups. 0 stands for the number of trained answers.
         reference: log-probs of the answers' tokens under the reference, if their rewards have a KL divergence.
         more: further values for the step's line of ``metrics.jsonl``.
     """
@@ -243,7 +243,7 @@ def select(
         rounds: the rounds of the step's sampling.
         asked: ids of their prompts, in order.
         cfg: config of ``grpo_rocm``.
-        reference: log-probs of all answers' tokens under the reference; None: rewards have no KL divergence.
+        reference: log-probs of all answers' tokens under the reference. None if rewards have no KL divergence.
         kl_coef: weight of an answer's KL divergence, which is subtracted from its reward: centred as rewards are, and
             not scaled. The estimate (k1) is the sampled log-prob minus the reference's, as in RLOO (arXiv:2402.14740).
     """

@@ -58,7 +58,7 @@ class PolicyTrainer(Training):
         asked: see :class:`rocm_ext.rl.records.Records`; a checkpoint has it, because it decides the next prompts.
         evaluated: step of the last evaluation; -1 before the first.
         saved: steps of the last checkpoint and of its last evaluation.
-        stopped: why the run ends before its last step; None: it does not.
+        stopped: why the run ends before its last step. None if it does not.
         fresh: whether the run began here, without a checkpoint.
     """
 
@@ -120,7 +120,7 @@ class PolicyTrainer(Training):
 
     @property
     def updates_of_step(self) -> int:
-        """Updates of a step in the run's schedule, even if few of its groups teach; 0: a step has its own schedule."""
+        """Updates of a step in the run's schedule, even if few of its groups teach. 0 if a step has its own."""
         return updates_of_step(self.cfg)
 
     @property

@@ -165,9 +165,10 @@ def _checksums(folder: Path, names: list[str]) -> bytes:
 def rng_state(device: torch.device) -> RngState:
     """Return the state of the random generators of Python, numpy and torch, and on a GPU of ``device``."""
     name, keys, *rest = np.random.get_state(legacy=True)
+    numbers = torch.from_numpy(np.asarray(keys).astype(np.int64))
     state: RngState = {
         "python": random.getstate(),
-        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "numpy": [name, numbers, *rest],
         "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":

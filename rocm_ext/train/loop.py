@@ -140,7 +140,7 @@ class Training:
             self.folder.take(OmegaConf.to_yaml(self.cfg), count, self.keeps_line)
 
     def build(self, total_steps: int) -> None:
-        """Build optimiser, loss scaler and schedule for ``total_steps`` updates; 0: their number is not known yet."""
+        """Build optimiser, loss scaler and schedule for ``total_steps`` updates, or 0 if they are not known yet."""
         self.total_steps = total_steps
         self.optimizer = self.setup_optimizer()
         builders.check_learning_rate(self.optimizer)
@@ -165,8 +165,11 @@ class Training:
             raise UserError(f"{cls.__name__} makes its own optimiser; set loraplus_lr_ratio=null")
         if own_optimizer or cls.setup_scheduler is not Training.setup_scheduler:
             return
-        layer = next(iter(learner.adapter)).partition(".lora_")[0]
-        some = {name: p for name, p in learner.adapter.items() if name.startswith(f"{layer}.")}
+        first_layer, _, _ = next(iter(learner.adapter)).partition(".lora_")
+        some = {}
+        for name, parameter in learner.adapter.items():
+            if name.startswith(f"{first_layer}."):
+                some[name] = parameter
         builders.try_out(cfg, some, total_steps)
 
     def setup_optimizer(self) -> torch.optim.Optimizer:
@@ -178,7 +181,8 @@ class Training:
         given = self.cfg.lr_scheduler or {}
         rises = given.get("start_factor", 1.0) < given.get("end_factor", 1.0)  # LinearLR
         key = "total_iters" if rises else "num_warmup_steps"
-        if isinstance(warmup := given.get(key), int) and warmup >= self.total_steps:
+        warmup = given.get(key)
+        if isinstance(warmup, int) and warmup >= self.total_steps:
             log.warning(
                 "lr_scheduler.%(key)s is %(warmup)d and the run has %(steps)d steps, so the learning rate never "
                 "reaches optimizer.lr; lower %(key)s, or set lr_scheduler=null",

@@ -42,8 +42,8 @@ def falling_likelihood(lines: Sequence[Json]) -> str | None:
     """Return a warning if the chosen answers' likelihood falls all the way in the ``lines`` of a ``metrics.jsonl``.
 
     Losses of pairs see only the margin. It also grows where both sides become less likely, the chosen one less so.
-    Then the model moves to answers that are in no pair (arXiv:2404.04626). None: the likelihood rises somewhere, or too
-    few lines have it.
+    Then the model moves to answers that are in no pair (arXiv:2404.04626). There is no warning if the
+    likelihood rises somewhere, or too few lines have it.
     """
     held_out = [line["val_logprobs_chosen"] for line in lines if "val_logprobs_chosen" in line]
     rewards = [line["reward_chosen"] for line in lines if "reward_chosen" in line and "kl" in line]
@@ -117,7 +117,7 @@ class TrackioLogger(MetricLoggerInterface):
 
     Args:
         project: name of a group of runs.
-        name: the run's name; a resumed run with this name continues its curves. None: trackio chooses one.
+        name: the run's name; a resumed run with this name continues its curves. By default trackio chooses one.
         more: other arguments of ``trackio.init``, such as ``server_url``.
 
     Raises:
@@ -158,7 +158,7 @@ class TrackioLogger(MetricLoggerInterface):
 
 
 def describe_lost(path: Path, steps: int, logged: Collection[int]) -> str:
-    """Describe which of the finished ``steps`` the lines of ``path`` lack, which has those ``logged``; empty: none."""
+    """Describe which of the finished ``steps`` ``path`` lacks, which has those ``logged``. Empty if it has all."""
     lost = set(range(1, steps + 1)).difference(logged)
     if not lost:
         return ""

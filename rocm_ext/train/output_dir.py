@@ -109,7 +109,7 @@ class OutputDir:
 
         Args:
             config: text of ``config.yaml``.
-            step: number of the checkpoint that the run resumes. None: a fresh run, for which ``metrics.jsonl`` loses
+            step: number of the checkpoint that the run resumes. None for a fresh run, for which ``metrics.jsonl`` loses
                 all lines, and ``hardware.jsonl`` and the records of answers go.
             keeps: whether a resumed run keeps a line of ``metrics.jsonl``.
         """

@@ -115,7 +115,8 @@ class Trainer(Training):
 
     def position(self) -> dict[str, int]:
         """Return step and epoch, from 1."""
-        return {"step": self.step, "epoch": (self.step - 1) // self.steps.per_epoch + 1}
+        epoch = (self.step - 1) // self.steps.per_epoch + 1
+        return {"step": self.step, "epoch": epoch}
 
     def identity(self) -> dict[str, str | int | None]:
         """Return what a run shares with the one it resumes, in addition to the config."""
@@ -247,13 +248,15 @@ class Trainer(Training):
 
     @property
     def _validation_is_due(self) -> bool:
-        due = self.step % (self.cfg.run_val_every_n_steps or self.steps.per_epoch) == 0
+        every = self.cfg.run_val_every_n_steps or self.steps.per_epoch
+        due = self.step % every == 0
         return due and self.validation_rows is not None and self.step > self.validated
 
     @property
     def _evaluation_is_due(self) -> bool:
-        due = self.step % (self.cfg.eval_every_n_steps or self.steps.per_epoch) == 0
-        due = due or self.step == self.total_steps or self.stopped_early
+        every = self.cfg.eval_every_n_steps or self.steps.per_epoch
+        ends = self.step == self.total_steps or self.stopped_early
+        due = ends or self.step % every == 0
         return due and self.evaluation is not None and self.step > self.evaluated
 
     @property

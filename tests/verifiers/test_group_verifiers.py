@@ -256,7 +256,7 @@ def phase(folder, samples, stop_after=None, node=RARE):
         job = Job(
             "test", requests, prompts, *Records(folder, Ranks(None), 0, -1).phase(1, "sample")
         )
-        return Rollout.begin(job, workers, lambda: nullcontext(session)).finish().results
+        return Rollout(job, workers, lambda: nullcontext(session)).finish().results
 
 
 def rewards(results):
