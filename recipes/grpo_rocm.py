@@ -49,8 +49,8 @@ class GRPO(Loop):
     logs_long_rollouts_only = True
     sessions_stay_open = True
 
-    def __init__(self, cfg: DictConfig, **classes: Any) -> None:
-        super().__init__(cfg, **classes)
+    def __init__(self, cfg: DictConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(cfg, *args, **kwargs)
         self.filled = filled(cfg)
         log.info("%s", describe(self.filled))
         self.sampling = replace(self.sampling, logprobs_temperature=cfg.temperature)
