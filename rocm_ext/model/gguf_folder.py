@@ -43,9 +43,8 @@ def folder_of(name: str) -> Path | None:
     path = _file_of(Path(name))
     if path is None:
         return None
-    files = parts_of(
-        Path(os.path.abspath(path))
-    )  # links are not followed: their targets may have other names
+    # links are not followed: their targets may have other names
+    files = parts_of(Path(os.path.abspath(path)))
     beside = [path.parent / name for name in _BESIDE if (path.parent / name).is_file()]
     cache = cache_folder()
     if cache is None:
@@ -99,9 +98,7 @@ def _file_of(path: Path) -> Path | None:
     if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
         return None
     files = sorted(path.glob(f"*{SUFFIX}"))
-    models = {
-        parts_of(file)[0] for file in files if not file.name.startswith("mmproj")
-    }  # vision encoders
+    models = {parts_of(file)[0] for file in files if not file.name.startswith("mmproj")}
     if len(models) > 1:
         some = ", ".join(file.name for file in files[:3])
         raise UserError(f"{path} has {len(models)} models, {some}; name one")
@@ -120,9 +117,8 @@ def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
             )
     made = True
     try:
-        with explain_errors(
-            f"{first.path} has metadata that cannot be read"
-        ):  # values may have any type
+        # values may have any type
+        with explain_errors(f"{first.path} has metadata that cannot be read"):
             content = llama_cpp.config_of(files)
         (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
         llama_cpp.check_config(folder, first)
@@ -183,16 +179,13 @@ def _tokenizer(file: GgufFile) -> Json:
         if len(pair) == 2 and {*pair, made} <= vocabulary.keys():
             usable.append(pair)
     check(bool(usable), "describes no merges of its tokenizer")
+    unknown = None
+    takes_words = False
     if pieces:
-        unknown = tokens[types.index(_UNKNOWN)] if _UNKNOWN in types else None
+        if _UNKNOWN in types:
+            unknown = tokens[types.index(_UNKNOWN)]
         has_prefix = of.get("tokenizer.ggml.add_space_prefix", True) is True
         steps = _of_pieces(kind == "llama" and has_prefix)
-        model = {
-            "unk_token": unknown,
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "ignore_merges": False,
-        }
     else:
         level = {
             "type": "ByteLevel",
@@ -207,26 +200,26 @@ def _tokenizer(file: GgufFile) -> Json:
             "decoder": level,
         }
         takes_words = pre in pre_tokenizers.TAKES_WORDS
-        model = {
-            "unk_token": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": takes_words,
-        }
     begins = pieces or pre in pre_tokenizers.BEGINS
     bos = _id(of, "bos")
     if bos is not None and of.get("tokenizer.ggml.add_bos_token", begins) is True:
         steps["post_processor"] = _with_bos(bos, tokens[bos])
-    head = {
+    model = {
+        "type": "BPE",
+        "unk_token": unknown,
+        "fuse_unk": pieces,
+        "byte_fallback": pieces,
+        "ignore_merges": takes_words,
+        "vocab": vocabulary,
+        "merges": usable,
+    }
+    return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": _added(tokens, types),
-    }
-    return {
-        **head,
         **steps,
-        "model": {"type": "BPE", **model, "vocab": vocabulary, "merges": usable},
+        "model": model,
     }
 
 

@@ -22,7 +22,7 @@ from rocm_ext.base.supervised import beat
 from rocm_ext.model.families import foreign_config, read_architecture, stored_format
 from rocm_ext.model.names import EMBEDDINGS_WEIGHT, OUTPUT_WEIGHT, Names, NativeNames
 from rocm_ext.model.weights import llama_cpp
-from rocm_ext.model.weights.gguf_files import AGAIN, SHAPES, SUFFIX, GgufFile, files_in, links_in
+from rocm_ext.model.weights.gguf_files import AGAIN, SUFFIX, GgufFile, files_in, links_in, shapes_in
 from rocm_ext.model.weights.quantized import Quantized, stored
 from rocm_ext.model.weights.unpack import unpack
 
@@ -30,11 +30,8 @@ MODEL_KEY = "model"  # of a state, as in torchtune.training
 HF = "HF"  # the model_type of weights in Hugging Face's row order
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 TABLES = ("rotary_emb.inv_freq", ".position_ids")  # in old files; config.json decides them
-_QUANTISED = (
-    ("", "_scale_inv"),
-    ("", "_scale"),
-    ("_blocks", "_scales"),
-)  # ends of names of values and of scales
+# ends of names of values and of scales
+_QUANTISED = (("", "_scale_inv"), ("", "_scale"), ("_blocks", "_scales"))
 # activations stay in 16 bits
 _OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 _DTYPES = {
@@ -116,13 +113,15 @@ def weight_files(folder: Path) -> list[str]:
     Raises:
         UserError: the folder has none, or lacks some that the index names.
     """
-    if (files := files_in(folder)) is not None:
+    files = files_in(folder)
+    if files:
         return files[:1]
     for stem, suffix in _STEMS:
         index = folder / f"{stem}{suffix}.index.json"
         if index.is_file():
             names = _indexed(index)
-            if missing := [name for name in names if not (folder / name).is_file()]:
+            missing = [name for name in names if not (folder / name).is_file()]
+            if missing:
                 raise UserError(
                     f"{folder} lacks {len(missing)} of {len(names)} weight files, first {missing[0]}; "
                     f"{how_to_download(folder)}"
@@ -136,13 +135,14 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def blocks_in(folder: Path) -> dict[str, Quantized]:
-    """Return the weights in blocks of a folder's GGUF files, on the meta device; {}: it has no such files."""
+    """Return the weights in blocks of a folder's GGUF files, on the meta device. Empty without such files."""
     if not files_in(folder):
         return {}
     with torch.device("cpu"):  # models are built on the meta device
         stored = _Gguf(folder)
     weights = {name: stored.on_meta(name) for name in stored.names}
-    if apart := [name for name in weights if len(stored.kinds(name)) > 1]:
+    apart = [name for name in weights if len(stored.kinds(name)) > 1]
+    if apart:
         log.warning(
             "%d weights, first %s, are stored as %s; they are unpacked as they are loaded",
             len(apart), apart[0], " and ".join(sorted(stored.kinds(apart[0]))),
@@ -229,7 +229,8 @@ class StoredWeights(Mapping[str, Tensor]):
                     scales[name] = scale
         if not weights:
             return
-        if (form := stored_format(folder)) is not None:
+        form = stored_format(folder)
+        if form is not None:
             self._block = form.block
         joined = set(scales.values())
         before = self._stored
@@ -427,7 +428,7 @@ class _Gguf:
     """
 
     def __init__(self, folder: Path) -> None:
-        opened = [GgufFile(Path(path)) for path in files_in(folder) or ()]
+        opened = [GgufFile(Path(path)) for path in files_in(folder)]
         files = [_Blocks(file) for file in opened]
         self.path = opened[0].path
         self._files = {name: file for file in files for name in file.names}
@@ -441,8 +442,7 @@ class _Gguf:
                     f"{error}: it has changed; set model.checkpoint_dir={self.path}"
                 ) from error
         self._parts = llama_cpp.places(folder, opened[0], self._files)
-        shapes = folder / SHAPES
-        self._shapes = (json_object(shapes.read_bytes()) or {}) if shapes.is_file() else {}
+        self._shapes = shapes_in(folder)
         self.names = sorted(self._parts)
 
     def kinds(self, name: str) -> set[str]:

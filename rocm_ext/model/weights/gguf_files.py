@@ -28,15 +28,6 @@ _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's type
 _TYPES = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
           14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
           23: "IQ4_XS", 39: "MXFP4"}  # fmt: skip
-_OTHERS = {
-    19: "IQ1_S",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    40: "NVFP4",
-    41: "Q1_0",
-    42: "Q2_0",
-}  # not unpacked here
 _SCALARS = {
     0: "<B",
     1: "<b",
@@ -125,19 +116,16 @@ class GgufFile:
         if self._file.read(4) != b"GGUF":
             raise UserError(f"{self.path} is no GGUF file")
         version, tensors, keys = self._fields("<IQQ")
-        if version in (2 << 24, 3 << 24):
-            raise UserError(
-                f"{self.path} is big-endian; gguf-convert-endian of the package gguf writes a little-endian file"
-            )
         if version not in (2, 3):
-            raise UserError(f"{self.path} is of GGUF's version {version}; expected 2 or 3")
+            raise UserError(
+                f"{self.path} is of GGUF's version {version}; expected a little-endian file of version 2 or 3"
+            )
         self._expect(max(tensors, keys) <= _MOST)
         metadata = {}
         for _ in range(keys):
             key = self._text()
             metadata[key] = self._value(*self._fields("<I"))
         entries = [self._entry() for _ in range(tensors)]
-        self._expect(len({name for name, *_ in entries}) == tensors)
         step = metadata.get("general.alignment", 32)
         self._expect(type(step) is int and 1 <= step <= _MOST)
         begin = self._file.tell()
@@ -145,6 +133,7 @@ class GgufFile:
         places = {}
         for name, shape, kind, at in entries:
             places[name] = self._place(name, shape, kind, begin + at)
+        self._expect(len(places) == tensors)
         return metadata, places
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -160,10 +149,9 @@ class GgufFile:
         if kind in _PLAIN:
             return Place(shape, "", _PLAIN[kind], begin)
         if kind not in _TYPES:
-            found = _OTHERS.get(kind, kind)
             expected = ", ".join(_TYPES.values())
             raise UserError(
-                f"{self.path}: {name} is of ggml's type {found}; expected F32, F16, BF16, {expected}"
+                f"{self.path}: {name} is of ggml's type {kind}; expected F32, F16, BF16, {expected}"
             )
         blocks = _TYPES[kind]
         values, _ = BLOCKS[blocks]
@@ -204,44 +192,49 @@ class GgufFile:
 def parts_of(path: Path) -> list[Path]:
     """Return all files of a model, in order: the file, or all parts of a split model."""
     match = _PART.fullmatch(path.name)
-    count = int(match[3]) if match else 0
-    if match is None or not count:
+    if match is None or match[3] == "00000":
         return [path]
+    count = int(match[3])
     files = [
         path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf")
         for number in range(1, count + 1)
     ]
-    if missing := [file.name for file in files if not file.is_file()]:
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
         raise UserError(
             f"{path.parent} lacks {len(missing)} of {count} parts of the model, first {missing[0]}"
         )
     return files
 
 
-def links_in(folder: Path) -> Json:
-    """Return the content of :data:`LINKS`: ``files``, and ``made``: whether ``config.json`` was made from metadata."""
-    path = folder / LINKS
+def _content_of(path: Path) -> Json:
     if not path.is_file():
         return {}
-    return json_object(path.read_bytes()) or {"files": []}
+    return json_object(path.read_bytes()) or {}
 
 
-def files_in(folder: Path) -> list[str] | None:
-    """Return the paths of the GGUF files that a folder names, or None if it names none."""
-    files = links_in(folder).get("files")
-    if files is None:
-        return None
-    refuse(
-        f"{file} is gone; it holds the model's weights"
-        for file in files
-        if not Path(file).is_file()
-    )
+def links_in(folder: Path) -> Json:
+    """Return the content of :data:`LINKS`: ``files``, and ``made``: whether ``config.json`` was made from metadata."""
+    return _content_of(folder / LINKS)
+
+
+def shapes_in(folder: Path) -> Json:
+    """Return the shapes in a folder's :data:`SHAPES`, by name. Empty without such a file."""
+    return _content_of(folder / SHAPES)
+
+
+def files_in(folder: Path) -> list[str]:
+    """Return the paths of the GGUF files that a folder names. Empty if it names none."""
+    files = links_in(folder).get("files") or []
+    gone = (file for file in files if not Path(file).is_file())
+    refuse(f"{file} is gone; it holds the model's weights" for file in gone)
     return files
 
 
 def refuse_merging(folder: Path, instead: str) -> None:
     """Refuse to merge an adapter into GGUF files of a folder; the message advises ``instead``."""
-    if files := files_in(folder):
+    files = files_in(folder)
+    if files:
         raise UserError(
             f"an adapter merged into the blocks of {files[0]} would be rounded away; {instead}"
         )

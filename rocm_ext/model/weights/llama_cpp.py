@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rocm_ext.base.errors import UserError, explain_errors, refuse
-from rocm_ext.base.files import json_object
 from rocm_ext.base.types import Json
 from rocm_ext.model.families import (
     CONFIG,
@@ -29,22 +28,21 @@ from rocm_ext.model.families import (
     read_architecture,
     read_rope,
 )  # fmt: skip
-from rocm_ext.model.names import OUTPUT_WEIGHT, last_part, stored_names
-from rocm_ext.model.weights.gguf_files import SHAPES, GgufFile, Metadata, files_in
+from rocm_ext.model.names import OUTPUT_WEIGHT, stored_names
+from rocm_ext.model.weights.gguf_files import GgufFile, Metadata, Place, files_in, shapes_in
 from rocm_ext.model.weights.quantized import of_blocks
 
 _SCRIPT = "convert_hf_to_gguf.py from llama.cpp's sources"
 CONVERTER = (
     f"try python {_SCRIPT}, on the model's folder, or on the DIR of --merged if there is an adapter"
 )
-_FACTORS, _STILL = "rope_freqs.weight", 1e30
+_FACTORS = "rope_freqs.weight"
+_STILL = 1e30  # divisor of frequencies that stay still
 # keys that do not change the function, or repeat other keys
 _OPTIONAL = {"vocab_size", "head_count_kv", "key_length", "value_length", "final_logit_softcapping",
              "sliding_window_pattern", "rope_freq_base_swa", "rope_dimension_sections"}  # fmt: skip
-_LAYERS, _LARGEST = (
-    1000,
-    2**28,
-)  # the most layers, and the largest of other sizes, which are positions
+_MOST_LAYERS = 1000
+_LARGEST = 2**28  # of other sizes, which are positions
 # sizes that may be 0
 _OR_NONE = {"shared_kv_layers", "embedding_length_per_layer_input", "feed_forward_length", "final_logit_softcapping",
             "rope_dimension_sections"}  # fmt: skip
@@ -60,7 +58,11 @@ _KINDS = {
 }
 
 
-Change = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]  # of values, and back
+class Change(NamedTuple):
+    """A change of a weight's values."""
+
+    to_llama: Callable[[Tensor], Tensor]
+    from_llama: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Part:
         rows: rows of the weight, or of every expert's weight, after ``change``.
         heads: shape [a, b, width] of the columns after ``change``, which llama.cpp orders as [b, a, width]. None if
             the order is the same.
-        change: functions on the weight's values, to llama.cpp and back. None if values stay.
+        change: change of the weight's values. None if values stay.
     """
 
     name: str
@@ -83,8 +85,7 @@ class Part:
     def of(self, weight: Tensor) -> Tensor:
         """Return the part of a weight, [..., rows, columns] or, of a vector or biases, [..., rows]."""
         if self.change is not None:
-            to_llama, _ = self.change
-            weight = to_llama(weight)
+            weight = self.change.to_llama(weight)
         if self.is_vector(weight):
             return weight[..., self.rows]
         return self.columns_of(weight[..., self.rows, :])
@@ -109,17 +110,17 @@ def joined(parts: Sequence[Part], tensors: Sequence[Tensor], kind: str) -> Tenso
         tensors: llama.cpp's tensors, one per part: numbers, or bytes of blocks.
         kind: kind of the blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`. Empty for numbers.
     """
-    first, *others = parts
+    first = parts[0]
     weight = tensors[0]
     is_vector = first.is_vector(weight)
     dim = -1 if is_vector else -2
     if kind and is_vector:
         raise ValueError(f"{first.name} has blocks of {kind}; expected numbers")
     if any(tensor.shape != weight.shape for tensor in tensors):
-        raise ValueError(f"{first.name} and {others[-1].name} have different shapes")
+        raise ValueError(f"{first.name} and {parts[-1].name} have different shapes")
     if isinstance(first.rows, Tensor) and weight.shape[dim] != len(first.rows):
         raise ValueError(f"{first.name} has {weight.shape[dim]} rows instead of {len(first.rows)}")
-    if others:
+    if len(parts) > 1:
         shape = list(weight.shape)
         shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
         weight = weight.new_empty(shape)
@@ -139,10 +140,7 @@ def joined(parts: Sequence[Part], tensors: Sequence[Tensor], kind: str) -> Tenso
         weight = of_blocks(weight, kind, heads=swapped)
     elif swapped:
         weight = replace(first, heads=swapped).columns_of(weight)
-    if first.change is None:
-        return weight
-    _, from_llama = first.change
-    return from_llama(weight)
+    return weight if first.change is None else first.change.from_llama(weight)
 
 
 @dataclass(frozen=True)
@@ -198,13 +196,14 @@ class GgufNames:
         self.arch = gguf.MODEL_ARCH_NAMES[kind]
         self._map = gguf.get_tensor_name_map(kind, layout.layers)
 
-    def find(self, hf: str) -> str | None:
-        """Return llama.cpp's name of a weight, or None if it has none."""
-        return self._map.get_name(hf, try_suffixes=(".weight", ".bias", ".scale"))
+    def find(self, hf: str) -> str:
+        """Return llama.cpp's name of a weight. Empty if it has none."""
+        return self._map.get_name(hf, try_suffixes=(".weight", ".bias", ".scale")) or ""
 
     def name(self, hf: str) -> str:
         """Return llama.cpp's name of a weight, or refuse it."""
-        if (llama_name := self.find(hf)) is None:
+        llama_name = self.find(hf)
+        if not llama_name:
             raise UserError(f"{hf} has no place in llama.cpp's {self.arch}; {CONVERTER}")
         return llama_name
 
@@ -215,19 +214,18 @@ def read_layout(folder: Path) -> Layout:
     Raises:
         UserError: llama.cpp or this module does not know the model, or llama.cpp computes another function.
     """
-    if (config := foreign_config(folder, trust_remote_code=True)) is None:
+    config = foreign_config(folder, trust_remote_code=True)
+    if config is None:
         return _of_native(folder, read_architecture(folder))
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         text = config
     row = _ROWS.get(str(text.get("model_type")))
     if row is None or "auto_map" in config:
-        named = config.get("architectures")
-        name = named[0] if isinstance(named, list) and named else config.get("model_type")
-        raise UserError(f"{name} is not written to GGUF files here; {CONVERTER}")
-    with explain_errors(
-        str(folder / CONFIG)
-    ):  # transformers and the table's functions raise anything
+        named = config.get("architectures") or [config.get("model_type")]
+        raise UserError(f"{named[0]} is not written to GGUF files here; {CONVERTER}")
+    # transformers and the table's functions raise anything
+    with explain_errors(str(folder / CONFIG)):
         return _of_transformers(folder, row)
 
 
@@ -283,15 +281,15 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
     }
     factors = _factors(a.head_dim, a.rope) if a.rope.kind == "llama3" else None
 
+    row_heads = {"q_proj": a.heads, "k_proj": a.kv_heads}
+
     def parts(name: str) -> list[Part]:
         if a.tied and name == OUTPUT_WEIGHT:
             return []
-        module, _, _ = name.rpartition(".")
-        layer = last_part(module)
-        if arch != "LLAMA" or layer not in ("q_proj", "k_proj"):
+        heads = row_heads.get(name.split(".")[-2])
+        if arch != "LLAMA" or heads is None:
             return [Part(name)]
         # in Hugging Face's files, the two halves of a head rotate together; llama.cpp's Llama rotates neighbours
-        heads = a.heads if layer == "q_proj" else a.kv_heads
         halves = torch.arange(heads * a.head_dim).view(heads, 2, a.head_dim // 2)
         neighbours = halves.transpose(1, 2)  # [heads, head_dim / 2, 2]
         return [Part(name, neighbours.flatten())]
@@ -310,17 +308,13 @@ def places(folder: Path, first: GgufFile, stored: Collection[str]) -> dict[str, 
     layout = read_layout(folder)
     names = GgufNames(layout)
     weights: dict[str, list[Part]] = {}
-    path = folder / SHAPES
     known = {_FACTORS}
-    expected: Collection[str] = stored_names(layout.layers)
-    if path.is_file():
-        expected = json_object(path.read_bytes()) or {}
-    for name in expected:
+    for name in shapes_in(folder) or stored_names(layout.layers):
         ways = [layout.parts(name)]
         if name.endswith("gate_up_proj"):
             ways.append([Part(f"{name}.weight")])
         for way in ways:
-            parts = [replace(part, name=names.find(part.name) or "") for part in way]
+            parts = [replace(part, name=names.find(part.name)) for part in way]
             missing = [part.name for part in parts if part.name not in stored]
             if len(missing) == len(parts):
                 continue
@@ -339,7 +333,7 @@ def _ahead(file: GgufFile) -> int:
     if not file.architecture.startswith("qwen35"):
         return 0
     layers = file.metadata.get(f"{file.architecture}.nextn_predict_layers")
-    if type(layers) is not int or layers not in range(_LAYERS + 1):
+    if type(layers) is not int or layers not in range(_MOST_LAYERS + 1):
         return 0
     return layers
 
@@ -358,11 +352,12 @@ def config_of(files: Sequence[GgufFile]) -> Json:
         if not fits:
             raise UserError(f"{file.path}: {arch}.{problem}")
 
-    places: dict[str, Any] = {}
+    places: dict[str, Place] = {}
     for part in files:
         places |= part.places
     kind, row = _family_of(file)
-    if len(getattr(places.get("token_embd.weight"), "shape", ())) != 2:
+    embeddings = places.get("token_embd.weight")
+    if embeddings is None or len(embeddings.shape) != 2:
         raise UserError(f"{file.path} lacks token_embd.weight, the embeddings")
     name = MODEL_TYPES.get(kind) or _class_of(kind, file)
     config: Json = {"architectures": [name], "model_type": kind}
@@ -387,7 +382,7 @@ def config_of(files: Sequence[GgufFile]) -> Json:
             check(same, f"{stored} is {value}, but {theirs} {config[theirs]}")
     width = values.get("key_length", config["hidden_size"] // config["num_attention_heads"])
     config["head_dim"] = width
-    config["vocab_size"] = places["token_embd.weight"].shape[0]
+    config["vocab_size"] = embeddings.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in places
     if row is None:
         biased_qkv = arch == "llama" and "blk.0.attn_q.bias" in places
@@ -431,12 +426,10 @@ def _family_of(file: GgufFile) -> tuple[str, "_Row | None"]:
 
 def _class_of(kind: str, file: GgufFile) -> str:
     """Return transformers' name of the class of a model_type."""
-    with suppress(ImportError):
+    with suppress(ImportError, KeyError):
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-        if name is not None:
-            return name
+        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     raise UserError(
         f"{file.path} needs a transformers that knows {kind}: pip install 'torchtune-rocm[transformers]'"
     )
@@ -450,13 +443,12 @@ def _problem_of(key: str, value: Any) -> str:
         return "" if kinds <= {bool} else "expected booleans"
     if not kinds <= {int, float}:
         return "expected a number"
-    most = _LAYERS if key == "block_count" else _LARGEST
+    most = _MOST_LAYERS if key == "block_count" else _LARGEST
     least: float = 1e-12 if float in kinds else 1
     if key in _OR_NONE:
         least = 0
-    if all(least <= value <= most for value in values):
-        return ""
-    return f"expected {least} to {most}"
+    fits = all(least <= value <= most for value in values)
+    return "" if fits else f"expected {least} to {most}"
 
 
 def check_config(folder: Path, file: GgufFile) -> None:
@@ -513,7 +505,7 @@ def _keys(file: GgufFile) -> Metadata:
     pattern = "attention.sliding_window_pattern"
     period = keys.get(pattern)
     layers = keys.get("block_count", 0)
-    if type(period) is int and layers in range(_LAYERS):
+    if type(period) is int and layers in range(_MOST_LAYERS):
         keys[pattern] = [layer % max(period, 1) > 0 for layer in range(1, layers + 1)]
     return keys
 
@@ -584,18 +576,18 @@ def _rope_of(files: Sequence[GgufFile], keys: Metadata, config: Json, proportion
             "factor": factor,
             "partial_rotary_factor": 2 * turned / width,
         }
-        same = fits and torch.equal(factors, _first_dimensions(width, turned, factor))
+        computed = _first_dimensions(width, turned, factor)
     else:
         family = "Llama 3"
-        rope |= {"rope_type": "llama3", "factor": round(float(factors.max()), 3)}
         rope |= {
+            "rope_type": "llama3",
+            "factor": round(float(factors.max()), 3),
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
         computed = _factors(width, read_rope({"rope_parameters": rope}, 1))
-        same = fits and torch.allclose(computed, factors, 1e-4)
-    if not same:
+    if not fits or not torch.allclose(computed, factors, 1e-4):
         raise UserError(
             f"{path}: {_FACTORS} are not {family}'s; put the model's config.json beside the file"
         )
@@ -721,10 +713,10 @@ def _of_transformers(folder: Path, row: _Row) -> Layout:
     )
 
 
-_PLUS_ONE: Change = (lambda weight: weight.float() + 1, lambda stored: stored.float() - 1)
-_DECAY: Change = (lambda weight: -weight.float().exp(), lambda stored: (-stored.float()).log())
-_FLAT: Change = (lambda weight: weight.squeeze(1), lambda stored: stored.unsqueeze(1))
-_TRANSPOSED: Change = (lambda weight: weight.transpose(1, 2), lambda stored: stored.transpose(1, 2))
+_PLUS_ONE = Change(lambda weight: weight.float() + 1, lambda stored: stored.float() - 1)
+_DECAY = Change(lambda weight: -weight.float().exp(), lambda stored: (-stored.float()).log())
+_FLAT = Change(lambda weight: weight.squeeze(1), lambda stored: stored.unsqueeze(1))
+_TRANSPOSED = Change(lambda weight: weight.mT, lambda stored: stored.mT)
 
 
 def _experts(name: str, config: Any) -> list[Part]:
@@ -900,14 +892,16 @@ def _back_to_windows(every: int, values: Metadata, config: Json) -> Json:
     return {"layer_types": _kinds(config["num_hidden_layers"], every, "sliding_attention")}
 
 
-def _back_to_gemma_3(values: Metadata, config: Json) -> Json:
+def _back_to_gemma(values: Metadata, config: Json) -> Json:
+    """Return the entries that Gemma 3 and 4 have."""
     base = values.get("rope_freq_base_swa", 10_000.0)
     sliding = {"rope_type": "default", "rope_theta": base}
-    return _back_to_windows(6, values, config) | {
-        "rope_parameters": {
-            "full_attention": config["rope_parameters"],
-            "sliding_attention": sliding,
-        },
+    ropes = {"full_attention": config["rope_parameters"], "sliding_attention": sliding}
+    return _back_to_windows(6, values, config) | {"rope_parameters": ropes}
+
+
+def _back_to_gemma_3(values: Metadata, config: Json) -> Json:
+    return _back_to_gemma(values, config) | {
         "query_pre_attn_scalar": _gemma_3_scale(SimpleNamespace(**config)),
         "final_logit_softcapping": config.get("final_logit_softcapping") or None,
     }
@@ -930,19 +924,14 @@ def _back_to_gemma_4(values: Metadata, config: Json) -> Json:
     widths = values["feed_forward_length"]
     if not isinstance(widths, list):
         widths = [widths]
-    layers = _back_to_windows(6, values, config)
+    layers = _back_to_gemma(values, config)
     heads = values["head_count_kv"]
     if not isinstance(heads, list):
         heads = [heads] * len(layers["layer_types"])
     by_kind = dict(zip(layers["layer_types"], heads, strict=True))
     few = by_kind.get("full_attention", heads[0])
     many = by_kind.get("sliding_attention", heads[0])
-    sliding = {"rope_type": "default", "rope_theta": values["rope_freq_base_swa"]}
     return layers | {
-        "rope_parameters": {
-            "full_attention": config["rope_parameters"],
-            "sliding_attention": sliding,
-        },
         "head_dim": values["key_length_swa"],
         "global_head_dim": values["key_length"],
         "num_key_value_heads": many,

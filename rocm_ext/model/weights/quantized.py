@@ -25,7 +25,6 @@ _MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 _E2M1 = [*_MAGNITUDES, *(-value for value in _MAGNITUDES)]
 _PAIRS = [[_E2M1[byte % 16], _E2M1[byte // 16]] for byte in range(256)]
 _WHAT = "the product in FP8"
-_SAID = ("quantize_base=fp8: products in FP8", "quantize_base=fp8: weights are dequantised")
 _PIECE = 1 << 23  # bytes of ggml's blocks that are checked at a time
 
 
@@ -185,9 +184,8 @@ class Quantized(Tensor):
     def _scaled(self) -> Tensor:
         """Return the values of FP8 or MXFP4, multiplied by their scales: [..., out, in]."""
         if self.packed.dtype == torch.uint8:
-            table = (
-                _pairs.__wrapped__ if isinstance(self.packed, FakeTensor) else _pairs
-            )  # do not cache a fake table
+            # do not cache a fake table
+            table = _pairs.__wrapped__ if isinstance(self.packed, FakeTensor) else _pairs
             numbers = self.packed.flatten().int()
             pairs = table(self.dtype, self.device).index_select(0, numbers)  # [pairs, 2]
             values = pairs.view(*self.packed.shape[:-2], -1)
@@ -253,10 +251,9 @@ def _joined(join: Callable[..., Tensor], weights: Sequence[Any], dim: int) -> Qu
     first = weights[0]
     if first.transposed or dim > first.ndim - 2:
         return None
-    if not all(
-        isinstance(weight, Quantized) and weight._rest() == first._rest() for weight in weights
-    ):
-        return None
+    for weight in weights:
+        if not isinstance(weight, Quantized) or weight._rest() != first._rest():
+            return None
     packed = join([weight.packed for weight in weights], dim)
     scale = join([weight.scale for weight in weights], dim)
     return Quantized(packed, scale, *first._rest())
@@ -344,9 +341,8 @@ def stored(name: str, packed: Tensor, scale: Tensor, block: tuple[int, int] = (0
         sides = high or rows or 1, wide or columns or 1
         if list(scale.shape) == [*before, *_counts(rows, columns, sides)]:
             return Quantized(packed, scale, sides, torch.bfloat16)
-    size = list(block) if any(block) else None
     raise ValueError(
-        f"{name} has values {list(packed.shape)} and scales {list(scale.shape)}, with weight_block_size {size}"
+        f"{name} has values {list(packed.shape)} and scales {list(scale.shape)}, with weight_block_size {list(block)}"
     )
 
 
@@ -386,9 +382,8 @@ def _by_rows(values: Tensor) -> tuple[Tensor, Tensor]:
         if arch.startswith("gfx94"):  # CDNA 3; CDNA 4 has the standard's
             kind = torch.float8_e4m3fnuz
     largest = values.abs().amax(-1, keepdim=True).float()
-    scale = torch.where(
-        largest == 0, 1.0, largest / torch.finfo(kind).max
-    )  # NaN stays, for finite_part
+    # NaN stays, for finite_part
+    scale = torch.where(largest == 0, 1.0, largest / torch.finfo(kind).max)
     return (values / scale).to(kind), scale
 
 
@@ -444,31 +439,21 @@ def expect(decoder: Any, form: StoredFormat | None, quantizes: bool = False) -> 
     from torchtune.modules.peft import DoRALinear, LoRALinear  # here, because it takes a second
 
     decoder.quantizes = quantizes
-    inside = next(
-        f"{name}." for name, module in decoder.named_modules() if module is decoder.layers
-    )
-    for name, module in decoder.named_modules():
-        if not name.startswith(inside) or name.endswith((".lora_a", ".lora_b")):
+    names = {module: name for name, module in decoder.named_modules()}
+    for below, module in decoder.layers.named_modules():
+        if below.endswith((".lora_a", ".lora_b")):
             continue
-        transposed = bool(getattr(module, "is_transposed", False))
-        keys = []
-        if isinstance(module, nn.Linear | LoRALinear | DoRALinear):
-            if form.kind == "fp8":
-                keys = ["weight"]
-        elif hasattr(module, "is_transposed"):  # transformers' mark of fused experts
-            keys = [
-                key
-                for key, parameter in module.named_parameters(recurse=False)
-                if parameter.ndim == 3
-            ]
-        for key in keys:
-            published = decoder.names.published(f"{name}.{key}")
+        # transformers' mark of fused experts
+        transposed = getattr(module, "is_transposed", None)
+        linear = form.kind == "fp8" and isinstance(module, nn.Linear | LoRALinear | DoRALinear)
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            fused = transposed is not None and parameter.ndim == 3
+            if not fused and not (linear and key == "weight"):
+                continue
+            published = decoder.names.published(f"{names[module]}.{key}")
             if not form.skips(published.removesuffix(".weight")):
-                setattr(
-                    module,
-                    key,
-                    stand_in(module.get_parameter(key), form.kind, form.block, transposed),
-                )
+                made = stand_in(parameter, form.kind, form.block, bool(transposed))
+                setattr(module, key, made)
     return decoder
 
 
@@ -502,7 +487,9 @@ def scaled_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether ``device`` multiplies in FP8 where a model's dtype is ``dtype``."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return False
-    return trials.works("scaled_mm", _WHAT, __name__, *_SAID)
+    used = "quantize_base=fp8: products in FP8"
+    instead = "quantize_base=fp8: weights are dequantised"
+    return trials.works("scaled_mm", _WHAT, __name__, used, instead)
 
 
 def trial(device: torch.device) -> str:
@@ -512,22 +499,17 @@ def trial(device: torch.device) -> str:
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng).to(device, torch.bfloat16)
 
-    def product(x: Tensor, weight: Quantized) -> Tensor:
-        out = scaled_product(x, weight)
-        if out is None:
-            raise NotImplementedError("shapes")
-        return out
-
     def dequantised(x: Tensor, weight: Quantized) -> Tensor:
         return x @ weight.get_original_weight()
 
-    x, grad = random(2048, 1024), random(2048, 1536)
+    x = random(2048, 1024)
+    grad = random(2048, 1536)
     weight: Any = fp8_rows(random(1536, 1024), multiplies=True)
-    calls = [(x, weight.t()), (grad, weight)]
+    pairs: list[Any] = []
+    for call in ((x, weight.t()), (grad, weight)):
+        pairs.append((partial(scaled_product, *call), partial(dequantised, *call)))
     # rounding x to FP8 changes a product by 2.6 %, and the weight's error is in both
-    return trials.compare(
-        _WHAT, [(partial(product, *call), partial(dequantised, *call)) for call in calls], 0.04
-    )
+    return trials.compare(_WHAT, pairs, 0.04)
 
 
 if __name__ == "__main__":

@@ -26,17 +26,7 @@ BLOCKS = {
 _PIECE = {"cpu": 1 << 18}
 _LARGE_PIECE = 1 << 26
 _WHAT = "the compiled unpacking of GGUF blocks"
-_SAID = ("GGUF: compiled unpacking", "GGUF: blocks are unpacked step by step")
-_E2M1 = (
-    0.0,
-    1.0,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-    8.0,
-    12.0,
-)  # twice the values, as ggml has them; its scales are half
+_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the values; ggml's scales are half
 
 
 # One operation, because the tables of some kinds are tensors, which torch.compile and plans must not look into
@@ -77,7 +67,8 @@ def _shape(packed: Tensor, kind: str) -> tuple[int, ...]:
 @cache
 def _kernel(kind: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
     """Return a compiled function, or None if compiling does not work on this machine."""
-    works = trials.works("unpack", _WHAT, __name__, *_SAID)
+    instead = "GGUF: blocks are unpacked step by step"
+    works = trials.works("unpack", _WHAT, __name__, "GGUF: compiled unpacking", instead)
     return compiled(kind, dtype) if works else None
 
 
