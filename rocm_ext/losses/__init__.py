@@ -1,7 +1,6 @@
 """Objectives of a training step. A YAML's ``loss`` names one of them, or a user's subclass of ``Objective``."""
 
 from collections.abc import Collection
-from typing import Any
 
 from torch import nn
 
@@ -28,7 +27,7 @@ _TEACH = "; start distil_rocm, which has a teacher"
 _CURES = {SIDE: "; start dpo_rocm on preferences", HIDDEN: _TEACH, LOGPROBS: _TEACH}
 
 
-def objective_of(loss: Any) -> Objective:
+def objective_of(loss) -> Objective:
     """Convert a config's ``loss`` to an objective.
 
     The plain cross-entropies of torchtune and torch become :class:`CrossEntropy`, and torchtune's losses of pairs

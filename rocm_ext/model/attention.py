@@ -171,7 +171,7 @@ class Slots:
         self._cache: SlotCache = weakref.proxy(cache)
         self.places = cache.ring(window)
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def once(self, key, make: Callable[[], Any]) -> Any:
         """See :meth:`Pass.once`."""
         return self._cache.once(key, make)
 
@@ -218,7 +218,7 @@ class Slots:
         out = sdpa(groups, keys, values, kernel, mask=self._cache.mask(q.dtype))
         return out.reshape(q.shape)
 
-    def put(self, rows: slice, prefix: Any, known: int) -> None:
+    def put(self, rows: slice, prefix, known: int) -> None:
         """Copy the first ``known`` positions of ``prefix``, the keys and values of one sequence, into slots."""
         if not known:
             return
@@ -242,7 +242,7 @@ class Pass:
     def __init__(self) -> None:
         self._made: dict[Any, Any] = {}
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def once(self, key, make: Callable[[], Any]) -> Any:
         """Return what ``make`` returned for ``key`` at the first call in this pass, in any layer."""
         if key not in self._made:
             self._made[key] = make()
@@ -297,7 +297,7 @@ class SlotCache(Pass):
 
         return self.once("mask", make)
 
-    def put(self, rows: slice, prefix: Any, known: int) -> None:
+    def put(self, rows: slice, prefix, known: int) -> None:
         """Copy the first ``known`` tokens of a prompt's cache ``prefix`` into the slots ``rows``."""
         for mine, theirs in zip(self.layers, prefix.layers, strict=True):
             mine.put(rows, theirs, known)

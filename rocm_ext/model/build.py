@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +88,7 @@ def check_quantized(
     Returns:
         Warnings: one line if the lock is lifted.
     """
-    asked: Any = "fp8" if getattr(decoder, "quantizes", False) else True
+    asked = "fp8" if getattr(decoder, "quantizes", False) else True
     four_bits = any(layer._quantize_base for _, layer in adapters(decoder))
     if asked is True and not four_bits:
         return []
@@ -171,7 +170,7 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
         )
     for name, buffer in buffers.items():
         buffer.copy_(state[plain(name)])
-    extremes: dict[str, Tensor] = {}
+    extremes = {}
     quantized = {f"{name}.weight" for name, layer in adapters(decoder) if layer._quantize_base}
     dense_weights = {plain(name): p for name, p in frozen.items() if plain(name) not in quantized}
     joined = _joined(decoder, dense_weights, ranks.device)

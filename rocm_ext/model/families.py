@@ -386,7 +386,7 @@ def _known_format(settings: ModelConfig) -> StoredFormat | None:
     method = settings.get("quant_method")
     if method == "mxfp4":
         return StoredFormat("mxfp4", (1, 32), tuple(skipped))
-    block: tuple[int, int] | None = None
+    block = None
     if method == "fp8":
         sizes = settings.get("weight_block_size", (128, 128)) or (0, 0)  # transformers' default
         rows, columns = sizes
@@ -496,7 +496,7 @@ def _yarn(parameters: ModelConfig, key: str, factor: float) -> Yarn:
     return Yarn(fast, slow, rounded, _number(parameters, "attention_factor", inferred))
 
 
-def _value(config: ModelConfig, key: str, kind: Kind, default: Any = None) -> Any:
+def _value(config: ModelConfig, key: str, kind: Kind, default=None) -> Any:
     value = default if config.get(key) is None else config[key]
     check({key: value}, {key: kind})
     return value

@@ -245,7 +245,7 @@ def _with_bos(number: int, text: str) -> Json:
     }
 
 
-def _merges_of(vocabulary: Mapping[str, int], types: Sequence[int], scores: Any) -> list[list[str]]:
+def _merges_of(vocabulary: Mapping[str, int], types: Sequence[int], scores) -> list[list[str]]:
     """Return the merges of SentencePiece's pieces, the highest score first, in llama.cpp's order."""
     if not isinstance(scores, list) or len(scores) != len(types):
         return []

@@ -353,7 +353,7 @@ def adopt(model: nn.Module, cfg_model) -> None:
     for parameter in adapter_parameters(model).values():
         parameter.requires_grad_(True)
     if missing := sorted(set(cfg_model.get("lora_attn_modules") or ()) - adapted):
-        attention: nn.Module = model.layers[0].attn  # type: ignore[index, union-attr, assignment]
+        attention = model.layers[0].attn  # type: ignore[index, union-attr, assignment]
         available = sorted(name for name, _ in attention.named_children() if name.endswith("_proj"))
         raise UserError(
             f"model.lora_attn_modules {missing} match no layer; the model has {available}"

@@ -154,7 +154,7 @@ class TorchtuneNames(Names):
         attention: a layer's attention, whose heads the converters need.
     """
 
-    def __init__(self, model_type: str, attention: Any) -> None:
+    def __init__(self, model_type: str, attention) -> None:
         from torchtune.models import convert_weights  # here, because it takes a second
         from torchtune.models.gemma2._convert_weights import gemma2_hf_to_tune, gemma2_tune_to_hf
         from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf

@@ -67,7 +67,7 @@ def remembered(what: Sequence[Any], compute: Callable[[], Any]) -> Any:
     return result
 
 
-def fingerprint(what: Any) -> str:
+def fingerprint(what) -> str:
     """Return a hash of values and of the code of their classes.
 
     Tensors count by shape and dtype, functions by name, other objects by all attributes.
@@ -79,9 +79,7 @@ def fingerprint(what: Any) -> str:
     return hashlib.sha256("\0".join(words).encode()).hexdigest()[:32]
 
 
-def _describe(
-    value: Any, words: list[str], seen: dict[int, tuple[int, Any]], modules: set[str]
-) -> None:
+def _describe(value, words: list[str], seen: dict[int, tuple[int, Any]], modules: set[str]) -> None:
     """Add a description of ``value`` to ``words``, and the modules of its classes and functions to ``modules``."""
     if isinstance(value, _PLAIN):
         words.append(repr(value))

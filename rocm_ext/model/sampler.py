@@ -83,7 +83,7 @@ class Sampler(ABC):
 
     def __init__(
         self,
-        decoder: Any,
+        decoder,
         adapted: list[tuple[Any, list[Any]]],
         memory: SequenceMemory,
         heads: int,
@@ -174,7 +174,7 @@ class Sampler(ABC):
         """Compute the keys and values of prompts, given as token ids; return one cache per prompt."""
 
     @abstractmethod
-    def step(self, tokens: Tensor, positions: Tensor, cache: Any, span: int) -> Tensor:
+    def step(self, tokens: Tensor, positions: Tensor, cache, span: int) -> Tensor:
         """Decode one token in each of the first n slots.
 
         Args:

@@ -35,7 +35,7 @@ class TokenRows(nn.Module):
     NAME = TOKEN_ROWS  # name of this module in its layers
     ids: Tensor
 
-    def __init__(self, tokens: list[int], layer: Any) -> None:
+    def __init__(self, tokens: list[int], layer) -> None:
         super().__init__()
         self.tokens = tokens
         self.disabled = False
@@ -52,12 +52,12 @@ class TokenRows(nn.Module):
     @torch.no_grad()
     def reset(self) -> None:
         """Take the base model's rows. With sharded weights every rank calls this."""
-        weight: Any = self._layer[0].weight
+        weight = self._layer[0].weight
         if hasattr(weight, "full_tensor"):
             weight = weight.full_tensor()
         self.weight.copy_(F.embedding(self.ids, weight))
 
-    def embedded(self, tokens: Tensor, base: Tensor, scale: Any = None) -> Tensor:
+    def embedded(self, tokens: Tensor, base: Tensor, scale=None) -> Tensor:
         """Replace embeddings of ``tokens`` [...] by the trained rows.
 
         ``base`` [..., d] are the base model's embeddings, ``scale`` is a factor of embeddings (Gemma 3).
@@ -94,7 +94,7 @@ class TokenRows(nn.Module):
         self.weight.copy_(layers[0].weight)
 
 
-def attach(rows: TokenRows, layer: nn.Module, tied: Any = None) -> None:
+def attach(rows: TokenRows, layer: nn.Module, tied=None) -> None:
     """Let the embeddings or the output layer, and the layer ``tied`` to it, compute with ``rows``."""
     layer.add_module(TokenRows.NAME, rows)
     changed = [layer]
@@ -107,17 +107,17 @@ def attach(rows: TokenRows, layer: nn.Module, tied: Any = None) -> None:
 
 
 @cache
-def _with_rows(kind: Any) -> type:
+def _with_rows(kind) -> type:
     name = (
         "forward" if issubclass(kind, nn.Module) else "__call__"
     )  # torchtune's TiedLinear is no module
     compute = getattr(kind, name)
 
-    def embed(self: Any, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         scale = getattr(self, "embed_scale", None)
         return self.token_rows.embedded(tokens, compute(self, tokens), scale)
 
-    def output(self: Any, hidden: Tensor) -> Tensor:
+    def output(self, hidden: Tensor) -> Tensor:
         return self.token_rows.logits(hidden, compute(self, hidden))
 
     parts: dict[str, Callable[..., Any]] = {
@@ -135,7 +135,7 @@ def token_rows(model: nn.Module) -> Iterator[tuple[str, TokenRows]]:
             yield name.removesuffix(f".{TokenRows.NAME}"), module
 
 
-def train_tokens(decoder: Any, wanted: Any, folder: Path) -> None:
+def train_tokens(decoder, wanted, folder: Path) -> None:
     """Put :class:`TokenRows` into a decoder that has no weights yet.
 
     Args:
@@ -159,7 +159,7 @@ def train_tokens(decoder: Any, wanted: Any, folder: Path) -> None:
         attach(TokenRows(tokens, layer), layer, tied)
 
 
-def _problems(layer: Any, tokens: list[int]) -> Iterator[str]:
+def _problems(layer, tokens: list[int]) -> Iterator[str]:
     """Yield the reasons why PEFT does not support such rows in a layer."""
     if hasattr(layer, "lora_a"):
         yield (
@@ -179,7 +179,7 @@ def _problems(layer: Any, tokens: list[int]) -> Iterator[str]:
         yield f"does not support output layers of the class {name}"
 
 
-def by_layer(decoder: Any, given: Mapping[str, list[int]]) -> dict[str, list[int]]:
+def by_layer(decoder, given: Mapping[str, list[int]]) -> dict[str, list[int]]:
     """Return sorted ids by :data:`EMBEDDINGS` and :data:`OUTPUT`; tied layers count as :data:`EMBEDDINGS`.
 
     ``given`` has ids by the ends of layers' names, as in PEFT's dictionaries. Other layers are refused, and different
@@ -200,7 +200,7 @@ def by_layer(decoder: Any, given: Mapping[str, list[int]]) -> dict[str, list[int
     return ids
 
 
-def trained_tokens(decoder: Any) -> dict[str, list[int]]:
+def trained_tokens(decoder) -> dict[str, list[int]]:
     """Return the ids of trained rows by layer, see :func:`by_layer`."""
     layers = _layers(decoder)
     return {
@@ -210,7 +210,7 @@ def trained_tokens(decoder: Any) -> dict[str, list[int]]:
     }
 
 
-def layer_names(decoder: Any) -> dict[str, str]:
+def layer_names(decoder) -> dict[str, str]:
     """Return the published names of :data:`EMBEDDINGS` and :data:`OUTPUT`."""
     names = {module: name for name, module in decoder.named_modules()}
     embeddings = names[decoder.tok_embeddings]
@@ -221,20 +221,20 @@ def layer_names(decoder: Any) -> dict[str, str]:
     return published
 
 
-def is_tied(decoder: Any) -> bool:
+def is_tied(decoder) -> bool:
     """Return whether the output layer of ``decoder`` is its embeddings."""
     head = getattr(decoder.output_layer, "tied_module", decoder.output_layer)
     return getattr(head, "weight", None) is decoder.tok_embeddings.weight
 
 
-def _layers(decoder: Any) -> dict[str, Any]:
+def _layers(decoder) -> dict[str, Any]:
     layers = {EMBEDDINGS: decoder.tok_embeddings}
     if not is_tied(decoder):
         layers[OUTPUT] = decoder.output_layer
     return layers
 
 
-def _numbers(tokens: Any, folder: Path, decoder: Any) -> list[int]:
+def _numbers(tokens, folder: Path, decoder) -> list[int]:
     """Return the ids of tokens, which are texts or ids."""
     given = [tokens] if isinstance(tokens, str | int) else list(tokens or ())
     texts = [token for token in given if isinstance(token, str)]

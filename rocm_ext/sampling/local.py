@@ -70,7 +70,7 @@ class LocalEngine:
         merge: bool | None = None,
         *,
         decoder: Decoder,
-        tokenizer: Any,
+        tokenizer,
         free_memory: Callable[[], int],
         trace: Trace | None = None,
         routes: bool = False,
@@ -171,7 +171,7 @@ class LocalSession:
     def __init__(
         self,
         decoder: Sampler,
-        tokenizer: Any,
+        tokenizer,
         free_memory: Callable[[], int],
         slots: int | None = None,
         graphs: bool | None = None,
@@ -257,7 +257,7 @@ class LocalSession:
                 continue
             with self._trace.part(DECODING):
                 read, new = batch.step()
-            ended: dict[int, Completion] = {}  # by slot
+            ended = {}  # by slot
             for slot, running in enumerate(batch.running):
                 completion = self._completion(running, sampling)
                 if completion is not None:

@@ -186,7 +186,7 @@ class SlotBatch:
         return int(self.slots * self._decoder.cache_bytes(self.length)) + self._logits.nbytes
 
     @torch.no_grad()
-    def admit(self, requests: list[Request], prefix: Any) -> None:
+    def admit(self, requests: list[Request], prefix) -> None:
         """Put requests of one prompt into free slots; ``prefix`` is the cache of the prompt's tokens but the last."""
         first = len(self.running)
         rows = slice(first, first + len(requests))

@@ -86,7 +86,7 @@ def merge(
     if "auto_map" not in content:  # no Python files are needed
         beside = {name: path for name, path in beside.items() if path.suffix != ".py"}
     with replace_folder(out) as folder:
-        index: dict[str, str] = {}
+        index = {}
         size = 0
         for file in files:
             tensors = {name: merged.of(name).contiguous() for name in state.of_file(file)}
@@ -319,7 +319,7 @@ def check_mergeable(decoder: Decoder, state: Mapping[str, Tensor]) -> None:
     if converted is None:
         return
     shapes = converted.on_meta()
-    checked: set[str] = set()
+    checked = set()
     for name in changed_weights(decoder):
         if name in checked or name not in shapes:  # loading refuses missing weights
             continue

@@ -56,7 +56,7 @@ _FREE = frozenset(
 )
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value) -> bool:
     return isinstance(value, str)
 
 
@@ -88,7 +88,7 @@ _EXPECTED = {
 }
 
 
-def _are_ids(value: Any) -> bool:
+def _are_ids(value) -> bool:
     if not isinstance(value, list) or not value:
         return False
     if any(type(number) is not int or not 0 <= number < 2**31 for number in value):
@@ -281,12 +281,12 @@ def _not_computed(config: Json) -> list[str]:
     return foreign
 
 
-def _short(key: str, value: Any) -> str:
+def _short(key: str, value) -> str:
     text = " ".join(f"{key}={value!r}".split())
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _option(key: str, value: Any) -> str:
+def _option(key: str, value) -> str:
     """Return ``key=value``, quoted for a shell."""
     return f"'{key}={json.dumps(value or None)}'" if isinstance(value, dict) else f"{key}={value}"
 

@@ -10,7 +10,7 @@ PEFT changed the layout of experts' adapters in version 0.19.1 for weights [expe
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -223,7 +223,7 @@ def _on_cpu(parameter: Tensor) -> Tensor:
 
 
 def from_peft(
-    state: Mapping[str, Tensor], decoder: Decoder, names: Names, config: Any
+    state: Mapping[str, Tensor], decoder: Decoder, names: Names, config
 ) -> dict[str, Tensor]:
     """Return the adapter's tensors by the decoder's names, in its order of rows and today's layout.
 
@@ -256,9 +256,7 @@ class ExpertUpdate(NamedTuple):
     layer: ExpertLora
 
 
-def take_experts(
-    state: dict[str, Tensor], decoder: nn.Module, config: Any
-) -> dict[str, ExpertUpdate]:
+def take_experts(state: dict[str, Tensor], decoder: nn.Module, config) -> dict[str, ExpertUpdate]:
     """Remove the experts' part of an adapter from ``state``, and return it by the names of the weights.
 
     Args:

@@ -96,7 +96,7 @@ class _EachSequence(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         limit = self.config.rope_parameters["original_max_position_embeddings"]  # type: ignore[union-attr, index]
         lengths, _ = _packed.get()
-        beyond: list[bool] = []  # for each token, whether its sequence is long
+        beyond = []  # for each token, whether its sequence is long
         for length in lengths.values:
             beyond += [bool(length > limit)] * length
         if all(beyond) or not any(beyond):
@@ -120,7 +120,7 @@ def scale_each_sequence(model: nn.Module) -> None:
 
 
 def packed_mask(
-    *args: Any, mask_function: Callable[..., Any] = causal_mask_function, local_size=None, **_: Any
+    *args, mask_function: Callable[..., Any] = causal_mask_function, local_size=None, **_
 ) -> Mask:
     """Build a model's mask for the current packed rows; ``local_size`` is the size of the window or chunk."""
     lengths, kernel = _packed.get()
@@ -212,7 +212,7 @@ def slots_mask(
     kv_length: int,
     mask_function: Callable[..., Any] = causal_mask_function,
     local_size: int | None = None,
-    **_: Any,
+    **_,
 ) -> Tensor:
     """Build a model's mask for the current pass; transformers calls it.
 
@@ -280,7 +280,7 @@ def attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **others: Any,
+    **others,
 ) -> tuple[Tensor, None]:
     """Attend within packed sequences or slots; a layer of a transformers model calls it.
 

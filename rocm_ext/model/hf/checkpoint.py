@@ -30,7 +30,7 @@ _OF_TABLES = r"rotary_emb\.inv_freq$"  # in old files; config.json decides them
 class WeightNames:
     """Translates a checkpoint's tensor names to names in transformers' ``model``."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model) -> None:
         self._model = model
         self._known = model.state_dict()
         mapping = get_model_conversion_mapping(model)
@@ -215,7 +215,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return buffers
 
 
-def keep_precision(model: Any, dtype: torch.dtype) -> None:
+def keep_precision(model, dtype: torch.dtype) -> None:
     """Convert weights to fp32 that transformers always keeps so, such as routers' corrections.
 
     The other weights have ``dtype``.
@@ -248,7 +248,7 @@ class TextPart:
         return any(name == part or name.startswith(f"{part}.") for part in self.parts)
 
 
-def take_text(model: Any) -> TextPart | None:
+def take_text(model) -> TextPart | None:
     """Remove all parts of ``model`` that do not compute on text; return the text part, or None for a text model.
 
     Raises:
@@ -266,7 +266,7 @@ def take_text(model: Any) -> TextPart | None:
             f"{type(model).__name__} takes images or sound, and its text part ({text.model_type}) is not a decoder "
             "that can be trained alone"
         )
-    parts: list[str] = []
+    parts = []
     modules: set[str] = set()
     before = ""  # the module that holds the next one on the way to the body
     for inner in bodies[0].split("."):
@@ -290,7 +290,7 @@ def _join(owner: str, name: str) -> str:
     return ".".join(filter(None, (owner, name)))
 
 
-def check_causal(model: Any) -> None:
+def check_causal(model) -> None:
     """Refuse models whose tokens attend to later ones, such as PaliGemma and embedding models."""
     ways = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
     if ways and ways != "vision":

@@ -83,7 +83,7 @@ class TransformersDecoder(Decoder):
     replay: Replay | None = None
     names = Names()  # files have the same names, or `converted` translates them
 
-    def __init__(self, model: Any, architecture: str) -> None:
+    def __init__(self, model, architecture: str) -> None:
         super().__init__()
         self.architecture = architecture
         config = model.config.get_text_config()
@@ -159,7 +159,7 @@ class TransformersDecoder(Decoder):
         """The model without its output layer."""
         return self.get_submodule(self._body)
 
-    def _run(self, tokens: Tensor, **others: Any) -> Tensor:
+    def _run(self, tokens: Tensor, **others) -> Tensor:
         """Run the model without its output layer: [b, s] -> [b, s, d]."""
         return self.body(input_ids=tokens, use_cache=False, **others).last_hidden_state
 
@@ -232,7 +232,7 @@ class TransformersDecoder(Decoder):
             }
             return type(model)._from_config(config, **options)
 
-    def wrapped(self, model: Any) -> "TransformersDecoder":
+    def wrapped(self, model) -> "TransformersDecoder":
         """Return the decoder of another model of this architecture."""
         return TransformersDecoder(model, self.architecture)
 
@@ -253,7 +253,7 @@ class TransformersDecoder(Decoder):
 class _Head(nn.Module):
     """The output layer with scaling and capping: the model's forward with given hidden states."""
 
-    def __init__(self, model: Any, body: str) -> None:
+    def __init__(self, model, body: str) -> None:
         super().__init__()
         causal = copy.copy(model)
         causal._modules = {**model._modules, body: _Given(model.get_submodule(body))}
@@ -272,7 +272,7 @@ class _Head(nn.Module):
         return self.causal(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
 
-def _try_head(model: Any, head: nn.Module, width: int) -> None:
+def _try_head(model, head: nn.Module, width: int) -> None:
     """Refuse a model whose code needs more than hidden states from its body."""
     dtype = model.get_input_embeddings().weight.dtype
     hidden = torch.empty(2, width, device="meta", dtype=dtype)
@@ -302,7 +302,7 @@ class _Given(nn.Module):
                 raise
             return value
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> "_Output":
+    def forward(self, *_, inputs_embeds: Tensor, **__) -> "_Output":
         return _Output(inputs_embeds)
 
 
@@ -312,7 +312,7 @@ class _Output:
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index) -> Any:
         return (self.last_hidden_state,)[index]
 
     def __getattr__(self, name: str) -> None:
@@ -336,7 +336,7 @@ class _Tied(nn.Module):
         return F.linear(hidden, self.weight, self.bias)
 
 
-def _number(config: Any, key: str) -> int:
+def _number(config, key: str) -> int:
     try:
         value = getattr(config, key, None)
     except Exception:  # layers differ in it
@@ -442,7 +442,7 @@ def _on_meta(folder: Path, trusted: bool = False) -> Any:
                 f"{folder / CONFIG}: transformers {version} has no language model for {kind}"
             )
         packs = config.get_text_config().model_type in PACKS and not trusted
-        options: dict[str, object] = {
+        options = {
             "dtype": dtype,
             "trust_remote_code": trusted,
             "experts_implementation": SORTED,

@@ -28,7 +28,7 @@ ROUTES = "routes"  # attribute of an experts module, [slots, k] int16: the exper
 
 @torch.compiler.disable  # counts differ between batches, and torch would compile every one anew
 def sorted_experts(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Apply a layer's experts; transformers calls it as the ``forward`` of an experts module.
 
@@ -60,13 +60,13 @@ def sorted_experts(
     return _Combine.apply(x, top_k_weights, rows.order, rows.back).to(hidden_states.dtype)
 
 
-def _products(self: Any, name: str, x: Tensor, rows: Rows) -> Tensor:
+def _products(self, name: str, x: Tensor, rows: Rows) -> Tensor:
     """Multiply every expert's rows with its weight, and add bias and LoRA: [n, in] -> [n, out]."""
     weight = getattr(self, name)
     if not self.is_transposed:
         weight = weight.transpose(1, 2)
     bias = getattr(self, f"{name}_bias") if self.has_bias else None
-    lora: ExpertLora | None = self._modules.get(f"{name}{ExpertLora.SUFFIX}")
+    lora = self._modules.get(f"{name}{ExpertLora.SUFFIX}")
     a = b = None
     if lora is not None and not lora.disabled:
         a, b = lora.factors(x.dtype)
@@ -185,7 +185,7 @@ class Replay:
         self.counts = [0] * self.layers
         for layer, (name, experts) in enumerate(every.items()):
             owner, _, _ = name.rpartition(".")
-            block: Any = model.get_submodule(owner)
+            block = model.get_submodule(owner)
             count = len(experts.down_proj)  # type: ignore[arg-type]
             block.forward = partial(self._run, layer, count, block.forward)
 
@@ -210,9 +210,7 @@ class Replay:
             return None
         return torch.stack(differs, 1), self._given >= 0
 
-    def _run(
-        self, layer: int, experts: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _run(self, layer: int, experts: int, forward: Callable[..., Any], *args, **kwargs) -> Any:
         if self._given is None:
             return forward(*args, **kwargs)
         with _Chooses(experts, self.chosen, partial(self._choose, layer)):
@@ -238,7 +236,7 @@ class _Chooses(TorchFunctionMode):
         self._chosen = chosen
         self._choose = choose
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return out

@@ -211,7 +211,7 @@ def trial(device: torch.device) -> str:
     wide = some(2048, f)
     by_loop = Rows.of(index, experts, torch.float32)
     grouped = replace(by_loop, grouped=True)
-    calls: list[Callable[[Rows], Tensor]] = [
+    calls = [
         lambda rows: rows.products((x, w.mT)),
         lambda rows: rows.products((x, a.mT)),
         lambda rows: rows.products((wide, w), (low, a)),

@@ -62,7 +62,7 @@ def _conv(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     in_torch = inspect.unwrap(theirs)
 
     def conv(
-        hidden_states: Tensor, *weights: Any, packed_rows: Lengths | None = None, **options: Any
+        hidden_states: Tensor, *weights, packed_rows: Lengths | None = None, **options
     ) -> Tensor:
         function = _chosen(theirs, in_torch, "causal_conv1d", hidden_states, options)
         if packed_rows is None:
@@ -92,7 +92,7 @@ def _delta_rule(theirs: Callable[..., Any], largest: int = _LARGEST) -> Callable
         chunk_size: int = _LARGEST,
         *,
         packed_rows: Lengths | None = None,
-        **options: Any,
+        **options,
     ) -> Any:
         function = _chosen(theirs, in_torch, "fla", query, options)
 
@@ -126,7 +126,7 @@ def _scan(theirs: Callable[..., Any]) -> Callable[..., Any]:
         chunk_size: int,
         *,
         packed_rows: Lengths | None = None,
-        **options: Any,
+        **options,
     ) -> Any:
         function = _chosen(theirs, chunk_scan, "mamba_ssm", hidden_states, options)
 
@@ -155,7 +155,7 @@ def chunk_scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
-    **ignored: Any,
+    **ignored,
 ) -> Any:
     """Compute Mamba 2's scan in fp32, as transformers' ``mamba2_chunk_scan`` does.
 
@@ -244,9 +244,7 @@ def chunk_scan(
 def _fused(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a kernel that computes a complete layer; the layer calls the other functions where it returns None."""
 
-    def fused(
-        x: Tensor, *arguments: Any, packed_rows: Lengths | None = None, **options: Any
-    ) -> Any:
+    def fused(x: Tensor, *arguments, packed_rows: Lengths | None = None, **options) -> Any:
         if packed_rows is not None or not on_gpu(x):
             return None
         return theirs(x, *arguments, **options)

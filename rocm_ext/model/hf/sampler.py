@@ -68,7 +68,7 @@ class _Attention(Slots, CacheLayerMixin):
         self.is_sliding = window is not None
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Write one token's keys and values in the first n slots; return these slots' keys and values."""
         return self.write(key_states[:, :, 0], value_states[:, :, 0])
@@ -89,7 +89,7 @@ class _Attention(Slots, CacheLayerMixin):
 class _Nothing(DummyLayer):
     """A layer without a cache."""
 
-    def put(self, rows: slice, prefix: Any, known: int) -> None:
+    def put(self, rows: slice, prefix, known: int) -> None:
         pass
 
     def held(self, known: int) -> list[Tensor]:
@@ -109,7 +109,7 @@ class _Recurrent(LinearAttentionLayer):
         for (kind, index), tensor in self._all.items():
             getattr(self, kind)[index] = tensor[:n]
 
-    def put(self, rows: slice, prefix: Any, known: int) -> None:
+    def put(self, rows: slice, prefix, known: int) -> None:
         """Copy the states of one sequence into slots."""
         for kind in ("conv_states", "recurrent_states"):
             for index, tensor in getattr(prefix, kind).items():
@@ -142,7 +142,7 @@ class _Both(_Recurrent, _Attention):  # type: ignore[misc, override]
     lazy_initialization = _Attention.lazy_initialization  # type: ignore[assignment]
     get_max_length = _Attention.get_max_length
 
-    def put(self, rows: slice, prefix: Any, known: int) -> None:
+    def put(self, rows: slice, prefix, known: int) -> None:
         _Recurrent.put(self, rows, prefix, known)
         _Attention.put(self, rows, prefix, known)
 
@@ -163,13 +163,13 @@ class TransformersSlots(SlotCache, Cache):
     """
 
     def __init__(
-        self, config: Any, slots: int, length: int, rounded: Callable[[int], int] | None
+        self, config, slots: int, length: int, rounded: Callable[[int], int] | None
     ) -> None:
         SlotCache.__init__(self, 0, slots, length)
         self._rounded = rounded
         Cache.__init__(self, layers=[self._layer(theirs) for theirs in layers_of(config)])
 
-    def _layer(self, theirs: Any) -> Any:
+    def _layer(self, theirs) -> Any:
         if isinstance(theirs, LinearAttentionAndFullAttentionLayer):
             return _Both(self, theirs.number_of_states)
         if isinstance(theirs, LinearAttentionLayer):
@@ -214,7 +214,7 @@ _KINDS = (
 )
 
 
-def layers_of(config: Any) -> list[Any]:
+def layers_of(config) -> list[Any]:
     """Return new cache layers for the prefill of a model; refuse unsupported kinds."""
     if "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
         raise UserError(
@@ -235,10 +235,10 @@ def row_of(layers: list[Any], row: int, known: int) -> Cache:
     def states_of(states: dict[int, Tensor | None]) -> dict[int, Tensor | None]:
         return {i: None if state is None else state[rows].clone() for i, state in states.items()}
 
-    copies: list[Any] = []
+    copies = []
     layer: Any
     for layer in layers:
-        one: Any = copy.copy(layer)
+        one = copy.copy(layer)
         if isinstance(layer, DynamicLayer) and layer.is_initialized:
             one.keys = layer.keys[rows, :, :known].clone()
             one.values = layer.values[rows, :, :known].clone()
@@ -268,7 +268,7 @@ class TransformersSampler(Sampler):
     splits_rows = False
     mask_bytes = 40
 
-    def __init__(self, source: Any, merge: bool | None, device: torch.device | None) -> None:
+    def __init__(self, source, merge: bool | None, device: torch.device | None) -> None:
         if device is None:
             device = source.tok_embeddings.weight.device
         self.together = device.type != "cpu" and not source.memory.states
@@ -393,7 +393,7 @@ class TransformersSampler(Sampler):
         return self.decoder.output(hidden[:, 0])
 
 
-def chosen_of(config: Any) -> int:
+def chosen_of(config) -> int:
     """Return the experts of a token in a layer, from transformers' config of a model."""
     config = config.get_text_config()
     for key in _CHOSEN:
@@ -404,7 +404,7 @@ def chosen_of(config: Any) -> int:
 
 
 def _prefill(
-    run: Callable[..., Any], config: Any, tokens: Tensor, kernel: str
+    run: Callable[..., Any], config, tokens: Tensor, kernel: str
 ) -> tuple[list[Any], ForwardPass]:
     """Return the cache's layers after ``tokens`` [n, s], and the pass, with the model's use of attention."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
@@ -414,7 +414,7 @@ def _prefill(
     return cache.layers, now
 
 
-def _fake_prefill(decoder: Any, replay: Replay | None = None) -> tuple[list[Any], ForwardPass]:
+def _fake_prefill(decoder, replay: Replay | None = None) -> tuple[list[Any], ForwardPass]:
     """Compute :func:`_prefill` of two tokens on fake tensors; ``replay`` gives their experts."""
     body = decoder.body
     with FakeTensorMode():
@@ -429,7 +429,7 @@ def _fake_prefill(decoder: Any, replay: Replay | None = None) -> tuple[list[Any]
 
 
 @torch.no_grad()
-def replay_of(source: Any) -> Replay:
+def replay_of(source) -> Replay:
     """Prepare a model for the replay of its routers' choices.
 
     Raises:
@@ -454,7 +454,7 @@ def replay_of(source: Any) -> Replay:
 
 
 @torch.no_grad()
-def memory_of(source: Any) -> SequenceMemory:
+def memory_of(source) -> SequenceMemory:
     """Return the memory of a sequence in a model, from a prefill on fake tensors.
 
     Raises:
@@ -482,10 +482,10 @@ def memory_of(source: Any) -> SequenceMemory:
     return memory._replace(keys=keys, scores=scores)
 
 
-def _memory_of(decoder: Any) -> tuple[int, int, SequenceMemory]:
+def _memory_of(decoder) -> tuple[int, int, SequenceMemory]:
     """Simulate a prefill: return the numbers of layers with an unknown cache and with attention, and the memory."""
     layers, prefill = _fake_prefill(decoder)
-    keys: list[tuple[int, int | None]] = []
+    keys = []
     states = unknown = 0
     most = 0  # numbers per position in the largest layer
     for layer in layers:
@@ -512,7 +512,7 @@ def _memory_of(decoder: Any) -> tuple[int, int, SequenceMemory]:
 
 
 @torch.no_grad()
-def obstacle_of(source: Any) -> str:
+def obstacle_of(source) -> str:
     """Say why no graph can replay a decoding step. The text is empty if one can.
 
     A step on the meta device shows it. Tensors there have no values: in a graph no shape depends on values, and nothing
@@ -541,7 +541,7 @@ def obstacle_of(source: Any) -> str:
 class _NoCopies(TorchDispatchMode):
     """Refuses copies between host and device."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func._overloadpacket.__name__ in ("_to_copy", "copy_"):
             devices = {
@@ -553,10 +553,10 @@ class _NoCopies(TorchDispatchMode):
 
 
 @torch.no_grad()
-def _weights(source: Any, merge: bool) -> tuple[dict[str, Tensor], dict[str, SamplingLinear]]:
+def _weights(source, merge: bool) -> tuple[dict[str, Tensor], dict[str, SamplingLinear]]:
     """Return the copy's weights by name, and its layers that have an adapter."""
-    linear: dict[str, SamplingLinear] = {}
-    state: dict[str, Tensor] = {}
+    linear = {}
+    state = {}
     for name, layer in adapters(source):
         if isinstance(layer, Lora | Dora):
             linear[name] = SamplingLinear([layer], merge)

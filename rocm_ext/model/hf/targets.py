@@ -64,9 +64,7 @@ def _listed(targets: Iterable[str] | str) -> list[str]:
     return [targets] if isinstance(targets, str) else list(map(str, targets))
 
 
-def put_in_experts(
-    model: nn.Module, targets: Any, sizes: Sizes, adapted: Iterable[str]
-) -> list[str]:
+def put_in_experts(model: nn.Module, targets, sizes: Sizes, adapted: Iterable[str]) -> list[str]:
     """Put LoRA on fused weights of experts, which :mod:`rocm_ext.model.hf.experts` multiplies; return their names.
 
     Args:
@@ -166,7 +164,7 @@ def _read_past(kind: type) -> frozenset[str]:
 
 def _matches(model: nn.Module, linears: dict[str, nn.Linear], targets: list[str]) -> list[str]:
     every = [name for name, _ in model.named_modules()]
-    names: set[str] = set()
+    names = set()
     for target in targets:
         matching = [name for name in linears if ends_with(name, target)]
         for name in matching:

@@ -150,7 +150,7 @@ def native(theirs: TransformerDecoder) -> NativeDecoder:
 def build(
     architecture: Architecture,
     targets: Iterable[str] | str | None,
-    kind: Any,
+    kind,
     sizes: Sizes,
     quantize_base: bool,
 ) -> NativeDecoder:
@@ -278,7 +278,7 @@ class NativeSampler(Sampler):
     mask_bytes = 10
 
     @torch.no_grad()
-    def __init__(self, source: Any, merge: bool | None) -> None:
+    def __init__(self, source, merge: bool | None) -> None:
         copies = _Copies(merges(source, merge))
         decoder = copies.of(source)
         attention = _bare(source.layers[0]).attn
@@ -346,7 +346,7 @@ class NativeSampler(Sampler):
         return self.decoder.output(self.decoder.run(tokens, positions, cache.layers))
 
 
-def _bare(module: Any) -> Any:
+def _bare(module) -> Any:
     """Return ``module`` without the wrappers of checkpointing and of torch.compile."""
     for wrapper in ("_checkpoint_wrapped_module", "_orig_mod"):
         module = getattr(module, wrapper, module)
@@ -406,14 +406,14 @@ class _Copies:
         self._made: dict[Any, Any] = {}
         self.adapted: list[tuple[Any, list[Any]]] = []
 
-    def of(self, module: Any) -> Any:
+    def of(self, module) -> Any:
         """Return the copy of ``module``, with copies of its parts."""
         module = _bare(module)
         if module not in self._made:
             self._made[module] = self._new(module)
         return self._made[module]
 
-    def _new(self, module: Any) -> Any:
+    def _new(self, module) -> Any:
         made: Any
         if isinstance(module, TiedLinear | nn.Linear | LoRALinear | DoRALinear):
             if isinstance(module, TiedLinear):
@@ -465,7 +465,7 @@ def _quick(module: nn.Module, *parts: Mapping[str, object]) -> nn.Module:
 
 
 @cache
-def _without_hooks(kind: Any) -> type:
+def _without_hooks(kind) -> type:
     """Return a subclass of ``kind`` whose calls go straight to ``forward``."""
     return type(kind.__name__, (kind,), {"__call__": kind.forward})
 

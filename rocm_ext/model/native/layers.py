@@ -4,7 +4,7 @@ self-attention that also takes packed rows and samples."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,14 +39,14 @@ class _Norm(torch.autograd.Function):
     """``rms_norm`` with a frozen scale; its values equal those of torch's operations bit for bit."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx, x: Tensor, scale: Tensor, eps: float) -> Tensor:  # type: ignore[override]
         x32 = x.float()
         factor = x32.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()  # [..., 1]
         ctx.save_for_backward(x, scale, factor)
         return (x32 * factor).mul_(scale).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         x, scale, factor = ctx.saved_tensors
         x32 = x.float()
         grad32 = grad * scale.float()
@@ -113,12 +113,12 @@ class _Rotation(torch.autograd.Function):
     """``x cos + swapped(x) sin``, with sin's first half negated, as one autograd node that saves only the tables."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(cos, sin)
         return _rotated(x, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
         grad_x = (grad * cos).sub_(_swapped(grad).mul_(sin))  # the rotation back
         return grad_x, None, None
@@ -264,7 +264,7 @@ class Attention(MultiHeadAttention):
         if self.norms_first:
             q, k = qk
             qk = [self.q_norm(q), self.k_norm(k)]
-        rope: Any = self.pos_embeddings
+        rope = self.pos_embeddings
         if isinstance(rope, HalvesRoPE) and not torch.compiler.is_compiling():
             make = partial(rope.tables, x.dtype, x.shape[-2], input_pos)
             tables = make() if sampling is None else sampling.once(rope, make)

@@ -216,8 +216,8 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def _join_scales(self, folder: Path) -> None:
         """Join a quantised weight's values and scales to one tensor."""
-        weights: dict[str, str] = {}  # by the name of the values
-        scales: dict[str, str] = {}
+        weights = {}  # by the name of the values
+        scales = {}
         for name, ((reader, theirs),) in self._stored.items():
             for of_values, of_scales in _QUANTISED:
                 weight = name.removesuffix(of_values)

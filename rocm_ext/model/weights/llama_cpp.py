@@ -307,7 +307,7 @@ def places(folder: Path, first: GgufFile, stored: Collection[str]) -> dict[str, 
     """
     layout = read_layout(folder)
     names = GgufNames(layout)
-    weights: dict[str, list[Part]] = {}
+    weights = {}
     known = {_FACTORS}
     for name in shapes_in(folder) or stored_names(layout.layers):
         ways = [layout.parts(name)]
@@ -435,7 +435,7 @@ def _class_of(kind: str, file: GgufFile) -> str:
     )
 
 
-def _problem_of(key: str, value: Any) -> str:
+def _problem_of(key: str, value) -> str:
     """Return the error in a number or numbers of the metadata, or ""."""
     values = value if isinstance(value, list) else [value]
     kinds = {type(value) for value in values}
@@ -444,7 +444,7 @@ def _problem_of(key: str, value: Any) -> str:
     if not kinds <= {int, float}:
         return "expected a number"
     most = _MOST_LAYERS if key == "block_count" else _LARGEST
-    least: float = 1e-12 if float in kinds else 1
+    least = 1e-12 if float in kinds else 1
     if key in _OR_NONE:
         least = 0
     fits = all(least <= value <= most for value in values)
@@ -471,7 +471,7 @@ def check_config(folder: Path, file: GgufFile) -> None:
             )
 
 
-def _equal(stored: Any, value: Any) -> bool:
+def _equal(stored, value) -> bool:
     """Return whether two values of the metadata agree; a single number stands for a list of its copies."""
     if isinstance(stored, list) or isinstance(value, list):
         ours = value if isinstance(value, list) else [value]
@@ -510,7 +510,7 @@ def _keys(file: GgufFile) -> Metadata:
     return keys
 
 
-def add_keys(writer: Any, keys: Metadata) -> None:
+def add_keys(writer, keys: Metadata) -> None:
     """Add the keys of a :class:`Layout` to a ``GGUFWriter``."""
     for key, value in keys.items():
         if key == "rope_scaling_type":
@@ -535,14 +535,14 @@ def _rope_of(files: Sequence[GgufFile], keys: Metadata, config: Json, proportion
 
     path = files[0].path
 
-    def taken(key: str, usual: Any = None) -> Any:
+    def taken(key: str, usual=None) -> Any:
         value = keys.pop(key, usual)
         problem = _problem_of(key, value)
         if problem:
             raise UserError(f"{path}: {key} is {value!r}; {problem}")
         return value
 
-    rope: Json = {"rope_type": "default", "rope_theta": taken("rope.freq_base", 10_000.0)}
+    rope = {"rope_type": "default", "rope_theta": taken("rope.freq_base", 10_000.0)}
     kind = keys.pop("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise UserError(f"{path}: rope.scaling.type is {kind!r}; expected none, linear or yarn")
@@ -719,7 +719,7 @@ _FLAT = Change(lambda weight: weight.squeeze(1), lambda stored: stored.unsqueeze
 _TRANSPOSED = Change(lambda weight: weight.mT, lambda stored: stored.mT)
 
 
-def _experts(name: str, config: Any) -> list[Part]:
+def _experts(name: str, config) -> list[Part]:
     """Return the parts of a weight; fused experts are [experts, gate and up, in] or [experts, out, in]."""
     stem, fused, _ = name.partition("gate_up_proj")
     if fused:
@@ -732,11 +732,11 @@ def _experts(name: str, config: Any) -> list[Part]:
     return [Part(name)]
 
 
-def _gemma_3(name: str, _: Any) -> list[Part]:
+def _gemma_3(name: str, _) -> list[Part]:
     return [Part(name, change=_PLUS_ONE if name.endswith("norm.weight") else None)]
 
 
-def _gpt_oss(name: str, _: Any) -> list[Part]:
+def _gpt_oss(name: str, _) -> list[Part]:
     """Experts are [experts, in, out], and the outputs of gate and up alternate."""
     if name.endswith("sinks"):
         return [Part(f"{name}.weight")]
@@ -754,7 +754,7 @@ def _gpt_oss(name: str, _: Any) -> list[Part]:
     ]
 
 
-def _qwen3_5(name: str, config: Any) -> list[Part]:
+def _qwen3_5(name: str, config) -> list[Part]:
     """Hugging Face orders v's heads by k's heads; llama.cpp has the first v head of every k head first, and so on."""
     stem, delta, layer = name.partition(".linear_attn.")
     if not delta:
@@ -790,14 +790,14 @@ _GEMMA_4 = {  # ends of names, and what gguf knows for them
 }
 
 
-def _gemma_4(name: str, _: Any) -> list[Part]:
+def _gemma_4(name: str, _) -> list[Part]:
     for end, known in _GEMMA_4.items():
         if name.endswith(end):
             return [Part(name.removesuffix(end) + known)]
     return [Part(name)]
 
 
-def _head_dim(config: Any) -> int:
+def _head_dim(config) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -820,7 +820,7 @@ _EXPERTS: dict[str, Of] = {
 }
 
 
-def _local_base(config: Any) -> float:
+def _local_base(config) -> float:
     rope = config.rope_parameters["sliding_attention"]
     if rope["rope_type"] != "default":
         raise UserError(
@@ -829,7 +829,7 @@ def _local_base(config: Any) -> float:
     return rope["rope_theta"]
 
 
-def _table(config: Any) -> int:
+def _table(config) -> int:
     """Return the rows that llama.cpp expects in the layers' embeddings, if there are any."""
     return (
         config.vocab_size
@@ -838,7 +838,7 @@ def _table(config: Any) -> int:
     )
 
 
-def _mlps(config: Any) -> list[int]:
+def _mlps(config) -> list[int]:
     size = config.intermediate_size
     wide = 2 * size if config.use_double_wide_mlp else size
     return [wide if mode == "reuse" else size for mode in config.kv_sharing_modes]
@@ -850,7 +850,7 @@ _WINDOW: dict[str, Of] = {
 }
 
 
-def _interval(config: Any) -> int:
+def _interval(config) -> int:
     return config.layer_types.index("full_attention") + 1
 
 
@@ -945,7 +945,7 @@ def _back_to_gemma_4(values: Metadata, config: Json) -> Json:
     }
 
 
-def _gemma_3_scale(config: Any) -> float:
+def _gemma_3_scale(config) -> float:
     """Return llama.cpp's scale of attention; it recognises the 27B model by its layers."""
     if config.num_hidden_layers == 62:
         return config.hidden_size // config.num_attention_heads

@@ -104,7 +104,7 @@ class Quantized(Tensor):
         made.heads = heads
         return made
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_, **__) -> None:
         pass
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -115,7 +115,7 @@ class Quantized(Tensor):
         return ["packed", "scale"], self._rest()
 
     @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Tensor], rest: Any, *_: Any) -> "Quantized":
+    def __tensor_unflatten__(parts: dict[str, Tensor], rest, *_) -> "Quantized":
         """Undo :meth:`__tensor_flatten__`."""
         return Quantized(parts["packed"], parts["scale"], *rest)
 
@@ -145,7 +145,7 @@ class Quantized(Tensor):
         if self.kind:  # an unpacked weight of experts would take gigabytes
             rows = self.packed.flatten(0, -2)
             width = rows.shape[-1]
-            extremes: list[Tensor] = []
+            extremes = []
             for piece in rows.split(max(_PIECE // width, 1)):
                 extremes += unpack(piece, self.kind, self.dtype).aminmax()
             return torch.stack(extremes)
@@ -204,7 +204,7 @@ class Quantized(Tensor):
         return values
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None) -> Any:  # type: ignore
         kwargs = kwargs or {}
         if func in _KEPT:
             kept = _KEPT[func](*args, **kwargs)
@@ -222,15 +222,13 @@ class Quantized(Tensor):
 # ---- operations on quantised weights; they return None where a dequantised weight is needed
 
 
-def _to(
-    weight: Quantized, *, dtype: Any = None, device: Any = None, **others: Any
-) -> Quantized | None:
+def _to(weight: Quantized, *, dtype=None, device=None, **others) -> Quantized | None:
     if dtype not in (None, weight.dtype):
         return None
     return weight.with_parts(lambda part: part.to(device or part.device, copy=True))
 
 
-def _like(weight: Quantized, *, dtype: Any = None, device: Any = None, **_: Any) -> Quantized:
+def _like(weight: Quantized, *, dtype=None, device=None, **_) -> Quantized:
     return weight.with_parts(lambda part: torch.empty_like(part, device=device), dtype)
 
 
@@ -276,22 +274,20 @@ def _cat(weights: Sequence[Any], dim: int = 0) -> Quantized | None:
     return _joined(torch.cat, weights, dim)
 
 
-def _mm(x: Tensor, weight: Any) -> Tensor | None:
+def _mm(x: Tensor, weight) -> Tensor | None:
     if isinstance(x, Quantized) or not isinstance(weight, Quantized) or not weight.multiplies:
         return None
     return scaled_product(x, weight)
 
 
-def _embedding(weight: Any, tokens: Tensor, *_: Any, **__: Any) -> Tensor | None:
+def _embedding(weight, tokens: Tensor, *_, **__) -> Tensor | None:
     """Unpack only the rows of ``tokens``."""
     if not isinstance(weight, Quantized) or not weight.kind or weight.transposed:
         return None
     return weight.with_parts(lambda part: part[tokens]).get_original_weight()
 
 
-def _addmm(
-    bias: Tensor, x: Tensor, weight: Any, *, beta: float = 1, alpha: float = 1
-) -> Tensor | None:
+def _addmm(bias: Tensor, x: Tensor, weight, *, beta: float = 1, alpha: float = 1) -> Tensor | None:
     if beta != 1 or alpha != 1:
         return None
     out = _mm(x, weight)
@@ -413,7 +409,7 @@ def stand_in(
     return nn.Parameter(made, requires_grad=False)
 
 
-def expect_blocks(decoder: Any, blocks: Mapping[str, Quantized]) -> Any:
+def expect_blocks(decoder, blocks: Mapping[str, Quantized]) -> Any:
     """Replace parameters of ``decoder`` by its GGUF files' ``blocks``, by Hugging Face's names; return ``decoder``.
 
     Both are on the meta device.
@@ -429,7 +425,7 @@ def expect_blocks(decoder: Any, blocks: Mapping[str, Quantized]) -> Any:
     return decoder
 
 
-def expect(decoder: Any, form: StoredFormat | None, quantizes: bool = False) -> Any:
+def expect(decoder, form: StoredFormat | None, quantizes: bool = False) -> Any:
     """Put a :func:`stand_in` where the files of ``decoder`` have quantised weights; return ``decoder``.
 
     With ``quantizes`` the files have 16 bits, and loading quantises them.

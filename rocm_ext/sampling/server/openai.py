@@ -96,7 +96,7 @@ class OpenAIEngine:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer,
         *,
         urls: Sequence[str],
         model: str | None = None,
@@ -107,7 +107,7 @@ class OpenAIEngine:
         patience: float | str = "10 min",
         lora_name: str = "raft",
         dynamic_lora: bool = True,
-        decoder: Any = None,
+        decoder=None,
         ranks: Ranks | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> None:
@@ -236,7 +236,7 @@ class OpenAIEngine:
             )
         return servers, self.wire.exact_tokens, self.wire.has_logprobs
 
-    def _exchange(self, url: str, path: str, seconds: float, body: Any = None) -> Json:
+    def _exchange(self, url: str, path: str, seconds: float, body=None) -> Json:
         """Return the JSON object with which a server answers: to GET, or to POST with a body."""
 
         async def run() -> Any:

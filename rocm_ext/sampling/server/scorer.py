@@ -70,7 +70,7 @@ class Scorer:
 
         return asyncio.run(all_of_them())
 
-    async def _ask(self, client: Any, room: asyncio.Semaphore, text: Iterable[int]) -> np.ndarray:
+    async def _ask(self, client, room: asyncio.Semaphore, text: Iterable[int]) -> np.ndarray:
         prompt = [int(token) for token in text]
         body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 1.0,
                 "echo": True, "logprobs": 1}  # fmt: skip
@@ -92,7 +92,7 @@ class Scorer:
                     await asyncio.sleep(http.pause_after(error, failures - 1))
 
     def _read(self, answer: Json, tokens: int) -> np.ndarray:
-        values: Any = None
+        values = None
         for choice in dicts(answer.get("choices"))[:1]:
             logprobs = choice.get("logprobs") or {}
             values = logprobs.get("token_logprobs")

@@ -60,7 +60,7 @@ class Adapter:
         return cls(f"{prefix}-{digest.hexdigest()[:12]}", folder.expanduser().resolve())
 
 
-async def load_adapter(client: Any, server: Server, adapter: Adapter) -> None:
+async def load_adapter(client, server: Server, adapter: Adapter) -> None:
     """Make a server serve ``adapter``, unless it already does; ``client`` is an ``httpx.AsyncClient``.
 
     Raises:
@@ -82,13 +82,13 @@ async def load_adapter(client: Any, server: Server, adapter: Adapter) -> None:
     raise UserError(f"{server.url} {problem}. {LORA_HINT}")
 
 
-async def load_anew(client: Any, server: Server, adapter: Adapter) -> None:
+async def load_anew(client, server: Server, adapter: Adapter) -> None:
     """Load ``adapter`` after unloading the same name, which a killed run may have loaded from another path."""
     await _unload(client, server, adapter, _LOAD_TIMEOUT)
     await load_adapter(client, server, adapter)
 
 
-async def unload_adapter(client: Any, server: Server, adapter: Adapter) -> None:
+async def unload_adapter(client, server: Server, adapter: Adapter) -> None:
     """Unload ``adapter``; log a warning if the server refuses."""
     response = await _unload(client, server, adapter, http.CHECK_TIMEOUT)
     if response.status_code not in (200, 404):  # 404: the server was restarted
@@ -97,12 +97,12 @@ async def unload_adapter(client: Any, server: Server, adapter: Adapter) -> None:
         )
 
 
-async def _unload(client: Any, server: Server, adapter: Adapter, seconds: float) -> Any:
+async def _unload(client, server: Server, adapter: Adapter, seconds: float) -> Any:
     url = f"{server.url}/v1/unload_lora_adapter"
     return await http.exchange(client, "POST", url, seconds, {"lora_name": adapter.name})
 
 
-async def _served(client: Any, server: Server) -> set[str]:
+async def _served(client, server: Server) -> set[str]:
     """Return the names of models and adapters that a server lists."""
     try:
         response = await http.exchange(client, "GET", server.url + "/v1/models", http.CHECK_TIMEOUT)
@@ -352,7 +352,7 @@ class _Batch:
 class _RequestLoop:
     """One of a server's simultaneous requests."""
 
-    def __init__(self, batch: _Batch, client: Any, server: Server) -> None:
+    def __init__(self, batch: _Batch, client, server: Server) -> None:
         self._batch, self._client, self._server = batch, client, server
         self._terms = batch.session.terms
         self._state = batch.states[server.url]

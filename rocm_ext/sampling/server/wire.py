@@ -60,7 +60,7 @@ class EndpointFormat:
 
     vocabulary = 2**31
 
-    def __init__(self, tokenizer: Any, endpoint: str) -> None:
+    def __init__(self, tokenizer, endpoint: str) -> None:
         self.tokenizer, self.endpoint = tokenizer, endpoint
         self.path = ENDPOINTS[endpoint]
         self.exact_tokens = self.has_logprobs = False
@@ -69,7 +69,7 @@ class EndpointFormat:
 
     def body(self, server: Server, model: str, request: Request, sampling: Sampling) -> Json:
         """Return the JSON that asks ``server`` for one answer; refuse missing messages and unsupported settings."""
-        body: Json = {"model": model, "seed": request.seed & (1 << SEED_BITS) - 1}
+        body = {"model": model, "seed": request.seed & (1 << SEED_BITS) - 1}
         if self.endpoint == "chat":
             if not request.messages:
                 raise UserError(
@@ -120,7 +120,7 @@ class EndpointFormat:
         for token in tokens or ():
             is_id = type(token) is int and 0 <= token < self.vocabulary
             check(is_id, f"the token id {_start(token)}, not an id from 0 to {self.vocabulary - 1}")
-        logprobs: list[float] = []
+        logprobs = []
         for value in _logprobs(choice):
             check(_is_logprob(value), f"the log-prob {_start(value)}, not a number up to 0")
             logprobs.append(float(max(value, _LEAST)))
@@ -189,7 +189,7 @@ def _sampling_fields(server: Server, sampling: Sampling, stops: list[int]) -> Js
     return fields
 
 
-def _end_of_turn(tokenizer: Any) -> int:
+def _end_of_turn(tokenizer) -> int:
     """Return the token that ends the assistant's turn in training."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
     tokens, _ = render_conversation(tokenizer, turns)
@@ -238,7 +238,7 @@ def _choice(
     return choice, text, reason
 
 
-def _token_ids(choice: Json, usage: Any) -> Sequence[Any] | None:
+def _token_ids(choice: Json, usage) -> Sequence[Any] | None:
     """Return the sampled ids from ``token_ids`` (vLLM, SGLang) or llama.cpp's log-probs, or None without either."""
     ids = choice.get("token_ids")
     if ids is None:
@@ -262,7 +262,7 @@ def _logprobs(choice: Json) -> Sequence[Any]:
     return [] if None in values else values
 
 
-def _is_logprob(value: Any) -> bool:
+def _is_logprob(value) -> bool:
     """For probability 0 vLLM sends -9999, llama.cpp the least number of 32 bits, others -Infinity."""
     return type(value) in (int, float) and value <= _HIGHEST  # NaN is not
 
@@ -287,14 +287,14 @@ def _entries(choice: Json) -> list[Json]:
     return dicts(logprobs.get("content")) if isinstance(logprobs, dict) else []
 
 
-def dicts(value: Any) -> list[Json]:
+def dicts(value) -> list[Json]:
     """Return ``value`` if it is a list of objects, else []."""
     if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
         return value
     return []
 
 
-def _start(value: Any) -> str:
+def _start(value) -> str:
     return start_of(json.dumps(value), 30)
 
 
