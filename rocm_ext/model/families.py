@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rocm_ext.base.errors import UserError, one_line, refuse
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.kinds import JSON_SWITCH, NOT_NEGATIVE, Kind, check
@@ -27,12 +27,10 @@ CONFIG = "config.json"
 ModelConfig = Mapping[str, Any]  # a model's config.json, or a block of one
 # The largest sizes that are read, some ten times any model's: a damaged file must not fill the memory
 _LARGEST = {
-    1000: "num_hidden_layers num_layers n_layers n_layer",
-    10
-    ** 5: "num_experts num_local_experts n_routed_experts moe_num_experts num_attention_heads num_key_value_heads",
-    10
-    ** 6: "hidden_size intermediate_size moe_intermediate_size shared_expert_intermediate_size head_dim n_embd",
-    10**8: "vocab_size max_position_embeddings",
+    1_000: "num_hidden_layers num_layers n_layers n_layer",
+    100_000: "num_experts num_local_experts n_routed_experts moe_num_experts num_attention_heads num_key_value_heads",
+    1_000_000: "hidden_size intermediate_size moe_intermediate_size shared_expert_intermediate_size head_dim n_embd",
+    100_000_000: "vocab_size max_position_embeddings",
 }
 _MOST = {key: most for most, keys in _LARGEST.items() for key in keys.split()}
 
@@ -102,11 +100,14 @@ class Rope:
             positions = self.original / (rotations * 2 * math.pi)
             return dim * math.log(positions) / (2 * math.log(self.base))
 
-        first, end = dimension(yarn.fast), dimension(yarn.slow)
+        first = dimension(yarn.fast)
+        end = dimension(yarn.slow)
         if yarn.rounded:
-            first, end = math.floor(first), math.ceil(end)
+            first = math.floor(first)
+            end = math.ceil(end)
+        first = max(first, 0)
         # dim - 1 counts the head's dimensions, although there are half as many frequencies; transformers does the same
-        first, end = max(first, 0), min(end, dim - 1)
+        end = min(end, dim - 1)
         if first == end:
             end += 0.001
         index = torch.arange(len(theta), dtype=torch.float32)
@@ -173,15 +174,10 @@ _FAMILIES = {
     ),
     "MistralForCausalLM": _Family(kv_heads=8, window="always"),
 }
-MODEL_TYPES = {
-    name: f"{name.capitalize()}ForCausalLM" for name in ("llama", "qwen2", "qwen3", "mistral")
-}
+MODEL_TYPES = {name.removesuffix("ForCausalLM").lower(): name for name in _FAMILIES}
 QUANTISED = ("quantization_config", "compression_config")  # keys of a config.json
-_PARTS = (
-    "text_config",
-    "vision_config",
-    "audio_config",
-)  # keys of a multimodal model's config.json
+_COMPRESSED = ("float-quantized", "naive-quantized")  # compressed-tensors' formats of FP8
+_PARTS = ("text_config", "vision_config", "audio_config")  # keys of a multimodal model's config
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -246,18 +242,16 @@ def _architecture(config: ModelConfig) -> Architecture:
     family = _FAMILIES[name]
     _stored_format(config)
     activation = config.get("hidden_act", "silu")
-    problems = {
-        f"hidden_act is {activation!r}; supported is silu": activation not in ("silu", "swish"),
-        "is_causal is False; only causal language models are supported": config.get("is_causal")
-        is False,
-        "mlp_bias is True; an MLP with biases is not supported": config.get("mlp_bias"),
-    }
-    refuse(problem for problem, holds in problems.items() if holds)
-    width, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
-    layers, positions = (
-        _whole(config, "num_hidden_layers"),
-        _whole(config, "max_position_embeddings"),
-    )
+    if activation not in ("silu", "swish"):
+        raise UserError(f"hidden_act is {activation!r}; supported is silu")
+    if config.get("is_causal") is False:
+        raise UserError("is_causal is False; only causal language models are supported")
+    if config.get("mlp_bias"):
+        raise UserError("mlp_bias is True; an MLP with biases is not supported")
+    width = _whole(config, "hidden_size")
+    heads = _whole(config, "num_attention_heads")
+    layers = _whole(config, "num_hidden_layers")
+    positions = _whole(config, "max_position_embeddings")
     kv_heads = _whole(config, "num_key_value_heads", family.kv_heads or heads)
     head_dim = _whole(config, "head_dim", family.head_dim or width // heads)
     if heads % kv_heads or head_dim % 2:
@@ -293,16 +287,13 @@ def _architecture(config: ModelConfig) -> Architecture:
 
 def _class_name(config: ModelConfig, trust_remote_code: bool = False) -> str:
     """Return transformers' class of the model; refuse code in its folder that is not trusted."""
-    named = config.get("architectures") or [MODEL_TYPES.get(str(config.get("model_type")))]
-    name = (
-        str(named[0])
-        if isinstance(named, list) and named[0]
-        else f"model_type {config.get('model_type')!r}"
-    )
-    if not trust_remote_code and own_code(config) not in (
-        None,
-        name,
-    ):  # transformers may have the same class
+    kind = config.get("model_type")
+    named = config.get("architectures") or [MODEL_TYPES.get(str(kind))]
+    name = f"model_type {kind!r}"
+    if isinstance(named, list) and named[0]:
+        name = str(named[0])
+    # transformers may have the same class
+    if not trust_remote_code and own_code(config) not in (None, name):
         refuse_code(name)
     return name
 
@@ -338,12 +329,13 @@ class StoredFormat:
 
     def skips(self, name: str) -> bool:
         """Whether the module ``name`` is stored in 16 bits."""
-        return any(
-            matches(skipped[3:], name)
-            if skipped.startswith("re:")
-            else f".{skipped}." in f".{name}."
-            for skipped in self.skipped
-        )
+        for skipped in self.skipped:
+            if skipped.startswith("re:"):
+                if matches(skipped[3:], name):
+                    return True
+            elif f".{skipped}." in f".{name}.":
+                return True
+        return False
 
 
 def stored_format(folder: Path) -> StoredFormat | None:
@@ -382,39 +374,36 @@ def _known_format(settings: ModelConfig) -> StoredFormat | None:
             f"the modules that are not quantised must be a list of names, found {skipped!r}"
         )
     for name in skipped:
-        re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        if name.startswith("re:"):
+            re.compile(name[3:])
     method = settings.get("quant_method")
     if method == "mxfp4":
         return StoredFormat("mxfp4", (1, 32), tuple(skipped))
     block = None
     if method == "fp8":
-        sizes = settings.get("weight_block_size", (128, 128)) or (0, 0)  # transformers' default
-        rows, columns = sizes
-        if sizes != (0, 0) and not all(type(size) is int and size > 0 for size in sizes):
+        sizes = settings.get("weight_block_size", (128, 128))  # transformers' default
+        rows, columns = sizes or (0, 0)
+        if sizes and any(type(size) is not int or size < 1 for size in sizes):
             raise ValueError(f"weight_block_size is {sizes!r}; expected two whole numbers above 0")
         block = rows, columns
     elif method == "fbgemm_fp8":
         block = (1, 0)
-    elif method == "compressed-tensors" and settings.get("format") in (
-        "float-quantized",
-        "naive-quantized",
-    ):
+    elif method == "compressed-tensors" and settings.get("format") in _COMPRESSED:
         block = _compressed_block(dict(settings.get("config_groups") or {}))
-    if block is None:
-        return None
-    return StoredFormat("fp8", block, tuple(skipped))
+    return None if block is None else StoredFormat("fp8", block, tuple(skipped))
 
 
 def _compressed_block(groups: Mapping[str, ModelConfig]) -> tuple[int, int] | None:
     """Return the block of compressed-tensors' weights if all are in FP8."""
-    weights = [group.get("weights") or {} for group in groups.values()]
-    if len(weights) != 1:
+    if len(groups) != 1:
         return None
-    (weight,) = weights
+    (group,) = groups.values()
+    weight = group.get("weights") or {}
     if weight.get("type") != "float" or weight.get("num_bits") != 8:
         return None
     rows, columns = weight.get("block_structure") or (0, 0)
-    blocks = {"tensor": (0, 0), "channel": (1, 0), "block": (int(rows), int(columns))}
+    sizes = int(rows), int(columns)
+    blocks = {"tensor": (0, 0), "channel": (1, 0), "block": sizes}
     return blocks.get(str(weight.get("strategy")))
 
 
@@ -426,11 +415,10 @@ def _window(config: ModelConfig, family: _Family, layers: int) -> int | None:
         if not config.get("use_sliding_window"):
             return None
         kinds = config.get("layer_types")
+        first = config.get("max_window_layers", 28)
+        windowed = not isinstance(first, int) or first < layers
         if isinstance(kinds, list):
             windowed = "sliding_attention" in kinds
-        else:
-            first = config.get("max_window_layers", 28)
-            windowed = not isinstance(first, int) or first < layers
         if not windowed:
             return None
     return _whole({"sliding_window": window}, "sliding_window")
@@ -468,7 +456,8 @@ def read_rope(config: ModelConfig, positions: int) -> Rope:
     )
     if kind == "yarn":
         return Rope(base, kind, factor, original=original, yarn=_yarn(parameters, key, factor))
-    low, high = _number(parameters, "low_freq_factor"), _number(parameters, "high_freq_factor")
+    low = _number(parameters, "low_freq_factor")
+    high = _number(parameters, "high_freq_factor")
     if low == high:
         raise UserError(
             f"{key}: low_freq_factor and high_freq_factor are both {low}; expected two numbers"

@@ -17,6 +17,7 @@ from torchtune.modules.low_precision.nf4_linear import linear_nf4  # torchao's, 
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
 from rocm_ext.base.errors import UserError, nearest, one_line, refuse
+from rocm_ext.base.types import Json
 from rocm_ext.config.model_folder import names_layer
 from rocm_ext.model.token_rows import TokenRows, token_rows
 from rocm_ext.model.weights.quantized import Quantized
@@ -41,15 +42,15 @@ class Lora(LoRALinear):
         """[..., in_dim] -> [..., out_dim]."""
         if self.disabled:
             return base_linear(self, x)
-        a, b = self.lora_a.weight, self.lora_b.weight
+        a = self.lora_a.weight
+        b = self.lora_b.weight
         drops = self.training and isinstance(self.dropout, nn.Dropout)
         # torch 2.11 compiles an operation in place in an autograd function to one without gradients (pytorch#180642)
         if self._quantize_base or drops or torch.compiler.is_compiling():
             return base_linear(self, x) + low_rank(self.dropout(x), a, self.scale * b)
         out = _LoraFunction.apply(x, self.weight, self.bias, a, b, self.scale)
-        return out.view(
-            *x.shape[:-1], -1
-        )  # here, because torch refuses to change a view from a function in place
+        # here, because torch refuses to change a view from a function in place
+        return out.view(*x.shape[:-1], -1)
 
 
 class _LoraFunction(torch.autograd.Function):
@@ -166,7 +167,8 @@ class ExpertLora(nn.Module):
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A, [experts, r, in], and scale * B, [experts, out, r], in ``dtype``."""
-        a, b = self.lora_a.weight, self.scale * self.lora_b.weight
+        a = self.lora_a.weight
+        b = self.scale * self.lora_b.weight
         return expert_factors(a.to(dtype), b.to(dtype), self.experts)
 
 
@@ -234,7 +236,7 @@ def _end(name: str) -> str:
     return ".".join(name.split(".")[-parts:])
 
 
-def described(sizes: Mapping[str, tuple[int, float]]) -> dict[str, float | dict[str, float]]:
+def described(sizes: Mapping[str, tuple[int, float]]) -> Json:
     """Return PEFT's settings for layers with these r and alpha; ``sizes`` has the names that patterns match.
 
     Equal sizes give equal settings. ``r`` and ``lora_alpha`` are most layers' values. The keys for other layers are the
@@ -352,7 +354,8 @@ def adopt(model: nn.Module, cfg_model) -> None:
             adapted.add(name.rsplit(".", 1)[-1])
     for parameter in adapter_parameters(model).values():
         parameter.requires_grad_(True)
-    if missing := sorted(set(cfg_model.get("lora_attn_modules") or ()) - adapted):
+    missing = sorted(set(cfg_model.get("lora_attn_modules") or ()) - adapted)
+    if missing:
         attention = model.layers[0].attn  # type: ignore[index, union-attr, assignment]
         available = sorted(name for name, _ in attention.named_children() if name.endswith("_proj"))
         raise UserError(
@@ -400,11 +403,8 @@ def changed_weights(model: nn.Module) -> dict[str, Adapter | TokenRows]:
 
 def expert_loras(model: nn.Module) -> dict[str, ExpertLora]:
     """Return the LoRA of adapted experts' weights by the weights' names, such as ``…experts.gate_up_proj``."""
-    loras = {}
-    for name, layer in adapters(model):
-        if isinstance(layer, ExpertLora):
-            loras[name.removesuffix(ExpertLora.SUFFIX)] = layer
-    return loras
+    parts = changed_weights(model).items()
+    return {name: part for name, part in parts if isinstance(part, ExpertLora)}
 
 
 @torch.no_grad()
@@ -441,10 +441,11 @@ def init_adapters(model: nn.Module, seed: int, device: torch.device) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     has_values = device.type != "meta"
+    first = "cpu" if has_values else device
     for _, layer in trained(model):
         for key in layer.adapter_params():
             shape = layer.get_parameter(key).shape
-            value = torch.zeros(shape, dtype=torch.float32, device="cpu" if has_values else device)
+            value = torch.zeros(shape, dtype=torch.float32, device=first)
             if has_values and key == "lora_a.weight":
                 nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
             owner, _, leaf = key.rpartition(".")

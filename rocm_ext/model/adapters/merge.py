@@ -140,25 +140,19 @@ class MergedWeights:
         self.rows = {name: parts[ROWS] for name, parts in updates.items() if ROWS in parts}
         self._converted = decoder.converted(state)
         self._ready: dict[str, Tensor] = {}  # pieces of merged weights that are not written yet
-        self._groups = (
-            self._changed_groups()
-        )  # by a file's tensor, the weights that consist of it, if any changes
+        # by a file's tensor, the weights that consist of it, if any changes
+        self._groups: dict[str, list[str]] = {}
+        if self._converted is not None:
+            for name in self._changed():
+                if name in self._converted:
+                    weights, pieces = self._converted.group(name)
+                    self._groups |= dict.fromkeys(pieces, weights)
         self._same: dict[str, str] = {}  # a tied layer that the files hold twice
         if self.rows and is_tied(decoder):
             embeddings, output = (f"{name}.weight" for name in layer_names(decoder).values())
             if output in state:
                 pieces = [name for name, weights in self._groups.items() if embeddings in weights]
                 self._same[output] = pieces[0] if pieces else embeddings
-
-    def _changed_groups(self) -> dict[str, list[str]]:
-        groups: dict[str, list[str]] = {}
-        if self._converted is None:
-            return groups
-        for name in self._changed():
-            if name in self._converted:
-                weights, pieces = self._converted.group(name)
-                groups |= dict.fromkeys(pieces, weights)
-        return groups
 
     def _changed(self) -> list[str]:
         return [*self.linear, *self.experts, *self.rows]
@@ -239,9 +233,8 @@ class MergedWeights:
         """Return a fused weight of experts with its update; each expert is rounded by its own draw."""
         a, b, layer = self.experts[name]
         experts = len(weight)
-        a_by_expert, b_by_expert = expert_factors(
-            a.float(), b.float(), experts
-        )  # [experts, r, in], [experts, out, r]
+        # [experts, r, in], [experts, out, r]
+        a_by_expert, b_by_expert = expert_factors(a.float(), b.float(), experts)
         scale = self.config.scale(name)
         merged = torch.empty_like(weight, dtype=dtype)
         for i in range(experts):
@@ -288,9 +281,8 @@ def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         dtype: bf16 or fp16; for other dtypes the values are cast.
     """
     _check_finite(exact, dtype, name)
-    dropped = {torch.bfloat16: 16, torch.float16: 13}.get(
-        dtype
-    )  # bits of the fraction that fp32 has in addition
+    # bits of the fraction that fp32 has in addition
+    dropped = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)
     if dropped is None:
         return exact.to(dtype)
     generator = np.random.default_rng(crc32(name.encode()))

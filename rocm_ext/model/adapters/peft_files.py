@@ -1,12 +1,13 @@
 """LoRA adapters in PEFT's format: config and weights; settings that this library does not compute are refused."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
-from pathlib import Path, PurePath
+from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -14,7 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rocm_ext.base.errors import UserError, refuse
+from rocm_ext.base.errors import UserError, explain_errors, refuse
+from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import REPO_ID, hub_name
 from rocm_ext.base.kinds import JSON_SWITCH, NULL, Kind, integer, number
 from rocm_ext.base.types import Json
@@ -132,15 +134,11 @@ class PeftConfig(Sizes):
                 not compute a setting; the message names it.
         """
         path = folder / ADAPTER_CONFIG
-        try:
-            config = json.loads(path.read_text())
-        except FileNotFoundError as error:
-            raise UserError(f"no adapter in {folder}: {ADAPTER_CONFIG} is missing") from error
-        except (ValueError, OSError, RecursionError) as error:
-            raise UserError(
-                f"cannot read the adapter in {folder}: {ADAPTER_CONFIG}: {error}"
-            ) from error
-        if not isinstance(config, dict):
+        if not path.is_file():
+            raise UserError(f"no adapter in {folder}: {ADAPTER_CONFIG} is missing")
+        with explain_errors(f"cannot read the adapter in {folder}"):
+            config = json_object(path.read_bytes())
+        if config is None:
             raise UserError(
                 f"cannot read the adapter in {folder}: {ADAPTER_CONFIG} must hold a JSON object"
             )
@@ -185,28 +183,30 @@ class PeftConfig(Sizes):
                 the settings for the run's config.
         """
         sizes = sizes_of(layers)
-        ours = described(sizes)
         theirs = described({name: self.of(name.removesuffix(".weight")) for name in sizes})
         self._check_patterns(folder, decoder, theirs)
+        theirs |= {
+            "use_rslora": self.rslora,
+            "use_dora": self.dora,
+            "trainable_token_indices": by_layer(decoder, self.tokens) or None,
+        }
         layer = _any_adapted(layers)
-        tokens = by_layer(decoder, self.tokens)
-        settings = [_Setting(key, theirs[key], _RUN_KEYS[key], ours[key]) for key in ours]
-        settings += [
-            _Setting("use_rslora", self.rslora, "use_rslora", layer.rslora),
-            _Setting("use_dora", self.dora, "model.use_dora", isinstance(layer, Dora)),
-            _Setting(
-                "trainable_token_indices",
-                tokens or None,
-                "model.trainable_tokens",
-                trained_tokens(decoder) or None,
-            ),
-        ]
-        wrong = [setting for setting in settings if setting.theirs != setting.ours]
-        if wrong:
+        ours = described(sizes) | {
+            "use_rslora": layer.rslora,
+            "use_dora": isinstance(layer, Dora),
+            "trainable_token_indices": trained_tokens(decoder) or None,
+        }
+        there, here, options = [], [], []
+        for name, value in theirs.items():
+            if value != ours[name]:
+                key = _RUN_KEYS[name]
+                there.append(_short(name, value))
+                here.append(_short(key, ours[name]))
+                options.append(_option(key, value))
+        if options:
             raise UserError(
-                f"adapter {folder} has {', '.join(_short(setting.name, setting.theirs) for setting in wrong)}; "
-                f"the config has {', '.join(_short(setting.key, setting.ours) for setting in wrong)}. "
-                f"Set {' '.join(_option(setting.key, setting.theirs) for setting in wrong)}"
+                f"adapter {folder} has {', '.join(there)}; the config has {', '.join(here)}. "
+                f"Set {' '.join(options)}"
             )
         self._check_parameters(folder, decoder, layers)
 
@@ -247,16 +247,16 @@ class PeftConfig(Sizes):
         )
 
 
-_RUN_KEYS = {"r": "model.lora_rank"} | {key: f"model.{key}" for key in ("lora_alpha", *PATTERNS)}
-
-
-class _Setting(NamedTuple):
-    """A setting of an adapter: PEFT's name and value, and the run's key and value."""
-
-    name: str
-    theirs: Any
-    key: str
-    ours: Any
+# keys of a run's config, by PEFT's
+_RUN_KEYS = {
+    "r": "model.lora_rank",
+    "lora_alpha": "model.lora_alpha",
+    "rank_pattern": "model.rank_pattern",
+    "alpha_pattern": "model.alpha_pattern",
+    "use_rslora": "use_rslora",
+    "use_dora": "model.use_dora",
+    "trainable_token_indices": "model.trainable_tokens",
+}
 
 
 def _refuse(folder: Path, settings: list[str]) -> None:
@@ -288,34 +288,31 @@ def _short(key: str, value) -> str:
 
 def _option(key: str, value) -> str:
     """Return ``key=value``, quoted for a shell."""
-    return f"'{key}={json.dumps(value or None)}'" if isinstance(value, dict) else f"{key}={value}"
+    if isinstance(value, dict):
+        return f"'{key}={json.dumps(value or None)}'"
+    return f"{key}={value}"
 
 
 def _last(name: str) -> str:
-    path = PurePath(name.replace("\\", "/"))
-    last = ""
-    cached = None
-    for part in path.parts:
-        if part not in ("/", ".", ".."):
-            last = part
-        if part.startswith("models--"):  # the hub's cache: models--OWNER--NAME/snapshots/…
-            cached = part.rsplit("--", 1)[-1]
-    return (last if cached is None else cached).lower()
+    name = hub_name(Path(name)) or name
+    parts = [part for part in re.split(r"[/\\]", name) if part.strip(".")]
+    return parts[-1].lower() if parts else ""
 
 
 def check_checkpointer(cfg: DictConfig, decoder: Decoder) -> None:
     """Refuse a model family without PEFT export, and weights with another row order or folder than the model's."""
-    model_type, problem = cfg.checkpointer.model_type, ""
-    read, built = cfg.checkpointer.get("checkpoint_dir"), cfg.model.get("checkpoint_dir")
+    model_type = cfg.checkpointer.model_type
+    read = cfg.checkpointer.get("checkpoint_dir")
+    built = cfg.model.get("checkpoint_dir")
+    problem = ""
     if (model_type == HF) != (decoder.names is not None):
         problem = (
             f"model_type is {model_type}: rocm_ext.model.HFCheckpointer reads the weights of "
             "rocm_ext.model.from_checkpoint, torchtune's checkpointers those of torchtune's builders. "
             "With from_checkpoint, leave checkpointer and tokenizer out"
         )
-    elif (
-        model_type == HF and Path(read).resolve() != Path(built).resolve()
-    ):  # RoPE and norms may differ
+    # RoPE and norms may differ
+    elif model_type == HF and Path(read).resolve() != Path(built).resolve():
         problem = (
             f"checkpoint_dir is {read}, but model.checkpoint_dir is {built}; set model.checkpoint_dir alone, or both "
             "to one folder"
@@ -360,14 +357,13 @@ def _written_config(layers: list[PeftLayer], decoder: Decoder, base_model: str) 
     """Return the content of ``adapter_config.json``."""
     layer = _any_adapted(layers)
     parameters = peft_layers.target_parameters(layers, decoder)
+    dropout = getattr(layer.dropout, "p", 0.0)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         **described(sizes_of(layers)),
-        "lora_dropout": 0.0
-        if parameters
-        else getattr(layer.dropout, "p", 0.0),  # PEFT refuses it with parameters
+        "lora_dropout": 0.0 if parameters else dropout,  # PEFT refuses it with parameters
         "target_modules": peft_layers.target_modules(layers, decoder),
         "use_dora": isinstance(layer, Dora),
         "use_rslora": layer.rslora,
@@ -377,7 +373,8 @@ def _written_config(layers: list[PeftLayer], decoder: Decoder, base_model: str) 
     }
     if parameters:
         config |= {"target_parameters": parameters, "peft_version": peft_layers.layout_version()}
-    if tokens := peft_layers.token_indices(layers):
+    tokens = peft_layers.token_indices(layers)
+    if tokens:
         config["trainable_token_indices"] = tokens
     return config
 
@@ -460,7 +457,8 @@ def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
     Returns:
         The config, and the weights by PEFT's names, with rows of tokens in the order of their ids.
     """
-    config, state = PeftConfig.read(folder), _finite_tensors(folder)
+    config = PeftConfig.read(folder)
+    state = _finite_tensors(folder)
     if not state:
         raise UserError(f"adapter {folder} has no weights in {ADAPTER_WEIGHTS}; write it again")
     refuse(f"adapter {folder} is damaged: {problem}" for problem in _damage(config, state))
@@ -491,9 +489,9 @@ def _damage(config: PeftConfig, state: Mapping[str, Tensor]) -> Iterator[str]:
         shapes = [list(tensors[part].shape) for part in parts]
         if not _shapes_fit(config, layer, *shapes):
             rank, _ = config.of(layer)
-            expected = f"[{rank}, inputs], [outputs, {rank}]" + (
-                ", [outputs]" if config.dora else ""
-            )
+            expected = f"[{rank}, inputs], [outputs, {rank}]"
+            if config.dora:
+                expected += ", [outputs]"
             yield f"{layer} has weights {', '.join(map(str, shapes))}; with r={rank}, expected {expected}"
 
 
@@ -513,9 +511,7 @@ def _shapes_fit(
     config: PeftConfig, layer: str, a: list[int], b: list[int], *norms: list[int]
 ) -> bool:
     """Return whether A, B and DoRA's norms of a layer have shapes [r, in], [out, r] and [out]."""
-    if len(a) != 2 or len(b) != 2:
-        return False
-    if any(norm != b[:1] for norm in norms):
+    if len(a) != 2 or len(b) != 2 or any(norm != b[:1] for norm in norms):
         return False
     inner, _ = config.of(layer)
     if config.parameters and a[0]:  # maybe r rows for each expert
@@ -537,16 +533,11 @@ def _finite_tensors(source: Path) -> dict[str, Tensor]:
             f"no adapter in {source}: expected {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG}"
         ) from error
     except (SafetensorError, UnpicklingError, ValueError, RuntimeError, OSError) as error:
-        cause = (
-            "it is no file of tensors"
-            if isinstance(error, UnpicklingError)
-            else str(error).split("\n")[0]
-        )
+        cause = str(error).split("\n")[0]
         raise UserError(
             f"cannot read the adapter in {source}: {cause}; expected a PEFT folder"
         ) from error
-    tensors = state.values() if isinstance(state, dict) else [state]
-    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors):
+    if not isinstance(state, dict) or not all(isinstance(part, Tensor) for part in state.values()):
         raise UserError(f"cannot read the adapter in {source}: expected tensors by name")
     for name, tensor in state.items():
         problem = ""
@@ -563,7 +554,8 @@ def _finite_tensors(source: Path) -> dict[str, Tensor]:
 
 def base_model_name(folder: Path) -> str:
     """Name of the base model for PEFT: its hub name (from the hub's cache or `tune download`), else its path."""
-    if name := hub_name(folder):
+    name = hub_name(folder)
+    if name:
         return name
     try:
         return json.loads((folder / REPO_ID).read_text())["repo_id"]

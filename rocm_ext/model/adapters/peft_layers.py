@@ -7,7 +7,9 @@ PEFT changed the layout of experts' adapters in version 0.19.1 for weights [expe
 [experts, in, out], so that A has the rows' size and B the columns'. Both layouts can describe the same update.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
@@ -88,12 +90,11 @@ def trained_layers(decoder: Decoder, names: Names) -> list[PeftLayer]:
             layers.append(experts[name])
             continue
         module = name.removesuffix(f".{TOKEN_ROWS}")
-        example = layer.weight if isinstance(layer, TokenRows) else layer.lora_a.weight
-        weight = _published(f"{module}.weight", example, names)
+        is_rows = isinstance(layer, TokenRows)
+        with _explained(f"{module}.weight", layer.get_parameter(layer.adapter_params()[0])):
+            weight = names.published(f"{module}.weight")
         # `target_modules` cannot name these: PEFT 0.19 would take them for experts
-        by_parameter = last_part(module) in decoder.names_of_experts and not isinstance(
-            layer, TokenRows
-        )
+        by_parameter = last_part(module) in decoder.names_of_experts and not is_rows
         layers.append(PeftLayer(name, layer, weight, weight.removesuffix(".weight"), by_parameter))
     return layers
 
@@ -187,10 +188,12 @@ def layout_version() -> str:
 
 def is_old(peft_version: str) -> bool:
     """Return whether a version of PEFT has the old layout."""
-    release = peft_version.split("+")[0].split("@")[0]
-    parts = release.split(".")[:3]
-    numbers = [int(part) if part.isascii() and part.isdigit() else 0 for part in parts]
-    return numbers < [int(part) for part in NEW_LAYOUT.split(".")]
+    release, *_ = re.split("[+@]", peft_version)
+    return _numbers(release) < _numbers(NEW_LAYOUT)
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(number) for number in re.findall("[0-9]+", release)[:3]]
 
 
 # ---- tensors
@@ -201,9 +204,11 @@ def to_peft(layers: Sequence[PeftLayer], names: Names) -> dict[str, Tensor]:
     old = is_old(layout_version())
     tensors: dict[str, Tensor] = {}
     for peft_layer in layers:
-        layer, module = peft_layer.layer, PREFIX + peft_layer.module
+        layer = peft_layer.layer
+        module = PREFIX + peft_layer.module
         if isinstance(layer, ExpertLora):
-            a, b = _on_cpu(layer.lora_a.weight), _on_cpu(layer.lora_b.weight)
+            a = _on_cpu(layer.lora_a.weight)
+            b = _on_cpu(layer.lora_b.weight)
             if old and not layer.transposed:
                 a, b = _swapped(a, b, layer.experts)
             tensors |= {module + LORA_A: a, module + LORA_B: b}
@@ -243,8 +248,12 @@ def from_peft(
         result |= {f"{name}.lora_a.weight": a, f"{name}.lora_b.weight": b}
     for name, tensor in left.items():
         module, part = split_peft(name)
-        weight, rows = _ours(f"{module}.weight", tensor, names, has_rows=part != LORA_A)
-        result[weight.removesuffix(".weight") + our_part(part)] = rows
+        published = f"{module}.weight"
+        with _explained(published, tensor):
+            weight = names.ours(published)
+            if part != LORA_A:  # it has no output rows
+                tensor = names.our_rows(published, tensor)
+        result[weight.removesuffix(".weight") + our_part(part)] = tensor
     return result
 
 
@@ -272,9 +281,11 @@ def take_experts(state: dict[str, Tensor], decoder: nn.Module, config) -> dict[s
     for peft_layer in expert_layers(decoder):
         layer = peft_layer.layer
         assert isinstance(layer, ExpertLora)
-        name_a, name_b = peft_layer.module + LORA_A, peft_layer.module + LORA_B
+        name_a = peft_layer.module + LORA_A
+        name_b = peft_layer.module + LORA_B
         refuse(f"missing {name}" for name in (name_a, name_b) if name not in state)
-        a, b = state.pop(name_a), state.pop(name_b)
+        a = state.pop(name_a)
+        b = state.pop(name_b)
         rank, _ = config.of(peft_layer.weight)
         inner = layer.experts * rank
         shapes = a.shape, b.shape
@@ -299,23 +310,14 @@ def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tens
     return updates
 
 
-def _published(weight: str, example: Tensor, names: Names) -> str:
-    """Return Hugging Face's name of a decoder's weight, or refuse it."""
+@contextmanager
+def _explained(weight: str, tensor: Tensor) -> Iterator[None]:
+    """Context for the translation of a weight's name and of a ``tensor`` that belongs to it."""
     try:
-        return names.published(weight)
+        yield
     except Exception as error:  # a KeyError, or torchtune's bare Exception
         raise UserError(
-            f"{weight} {list(example.shape)} belongs to no layer of such a model"
-        ) from error
-
-
-def _ours(published: str, tensor: Tensor, names: Names, has_rows: bool) -> tuple[str, Tensor]:
-    """Return the decoder's name of a published weight, and ``tensor`` with its rows in the decoder's order."""
-    try:
-        return names.ours(published), names.our_rows(published, tensor) if has_rows else tensor
-    except Exception as error:  # a KeyError, or torchtune's bare Exception
-        raise UserError(
-            f"{published} {list(tensor.shape)} belongs to no layer of such a model"
+            f"{weight} {list(tensor.shape)} belongs to no layer of such a model"
         ) from error
 
 
