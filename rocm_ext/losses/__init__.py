@@ -73,10 +73,15 @@ def check_fit(objective: Objective, columns: Collection[str], pairs: bool) -> No
     check_columns(objective, columns)
     if SIDE not in columns:
         return
-    loss, unpaired = type(objective).__name__, isinstance(objective, UnpairedPreference)
-    kind, bad, fitting = "single answers with a label", "bad", "UnpairedPreference"
+    loss = type(objective).__name__
+    unpaired = isinstance(objective, UnpairedPreference)
+    kind = "single answers with a label"
+    bad = "bad"
+    fitting = "UnpairedPreference"
     if pairs:
-        kind, bad, fitting = "pairs", "rejected", "Preference"
+        kind = "pairs"
+        bad = "rejected"
+        fitting = "Preference"
     fitting = f"rocm_ext.losses.{fitting}"
     if SIDE not in objective.columns:
         raise UserError(

@@ -13,7 +13,9 @@ from rocm_ext.base.importing import COMPONENT
 from rocm_ext.base.kinds import POSITIVE, check, number, one_of
 from rocm_ext.losses.objective import Objective, Terms
 
-HIDDEN, LOGPROBS = "teacher_hidden", "teacher_logprobs"  # columns
+# columns
+HIDDEN = "teacher_hidden"
+LOGPROBS = "teacher_logprobs"
 _KINDS = {
     "loss": one_of("jsd", "reverse_kl"),
     "beta": number(lambda x: 0 <= x <= 1, "a number from 0 to 1"),
@@ -73,7 +75,8 @@ class Distillation(Objective):
     ) -> None:
         super().__init__(chunk_tokens=chunk_tokens)
         check({"loss": loss, "beta": beta, "temperature": temperature}, _KINDS, "loss.")
-        self.beta, self.temperature = float(beta), temperature
+        self.beta = float(beta)
+        self.temperature = temperature
         self.over_vocabulary = loss == "jsd"
         self.columns = (HIDDEN,) if self.over_vocabulary else (LOGPROBS,)
         self.better = {"agreement": "higher"}

@@ -49,9 +49,11 @@ class Tally:
         share."""
         values = values.double()
         if weights is None:
-            total, count = values.sum(), values.new_full((), values.numel())
+            total = values.sum()
+            count = values.new_full((), values.numel())
         else:
-            total, count = (values * weights).sum(), weights.double().sum()
+            total = (values * weights).sum()
+            count = weights.double().sum()
         self._sums[name] = self._sums[name] + total if name in self._sums else total
         self._counts[name] = self._counts[name] + count if name in self._counts else count
 
@@ -131,7 +133,8 @@ class Objective(ABC):
 
     def __init__(self, normalize: str | float = "tokens", chunk_tokens: int | None = None) -> None:
         check({"normalize": normalize, "chunk_tokens": chunk_tokens}, _KINDS, "loss.")
-        self.normalize, self.chunk_tokens = normalize, chunk_tokens
+        self.normalize = normalize
+        self.chunk_tokens = chunk_tokens
 
     @abstractmethod
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
@@ -240,13 +243,12 @@ class _Labels:
     def __init__(
         self, objective: Objective, targets: Tensor, columns: Mapping[str, Tensor], sequence: Tensor
     ) -> None:
-        self.objective, self.targets, self.columns, self.sequence = (
-            objective,
-            targets,
-            columns,
-            sequence,
-        )
-        self._weights, of_rows = objective.weights(sequence), columns.get("weight")
+        self.objective = objective
+        self.targets = targets
+        self.columns = columns
+        self.sequence = sequence
+        self._weights = objective.weights(sequence)
+        of_rows = columns.get("weight")
         if of_rows is not None:
             self._weights = of_rows if self._weights is None else self._weights * of_rows
         self._ahead: Terms | None = None
@@ -264,7 +266,8 @@ class _Labels:
 
     def logits(self, head: Head, hidden: Tensor) -> Tensor:
         """Return the logits [n, v] of one chunk, divided by the temperature."""
-        logits, temperature = head(hidden), self.objective.temperature
+        logits = head(hidden)
+        temperature = self.objective.temperature
         return logits if temperature == 1 else logits / temperature
 
     def look_ahead(self, head: Head, hidden: Tensor) -> None:

@@ -129,9 +129,13 @@ class PolicyGradient(Objective):
                 "for more, use grpo, dr_grpo, dapo, gspo or cispo"
             )
         super().__init__(normalize, chunk_tokens)
-        self.kind, self.on_policy = kind, on_policy
-        self.kl_coef, self.temperature, self.entropy_coef = kl_coef, temperature, entropy_coef
-        self.mismatch, self.mismatch_level = mismatch, mismatch_level
+        self.kind = kind
+        self.on_policy = on_policy
+        self.kl_coef = kl_coef
+        self.temperature = temperature
+        self.entropy_coef = entropy_coef
+        self.mismatch = mismatch
+        self.mismatch_level = mismatch_level
         self.mismatch_limits = limits_of(mismatch, mismatch_level, mismatch_limits) or [
             0.0,
             1.0,
@@ -153,14 +157,16 @@ class PolicyGradient(Objective):
         value, derivative = self._surrogate(nll, old, columns["advantages"], sequence)
         if self.mismatch != "none":
             weight = self._mismatch_weight(old - columns["sampler_logprobs"], sequence)
-            value, derivative = value * weight, derivative * weight
+            value = value * weight
+            derivative = derivative * weight
         if self.kind.ratio == "sequence" and self.whole_sequences:
             # every NLL of a sequence changes all of its values by the same ratio
             derivative = _mean_over_sequences(derivative, sequence)
         if self.kl_coef and self.kl_in == "loss":
             distance = columns[REFERENCE] + nll
             slope = self.kl_coef * _ratio(-nll - old).clamp(max=_MOST) * distance
-            value, derivative = value + slope * distance / 2, derivative + slope
+            value = value + slope * distance / 2
+            derivative = derivative + slope
         return value, derivative
 
     def _surrogate(
@@ -193,7 +199,8 @@ class PolicyGradient(Objective):
         columns: Mapping[str, Tensor],
         sequence: Tensor,
     ) -> None:
-        probability, advantages = (-nll).exp(), columns["advantages"]
+        probability = (-nll).exp()
+        advantages = columns["advantages"]
         gradient = advantages.abs() * (1 - probability)
         tally.mean("token_gradient", gradient)
         tally.mean(
@@ -222,7 +229,8 @@ class PolicyGradient(Objective):
         if self.mismatch_level != "token":
             over = sum_over_sequences if self.mismatch_level == "sequence" else _mean_over_sequences
             log_weight = over(log_weight, sequence)
-        weight, (lowest, highest) = _ratio(log_weight), self.mismatch_limits
+        weight = _ratio(log_weight)
+        (lowest, highest) = self.mismatch_limits
         outside = (weight < lowest) | (weight > highest)
         if self.tally is not None:
             self.tally.mean("mismatch_limited", outside)

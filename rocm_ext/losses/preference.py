@@ -69,12 +69,14 @@ def _ipo(chosen: Tensor, rejected: Tensor, beta: float, *_: float) -> Slopes:
 
 
 def _apo_zero(chosen: Tensor, rejected: Tensor, beta: float, *_: float) -> Slopes:
-    up, down = torch.sigmoid(beta * chosen), torch.sigmoid(beta * rejected)
+    up = torch.sigmoid(beta * chosen)
+    down = torch.sigmoid(beta * rejected)
     return 1 - up + down, -beta * up * (1 - up), beta * down * (1 - down)
 
 
 def _odds_ratio(chosen: Tensor, rejected: Tensor, beta: float, *_: float) -> Slopes:
-    chosen, rejected = chosen.clamp(max=_CERTAIN), rejected.clamp(max=_CERTAIN)
+    chosen = chosen.clamp(max=_CERTAIN)
+    rejected = rejected.clamp(max=_CERTAIN)
     others = (-torch.expm1(chosen), -torch.expm1(rejected))  # 1 - p of each side
     log_odds = (chosen - rejected) - (others[0].log() - others[1].log())
     slope = beta * torch.sigmoid(-log_odds)
@@ -175,12 +177,10 @@ class Preference(Objective):
             raise UserError(f"loss {loss} has no gamma; simpo has it")
         super().__init__(0.5, chunk_tokens)  # a pair is two sequences
         beta = kind.beta if beta is None else beta
-        self.kind, self.beta, self.label_smoothing, self.nll = (
-            kind,
-            beta,
-            label_smoothing,
-            kind.nll + rpo_alpha,
-        )
+        self.kind = kind
+        self.beta = beta
+        self.label_smoothing = label_smoothing
+        self.nll = kind.nll + rpo_alpha
         self.gamma = (kind.gamma or 0.0) * beta if gamma is None else gamma
         self.length_normalized = kind.normalized if length_normalized is None else length_normalized
         self.columns = (SIDE, *[REFERENCE] * kind.reference)
@@ -280,11 +280,9 @@ class UnpairedPreference(Objective):
         weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
         check({"loss": loss, "beta": beta, **weights}, _SINGLE_KINDS, "loss.")
         super().__init__(1.0, chunk_tokens)
-        self.beta, self.desirable_weight, self.undesirable_weight = (
-            beta,
-            desirable_weight,
-            undesirable_weight,
-        )
+        self.beta = beta
+        self.desirable_weight = desirable_weight
+        self.undesirable_weight = undesirable_weight
         self.baseline: float | None = 0.0 if loss == "kto" else None
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:

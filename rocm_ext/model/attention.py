@@ -106,7 +106,8 @@ def _by_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    queries, keys = q.shape[2], k.shape[2]
+    queries = q.shape[2]
+    keys = k.shape[2]
     if mask is None:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril()
     allowed = mask if mask.dtype == torch.bool else mask == 0
@@ -326,7 +327,8 @@ class SlotCache(Pass):
 
 # On CPUs: the longest sequence that shares a call of attention, and the least length of the others in the call, as a
 # share of the longest. Longer sequences would save nothing, and padding shorter ones costs more.
-_SHORT, _SIMILAR = 512, 0.75
+_SHORT = 512
+_SIMILAR = 0.75
 
 
 class Lengths:

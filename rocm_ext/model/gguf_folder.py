@@ -25,11 +25,19 @@ from rocm_ext.model.families import CONFIG, foreign_config
 from rocm_ext.model.weights import llama_cpp
 from rocm_ext.model.weights.gguf_files import LINKS, SHAPES, SUFFIX, GgufFile, Metadata, parts_of
 
-_SETTINGS, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+_SETTINGS = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
 _BESIDE = (CONFIG, TOKENIZER, _SETTINGS, "generation_config.json", _TEMPLATE)
 _VERSION = 3  # of what is written
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5  # llama.cpp's types of tokens
-_PIECES, _SPACE = ("llama", "gemma4"), "\u2581"  # tokenizers from SentencePiece, and its space
+# llama.cpp's types of tokens
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER = 4
+_UNUSED = 5
+# tokenizers from SentencePiece, and its space
+_PIECES = ("llama", "gemma4")
+_SPACE = "\u2581"
 
 
 def folder_of(name: str) -> Path | None:
@@ -255,7 +263,8 @@ def _merges_of(vocabulary: Mapping[str, int], types: Sequence[int], scores) -> l
     merges = []
     for text in ranked:
         for at in range(1, len(text)):
-            first, second = text[:at], text[at:]
+            first = text[:at]
+            second = text[at:]
             if first in pieces and second in pieces:
                 merges.append([first, second])
     return merges

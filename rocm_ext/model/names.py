@@ -22,13 +22,18 @@ from rocm_ext.base.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-EMBEDDINGS, OUTPUT = "embed_tokens", "lm_head"  # PEFT's names of the first and the last layer
-EMBEDDINGS_WEIGHT, OUTPUT_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
+# PEFT's names of the first and the last layer
+EMBEDDINGS = "embed_tokens"
+OUTPUT = "lm_head"
+EMBEDDINGS_WEIGHT = "model.embed_tokens.weight"
+OUTPUT_WEIGHT = "lm_head.weight"
 
 # ---- PEFT: PREFIX, a module's name, and a part
 
 PREFIX = "base_model.model."
-LORA_A, LORA_B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+LORA_A = ".lora_A.weight"
+LORA_B = ".lora_B.weight"
+MAGNITUDE = ".lora_magnitude_vector"
 ROWS = ".token_adapter.trainable_tokens_delta"  # rows, and not differences, in spite of the name
 TOKEN_ROWS = "token_rows"  # a decoder's module with trained rows
 _PARTS = {
@@ -162,9 +167,11 @@ class TorchtuneNames(Names):
         self._to_files: Any = convert_weights.tune_to_hf
         self._from_files: Any = convert_weights.hf_to_tune
         if model_type == "QWEN2":
-            self._to_files, self._from_files = qwen2_tune_to_hf, qwen2_hf_to_tune
+            self._to_files = qwen2_tune_to_hf
+            self._from_files = qwen2_hf_to_tune
         elif model_type == "GEMMA2":
-            self._to_files, self._from_files = gemma2_tune_to_hf, gemma2_hf_to_tune
+            self._to_files = gemma2_tune_to_hf
+            self._from_files = gemma2_hf_to_tune
         self._heads = {
             "num_heads": attention.num_heads,
             "num_kv_heads": attention.num_kv_heads,

@@ -78,7 +78,8 @@ def from_checkpoint(
         parameters=tuple(map(str, named)),
     )
     folder = Path(checkpoint_dir)
-    form, blocks = stored_format(folder), blocks_in(folder)
+    form = stored_format(folder)
+    blocks = blocks_in(folder)
     if (form or blocks) and quantize_base:
         raise UserError(
             f"quantize_base is {quantize_base}, but the weights in {folder} are quantised "
@@ -90,7 +91,8 @@ def from_checkpoint(
             "train from the model's weights in 16 bits"
         )
     fp8 = quantize_base == "fp8"
-    four_bits, form = bool(quantize_base) and not fp8, FP8_ROWS if fp8 else form
+    four_bits = bool(quantize_base) and not fp8
+    form = FP8_ROWS if fp8 else form
     if (foreign := foreign_config(folder, trust_remote_code)) is not None:
         decoder = _by_transformers(foreign)(
             folder,

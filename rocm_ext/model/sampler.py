@@ -31,7 +31,8 @@ from rocm_ext.model.weights.quantized import Quantized
 
 # On CPUs, matrix products with fewer or more rows use other kernels, which round differently (measured with MKL on
 # several threads). Without these bounds a sample would depend on the number of samples in its batch.
-MIN_ROWS, MAX_ROWS = 16, 96
+MIN_ROWS = 16
+MAX_ROWS = 96
 _EXPANDED = 3  # copies in fp32 of keys and values made from a smaller cache; measured 2.5
 
 
@@ -377,7 +378,9 @@ def _factors(layers: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return A, B and factor of :class:`SamplingLinear`, in fp32; layers without adapters have rank 0."""
     adapted = next(layer for layer in layers if isinstance(layer, Lora | Dora))
     like = adapted.lora_a.weight.detach()
-    lows, highs, ratios = [], [], []
+    lows = []
+    highs = []
+    ratios = []
     for layer in layers:
         out, width = layer.weight.shape
         if isinstance(layer, Lora | Dora):

@@ -84,9 +84,14 @@ class LocalEngine:
             raise UserError(
                 f"engine.graphs is True, but no graph can replay a step: {obstacle}; set graphs: null"
             )
-        self._slots, self._graphs, self._merge = slots, graphs, merge
-        self._decoder, self._tokenizer, self._free_memory = decoder, tokenizer, free_memory
-        self._trace, self._routes = trace, routes
+        self._slots = slots
+        self._graphs = graphs
+        self._merge = merge
+        self._decoder = decoder
+        self._tokenizer = tokenizer
+        self._free_memory = free_memory
+        self._trace = trace
+        self._routes = routes
 
     @property
     def max_seq_len(self) -> int:
@@ -110,7 +115,8 @@ class LocalEngine:
             UserError: the model is not supported, or the copy of the weights does not fit into memory.
         """
         self._decoder.check_sampling()
-        free, needed = self._free_memory(), self.layout_bytes()
+        free = self._free_memory()
+        needed = self.layout_bytes()
         if needed > free:
             raise UserError(
                 f"sampling needs up to {gib(needed)} for a copy of weights, but "
@@ -178,12 +184,14 @@ class LocalSession:
         trace: Trace | None = None,
         routes: bool = False,
     ) -> None:
-        self._decoder, self._free_memory = decoder, free_memory
+        self._decoder = decoder
+        self._free_memory = free_memory
         self._tokenizer = (
             tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer
         )  # which decodes
         self._routes = routes
-        self._slots, self._trace = slots, trace or Trace()
+        self._slots = slots
+        self._trace = trace or Trace()
         self._graphs = Graphs(
             decoder.device.type == "cuda" if graphs is None else graphs, graphs is True
         )
@@ -369,7 +377,8 @@ class LocalSession:
 
         ``least`` is the minimum number of slots; below MIN_ROWS it is also the maximum.
         """
-        kept, self._batch = self._batch, None
+        kept = self._batch
+        self._batch = None
         if least < MIN_ROWS:
             most = least
         elif self._slots is not None:

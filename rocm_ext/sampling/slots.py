@@ -53,7 +53,8 @@ def slot_memory(
     decoder: Sampler, prompts: Sequence[int], length: int, sampling: Sampling, graphs: bool
 ) -> SlotMemory:
     """Estimate the memory of a session; ``prompts`` are numbers of tokens, ``length`` is the positions per slot."""
-    vocabulary, itemsize = decoder.vocabulary, decoder.dtype.itemsize
+    vocabulary = decoder.vocabulary
+    itemsize = decoder.dtype.itemsize
     cache = int(decoder.cache_bytes(length))
     if graphs:
         cache += vocabulary * itemsize

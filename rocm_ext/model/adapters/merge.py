@@ -224,7 +224,8 @@ class MergedWeights:
         if name not in self.linear:
             return weight.clone()
         update = self.linear[name]
-        a, b = update[LORA_A], update[LORA_B]
+        a = update[LORA_A]
+        b = update[LORA_B]
         scale = self.config.scale(name.removesuffix(".weight"))
         exact = merged_linear(weight.float(), a, b, scale, update.get(MAGNITUDE))
         return _round_by_chance(exact, dtype, name)

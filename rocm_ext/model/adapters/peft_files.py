@@ -45,7 +45,8 @@ from rocm_ext.model.names import EMBEDDINGS, LORA_A, LORA_B, MAGNITUDE, ROWS, la
 from rocm_ext.model.token_rows import TokenRows, by_layer, trained_tokens
 from rocm_ext.model.weights.checkpointer import HF
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _NO_PEFT = ("PHI3_MINI", "PHI4", "LLAMA3_VISION", "REWARD", "CLIP_TEXT", "T5_ENCODER")
 # Keys that do not change an adapter's function once its weights are known, or that `read` checks
 _FREE = frozenset(
@@ -196,7 +197,9 @@ class PeftConfig(Sizes):
             "use_dora": isinstance(layer, Dora),
             "trainable_token_indices": trained_tokens(decoder) or None,
         }
-        there, here, options = [], [], []
+        there = []
+        here = []
+        options = []
         for name, value in theirs.items():
             if value != ours[name]:
                 key = _RUN_KEYS[name]

@@ -23,7 +23,8 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.model.attention import Lengths, SlotCache, sdpa
 from rocm_ext.model.hf.packed_states import ROWS
 
-PACKED, SLOTS = "rocm_ext_packed", "rocm_ext_slots"
+PACKED = "rocm_ext_packed"
+SLOTS = "rocm_ext_slots"
 _packed: ContextVar[tuple[Lengths, str]] = ContextVar(
     "lengths of the packed sequences, and kernel of attention"
 )

@@ -198,7 +198,8 @@ class Converted(ConvertedWeights):
         return pieces
 
     def on_meta(self) -> dict[str, Tensor]:
-        state, self._state = self._state, self._shapes
+        state = self._state
+        self._state = self._shapes
         try:
             return dict(self)
         finally:

@@ -223,7 +223,8 @@ class TransformersDecoder(Decoder):
     def empty_model(self, attention: str) -> Any:
         """Build transformers' model again, with another attention and without weights and adapters."""
         model: Any = self.model_
-        config, dtype = copy.deepcopy(model.config), self.tok_embeddings.weight.dtype
+        config = copy.deepcopy(model.config)
+        dtype = self.tok_embeddings.weight.dtype
         with torch.device("cpu"), _meta_parameters():
             options = {
                 "dtype": dtype,
@@ -417,7 +418,8 @@ def shapes_of(folder: Path) -> dict[str, list[int]]:
 
 def _needs_code(config: ModelConfig, trust_remote_code: bool) -> bool:
     """Return whether the folder's code has to run, because transformers lacks the class; refuse untrusted code."""
-    named, code = (config.get("architectures") or [""])[0], own_code(config)
+    named = (config.get("architectures") or [""])[0]
+    code = own_code(config)
     if code is None or code == named == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(
         str(config.get("model_type"))
     ):
@@ -429,7 +431,8 @@ def _needs_code(config: ModelConfig, trust_remote_code: bool) -> bool:
 
 def _on_meta(folder: Path, trusted: bool = False) -> Any:
     """Build transformers' model of a folder without weights; ``trusted``: with the folder's code."""
-    version, dtype = transformers.__version__, torch.get_default_dtype()
+    version = transformers.__version__
+    dtype = torch.get_default_dtype()
     with explain_errors(f"{folder / CONFIG}: transformers {version} cannot build this model"):
         config = AutoConfig.from_pretrained(
             folder, trust_remote_code=trusted, local_files_only=True

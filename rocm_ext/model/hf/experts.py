@@ -205,7 +205,8 @@ class Replay:
         Both are [t, layers, chosen] booleans for the pass since :meth:`begin`, or the result is None if no choices are
         given. Layers that are computed again do not count.
         """
-        differs, self._differs = self._differs, None
+        differs = self._differs
+        self._differs = None
         if self._given is None or not differs:
             return None
         return torch.stack(differs, 1), self._given >= 0

@@ -200,14 +200,20 @@ def grouped_products() -> bool:
 def trial(device: torch.device) -> str:
     """Compare grouped products with the loop in bf16, with empty experts: return what is wrong, or ""."""
     rng = torch.Generator().manual_seed(0)
-    experts, k, d, f, rank = 64, 4, 512, 768, 16
+    experts = 64
+    k = 4
+    d = 512
+    f = 768
+    rank = 16
     index = torch.randint(3, experts - 2, (512, k), generator=rng).to(device)
 
     def some(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng).to(device, torch.bfloat16)
 
-    x, low = some(2048, d), some(2048, rank)
-    w, a = some(experts, f, d), some(experts, rank, d)
+    x = some(2048, d)
+    low = some(2048, rank)
+    w = some(experts, f, d)
+    a = some(experts, rank, d)
     wide = some(2048, f)
     by_loop = Rows.of(index, experts, torch.float32)
     grouped = replace(by_loop, grouped=True)

@@ -24,7 +24,9 @@ from rocm_ext.machine.numerics import Kernel
 from rocm_ext.model.attention import Lengths
 
 ROWS = "packed_rows"  # argument that passes the lengths to a model's layers, which need them again backward
-_SMALLEST, _LARGEST = 16, 64  # tokens of a chunk
+# tokens of a chunk
+_SMALLEST = 16
+_LARGEST = 64
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -14,7 +14,8 @@ from rocm_ext.model.hf.experts import experts_of
 from rocm_ext.model.lora import ExpertLora, Sizes, adapted_linear, ends_with
 from rocm_ext.model.names import last_part
 
-ALL, ALL_EXPERTS = "all-linear", "all-experts"
+ALL = "all-linear"
+ALL_EXPERTS = "all-experts"
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _READ = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size)\b)")
 

@@ -236,7 +236,8 @@ class _Builder:
 
     def _attention(self, name: str) -> Attention:
         a = self.architecture
-        wide, narrow = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        wide = a.heads * a.head_dim
+        narrow = a.kv_heads * a.head_dim
         attention = Attention(
             embed_dim=a.width,
             num_heads=a.heads,
@@ -362,7 +363,8 @@ class SamplingAttention(Attention):
     def project(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
         """As in the base class; q and k are one tensor unless they have norms."""
         qkv = self.split_heads(self.joined(x))  # [..., heads + 2 kv_heads, head_dim]
-        heads, kv_heads = self.num_heads, self.num_kv_heads
+        heads = self.num_heads
+        kv_heads = self.num_kv_heads
         if self.q_norm is None:
             qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), dim=-2)
             return [qk], v

@@ -279,5 +279,6 @@ class Attention(MultiHeadAttention):
         q, k = qk
         # torchtune applies these norms to [b, h, s, head_dim]. They act only on head_dim, so the result is the same.
         if self.q_norm is not None and not self.norms_first:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         return q, k, v

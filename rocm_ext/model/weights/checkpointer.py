@@ -80,7 +80,8 @@ class HFCheckpointer:
         if not foreign:  # others may have masks and tables of integers
             for name, tensor in state.on_meta().items():
                 check_stored(name, tensor)
-            output, embeddings = names.ours(OUTPUT_WEIGHT), names.ours(EMBEDDINGS_WEIGHT)
+            output = names.ours(OUTPUT_WEIGHT)
+            embeddings = names.ours(EMBEDDINGS_WEIGHT)
             if read_architecture(self._folder).tied and output in state and embeddings in state:
                 check_tied(state[output], state[embeddings])
                 state.remove(output)

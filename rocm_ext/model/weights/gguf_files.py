@@ -21,7 +21,8 @@ from rocm_ext.model.weights.unpack import BLOCKS
 SUFFIX = ".gguf"
 Metadata = dict[str, Any]  # numbers, texts and lists by key
 # files in a folder that names GGUF files: their paths, and the shapes of transformers' weights by name
-LINKS, SHAPES = "gguf.json", "shapes.json"
+LINKS = "gguf.json"
+SHAPES = "shapes.json"
 AGAIN = "download the file again"
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's types of numbers
 # ggml's types with blocks
@@ -41,7 +42,8 @@ _SCALARS = {
     11: "<q",
     12: "<d",
 }
-_TEXT, _LIST = 8, 9
+_TEXT = 8
+_LIST = 9
 _MOST = 2**26  # bytes of a text, entries of a list, tensors, sides: far more than any model has
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 

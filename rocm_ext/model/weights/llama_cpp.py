@@ -760,7 +760,8 @@ def _qwen3_5(name: str, config) -> list[Part]:
     if not delta:
         parts = _experts(name, config)
         return [replace(parts[0], change=_PLUS_ONE)] if name.endswith("norm.weight") else parts
-    heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
+    heads = config.linear_num_value_heads
+    keys = config.linear_num_key_heads
     by_head = torch.arange(heads).view(keys, -1).T.flatten()
     width = config.linear_value_head_dim
     begins = by_head[:, None] * width

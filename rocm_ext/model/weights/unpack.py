@@ -130,7 +130,8 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 def _nibbles(packed: Tensor) -> Tensor:
     """The low halves of all bytes of a block, then the high ones: [n, bytes] -> [n, 2 bytes]."""
-    low, high = packed & 15, packed >> 4
+    low = packed & 15
+    high = packed >> 4
     return torch.cat([low, high], dim=1)
 
 
@@ -148,7 +149,8 @@ def _q5_0(blocks: Tensor) -> Tensor:
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    scale, least = _half(blocks, 0), _half(blocks, 2)
+    scale = _half(blocks, 0)
+    least = _half(blocks, 2)
     values = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
     return scale * values + least
 

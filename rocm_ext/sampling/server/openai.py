@@ -128,8 +128,10 @@ class OpenAIEngine:
             http.seconds_of(patience, "patience"),
             stopped or (lambda: False),
         )
-        self.tokenizer, self.model = tokenizer, model
-        self.lora_name, self.dynamic_lora = lora_name, dynamic_lora
+        self.tokenizer = tokenizer
+        self.model = model
+        self.lora_name = lora_name
+        self.dynamic_lora = dynamic_lora
         self._servers = [Server(url) for url in http.checked_urls(urls)]
         self._ranks = ranks or Ranks(torch.device("cpu"))
         # servers and number of sessions by the name of the loaded adapter, on the main rank
@@ -191,7 +193,8 @@ class OpenAIEngine:
             UserError: the servers refuse the adapter, or another rank failed.
         """
         self._check_once()
-        loaded, servers = None, self._servers
+        loaded = None
+        servers = self._servers
         if adapter is not None:
             loaded, servers = self._ranks.on_main(lambda: self._load(self._read(adapter)))
         try:

@@ -162,7 +162,9 @@ class OpenAISession:
     """
 
     def __init__(self, terms: Terms, servers: Sequence[Server], adapter: Adapter | None) -> None:
-        self.terms, self.servers, self.adapter = terms, servers, adapter
+        self.terms = terms
+        self.servers = servers
+        self.adapter = adapter
         self.given_up = False
         self.retried = 0
         self._tokens = 0
@@ -287,7 +289,9 @@ class _Batch:
     def __init__(
         self, session: OpenAISession, sampling: Sampling, put: Callable[[Completion], None]
     ) -> None:
-        self.session, self.sampling, self.put = session, sampling, put
+        self.session = session
+        self.sampling = sampling
+        self.put = put
         self.states = {server.url: _State() for server in session.servers}
         self.queue: asyncio.Queue[Request] = asyncio.Queue()
         self.asking = 0
@@ -299,7 +303,8 @@ class _Batch:
 
     async def run(self, requests: Iterable[Request | None]) -> None:
         """Answer ``requests``; the first error of a worker cancels the rest."""
-        terms, servers = self.session.terms, self.session.servers
+        terms = self.session.terms
+        servers = self.session.servers
         at_once = terms.concurrency * len(servers)
         share = length_hint(requests, at_once) or 1
         self.room = asyncio.Semaphore(min(at_once, share))
@@ -353,11 +358,15 @@ class _RequestLoop:
     """One of a server's simultaneous requests."""
 
     def __init__(self, batch: _Batch, client, server: Server) -> None:
-        self._batch, self._client, self._server = batch, client, server
+        self._batch = batch
+        self._client = client
+        self._server = server
         self._terms = batch.session.terms
         self._state = batch.states[server.url]
         # since the server last answered: its failures, the seconds waited, and its answers before
-        self._failures, self._waited, self._answered = 0, 0.0, 0
+        self._failures = 0
+        self._waited = 0.0
+        self._answered = 0
 
     async def run(self) -> None:
         """Answer requests until the server is given up."""
@@ -380,7 +389,8 @@ class _RequestLoop:
 
     async def _try(self, request: Request) -> Completion | None:
         """Ask once; return None if the server failed."""
-        began, state = time.monotonic(), self._state
+        began = time.monotonic()
+        state = self._state
         try:
             completion = await self._ask(request)
         except (http.RequestError, http.Transient) as error:
@@ -395,11 +405,14 @@ class _RequestLoop:
             log.info("%s answers again", self._server.url)
             state.last_line = None
         state.answered += 1
-        self._failures, self._waited = 0, 0.0
+        self._failures = 0
+        self._waited = 0.0
         return completion
 
     async def _ask(self, request: Request) -> Completion:
-        wire, server, sampling = self._terms.wire, self._server, self._batch.sampling
+        wire = self._terms.wire
+        server = self._server
+        sampling = self._batch.sampling
         adapter = request.adapter or self._batch.session.adapter
         restored = self._state.restored[adapter]
         model = adapter.name if adapter else server.model
@@ -439,10 +452,13 @@ class _RequestLoop:
     def _failed(self, error: Exception, seconds: float, request: Request) -> None:
         """Set the pause before the next attempt, or give the server up."""
         self._batch.session.retried += 1
-        state, patience = self._state, self._terms.patience
+        state = self._state
+        patience = self._terms.patience
         problem = http.in_words(error)
         if state.answered != self._answered:  # the server has answered another worker meanwhile
-            self._failures, self._waited, self._answered = 0, 0.0, state.answered
+            self._failures = 0
+            self._waited = 0.0
+            self._answered = state.answered
         if self._failures:
             self._waited += seconds
         if self._waited >= patience:

@@ -61,7 +61,8 @@ class EndpointFormat:
     vocabulary = 2**31
 
     def __init__(self, tokenizer, endpoint: str) -> None:
-        self.tokenizer, self.endpoint = tokenizer, endpoint
+        self.tokenizer = tokenizer
+        self.endpoint = endpoint
         self.path = ENDPOINTS[endpoint]
         self.exact_tokens = self.has_logprobs = False
         self._end_of_turn = _end_of_turn(tokenizer)
@@ -309,7 +310,8 @@ def check_logprobs(url: str, top: Callable[[Sampling], float | None], sampling: 
     does not truncate, unless ``SGLANG_RETURN_ORIGINAL_LOGPROB`` is set. The log-prob of the most probable token shows
     the difference: ``top`` asks the server for one token, always with the same prompt, and returns it, or None.
     """
-    asked, temperature = sampling.logprobs_temperature, sampling.temperature
+    asked = sampling.logprobs_temperature
+    temperature = sampling.temperature
     truncated = (
         sampling.top_k is not None or sampling.top_p not in (None, 1) or sampling.min_p is not None
     )
