@@ -78,7 +78,8 @@ class LocalEngine:
         why = (
             " (a CPU rounds smaller products differently, and samples would depend on their batch)"
         )
-        check({"slots": slots}, {"slots": integer(MIN_ROWS, _MOST_SLOTS, why) | NULL}, "engine.")
+        kinds = {"slots": integer(MIN_ROWS, _MOST_SLOTS, why) | NULL}
+        check({"slots": slots}, kinds, "engine.")
         obstacle = decoder.graph_obstacle if graphs else None
         if obstacle:
             raise UserError(
@@ -186,16 +187,14 @@ class LocalSession:
     ) -> None:
         self._decoder = decoder
         self._free_memory = free_memory
-        self._tokenizer = (
-            tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer
-        )  # which decodes
+        # which decodes
+        self._tokenizer = tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer
         self._routes = routes
         self._slots = slots
         self._trace = trace or Trace()
-        self._graphs = Graphs(
-            decoder.device.type == "cuda" if graphs is None else graphs, graphs is True
-        )
-        decoder.fixed_shapes = self._graphs.used
+        used = decoder.device.type == "cuda" if graphs is None else graphs
+        self._graphs = Graphs(used, asked=graphs is True)
+        decoder.fixed_shapes = used
         self._stop_tokens = frozenset(tokenizer.stop_tokens)
         self._totals: Any = Counter()
         self._batch: SlotBatch | None = None  # between two calls of generate
@@ -218,9 +217,9 @@ class LocalSession:
         Raises:
             UserError: a prompt with its answer may exceed the model's context, or memory holds too few slots.
         """
-        queue = (
-            requests if isinstance(requests, RequestQueue) else RequestQueue(filter(None, requests))
-        )
+        queue = requests
+        if not isinstance(queue, RequestQueue):
+            queue = RequestQueue(filter(None, requests))
         for _, completions in self._steps(queue, sampling, MIN_ROWS):
             yield from completions
 
@@ -250,7 +249,8 @@ class LocalSession:
         if first is None:  # other ranks have taken all
             return
         prompts = deque([_Prompt(deque(first))] if first else [])
-        batch = self._take_batch(queue, span_for(self._decoder.device, longest), sampling, least)
+        length = span_for(self._decoder.device, longest)
+        batch = self._take_batch(queue, length, sampling, least)
         kept: dict[tuple[str, int], Kept] = {}  # caches of waiting conversations
         keeps = bool(queue.added) and self._keeps(batch, queue, sampling)
         while True:
@@ -276,7 +276,8 @@ class LocalSession:
                     if len(kept) < batch.slots:
                         kept[completion.request.key] = batch.keep(slot)
             batch.release(list(ended))
-            self._count(new, rows, batch.slots, read, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._count(new, rows, batch.slots, read, seconds)
             yield batch.running, list(ended.values())
         self._batch = batch  # not after an error or an early end, which leave samples in its slots
 

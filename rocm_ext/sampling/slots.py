@@ -58,7 +58,8 @@ def slot_memory(
     cache = int(decoder.cache_bytes(length))
     if graphs:
         cache += vocabulary * itemsize
-    step = decoder.step_bytes(length) + vocabulary * draw_bytes(sampling, itemsize, vocabulary)
+    draw = vocabulary * draw_bytes(sampling, itemsize, vocabulary)
+    step = decoder.step_bytes(length) + draw
     return SlotMemory(cache, step, decoder.prefill_bytes(prompts, PREFILL_TOKENS))
 
 
@@ -162,10 +163,9 @@ class SlotBatch:
         self._use_graphs = graphs
         self._graphs: dict[tuple[int, int], Any] = {}
         rows = slots if graphs.used else 0
+        shape = rows, decoder.vocabulary
         # shared by all graphs: one runs at a time
-        self._logits = torch.empty(
-            rows, decoder.vocabulary, dtype=decoder.dtype, device=decoder.device
-        )
+        self._logits = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
 
     def begin(self, sampling: Sampling) -> None:
         """Prepare for other samples, as if the slots were new.
@@ -228,7 +228,9 @@ class SlotBatch:
         """
         n = len(self.running)
         # Run a few spare slots: at least MIN_ROWS, and multiples of it where every shape needs a graph.
-        rows = n + -n % MIN_ROWS if self._use_graphs.used else max(n, MIN_ROWS)
+        rows = max(n, MIN_ROWS)
+        if self._use_graphs.used:
+            rows += -rows % MIN_ROWS
         rows = min(rows, self.slots)
         newest = max(running.position for running in self.running)
         span = span_for(self._decoder.device, newest + 1)
@@ -244,9 +246,8 @@ class SlotBatch:
             slots, ids = torch.tensor([given, ids], device=tokens.device)
             self._tokens[slots] = ids
             self._drawn[slots] = 0
-        drawn = torch.stack(
-            [tokens[:n].double(), logprobs[:n].double()]
-        )  # both are exact in fp64, and come at once
+        # both are exact in fp64, and come at once
+        drawn = torch.stack([tokens.double(), logprobs.double()])[:, :n]
         chosen = None
         if self._routes is not None:
             chosen = self._routes[:n].cpu().numpy().copy()
@@ -279,7 +280,9 @@ class SlotBatch:
         return logits
 
     def _compute(self, rows: int, span: int) -> Tensor:
-        return self._decoder.step(self._tokens[:rows], self._positions[:rows], self._cache, span)
+        tokens = self._tokens[:rows]
+        positions = self._positions[:rows]
+        return self._decoder.step(tokens, positions, self._cache, span)
 
     def _capture(self, rows: int, span: int) -> None:
         """Record the step as a graph for later steps of this shape."""
@@ -366,9 +369,8 @@ def draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, T
     else:
         if sampling.temperature != temperature:
             weights = _weights(logits, peak, sampling.temperature)
-        weights = _truncate(
-            weights, sampling
-        )  # frees the other weights before the search copies these
+        # frees the other weights before the search copies these
+        weights = _truncate(weights, sampling)
         tokens = _search(weights, uniform)
     distance = logits.gather(-1, tokens[:, None]) - peak
     return tokens, distance.squeeze(-1) / temperature - total.log()

@@ -882,12 +882,10 @@ def test_a_stop_ends_waiting_at_once(vllm, tokenizer):
     assert engine_threads() == []
 
 
-def test_what_is_no_adapter_and_servers_without_them(vllm, tokenizer, tmp_path, adapter):
+def test_what_is_no_adapter(vllm, tokenizer, tmp_path):
     fake = vllm()
     with pytest.raises(UserError, match="is not an adapter in PEFT's format: FileNotFoundError"):
         OpenAIEngine(tokenizer, urls=[fake.url]).session(tmp_path / "none").__enter__()
-    with pytest.raises(UserError, match="dynamic_lora is false"):
-        OpenAIEngine(tokenizer, urls=[fake.url], dynamic_lora=False).session(adapter).__enter__()
 
 
 # ---- of which temperature log-probs are

@@ -75,9 +75,8 @@ class OpenAIEngine:
         concurrency: simultaneous requests per rank and url.
         timeout: seconds for a complete answer before a request counts as failed.
         patience: time after which a failing server is given up: seconds, or text such as ``10 min``.
-        lora_name: servers serve adapters as ``<lora_name>-<hash of the adapter>``.
-        dynamic_lora: the servers load adapters at run time, as vLLM does. The engine posts the adapter's name and path
-            to ``/v1/load_lora_adapter``.
+        lora_name: servers serve adapters as ``<lora_name>-<hash of the adapter>``. They load adapters at run time, as
+            vLLM does: the engine posts name and path to ``/v1/load_lora_adapter``.
         decoder: the run's model, whose vocabulary must contain the answers' token ids; without it they are not checked.
         ranks: the run's processes; by default this one alone.
         stopped: returns whether the user asked to stop; by default never.
@@ -106,17 +105,13 @@ class OpenAIEngine:
         timeout: float = 600.0,
         patience: float | str = "10 min",
         lora_name: str = "raft",
-        dynamic_lora: bool = True,
         decoder=None,
         ranks: Ranks | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> None:
         require_known("endpoint", endpoint, ENDPOINTS)
-        check(
-            {"concurrency": concurrency, "timeout": timeout, "lora_name": lora_name},
-            _KINDS,
-            "engine.",
-        )
+        given = {"concurrency": concurrency, "timeout": timeout, "lora_name": lora_name}
+        check(given, _KINDS, "engine.")
         self.wire = EndpointFormat(tokenizer, endpoint)
         if decoder is not None:
             self.wire.vocabulary = decoder.tok_embeddings.num_embeddings
@@ -131,7 +126,6 @@ class OpenAIEngine:
         self.tokenizer = tokenizer
         self.model = model
         self.lora_name = lora_name
-        self.dynamic_lora = dynamic_lora
         self._servers = [Server(url) for url in http.checked_urls(urls)]
         self._ranks = ranks or Ranks(torch.device("cpu"))
         # servers and number of sessions by the name of the loaded adapter, on the main rank
@@ -158,9 +152,8 @@ class OpenAIEngine:
         Raises:
             UserError: a check fails; the message has the url and the server's message.
         """
-        self._servers, self.wire.exact_tokens, self.wire.has_logprobs = self._ranks.on_main(
-            self._checked
-        )
+        checked = self._ranks.on_main(self._checked)
+        self._servers, self.wire.exact_tokens, self.wire.has_logprobs = checked
 
     def check_logprobs(self, sampling: Sampling) -> None:
         """Check that every server returns the log-probs that ``sampling`` asks for."""
@@ -174,7 +167,7 @@ class OpenAIEngine:
     def check_adapter(self, adapter: Path) -> None:
         """Check that every server can load the PEFT folder ``adapter`` and answer with it."""
         self._check_once()
-        self._ranks.on_main(lambda: self._try_adapter(self._read(adapter)))
+        self._ranks.on_main(lambda: self._try_adapter(Adapter.read(self.lora_name, adapter)))
 
     def check_exchange(self) -> None:
         """Refuse a vLLM that may finish running requests with an adapter that it loads meanwhile (its issue 47724)."""
@@ -196,7 +189,7 @@ class OpenAIEngine:
         loaded = None
         servers = self._servers
         if adapter is not None:
-            loaded, servers = self._ranks.on_main(lambda: self._load(self._read(adapter)))
+            loaded, servers = self._ranks.on_main(lambda: self._load(adapter))
         try:
             yield OpenAISession(self.terms, servers, loaded)
         except GeneratorExit:
@@ -276,9 +269,9 @@ class OpenAIEngine:
         try:
             answer = self._exchange(server.url, "/v1/models", http.CHECK_TIMEOUT)
         except http.RequestError as error:
-            problem = http.in_words(error)
             raise UserError(
-                f"{server.url} cannot be reached: {problem}; is the server running?", RETRY
+                f"{server.url} cannot be reached: {http.in_words(error)}; is the server running?",
+                RETRY,
             ) from error
         except (UserError, http.Transient) as error:
             if getattr(error, "status", 0) in (401, 403):
@@ -336,11 +329,6 @@ class OpenAIEngine:
 
     # ---- adapters
 
-    def _read(self, adapter: Path) -> Adapter:
-        if not self.dynamic_lora:
-            raise UserError(f"dynamic_lora is false, so no server can load {adapter}. {LORA_HINT}")
-        return Adapter.read(self.lora_name, adapter)
-
     def _on_each(
         self, servers: Sequence[Server], action: Callable[[Any, Server], Awaitable[None]]
     ) -> list[tuple[Server, BaseException | None]]:
@@ -348,11 +336,11 @@ class OpenAIEngine:
 
         async def run() -> list[BaseException | None]:
             async with http.new_client(self.terms.headers) as client:
-                return await asyncio.gather(
-                    *(action(client, server) for server in servers), return_exceptions=True
-                )
+                actions = [action(client, server) for server in servers]
+                return await asyncio.gather(*actions, return_exceptions=True)
 
-        return list(zip(servers, asyncio.run(run()), strict=True))
+        errors = asyncio.run(run())
+        return list(zip(servers, errors, strict=True))
 
     def _try_adapter(self, adapter: Adapter) -> None:
         """Load ``adapter`` on every server, ask for one token, and unload it."""
@@ -374,11 +362,12 @@ class OpenAIEngine:
             self._servers, lambda client, server: load_anew(client, server, adapter)
         )
 
-    def _load(self, adapter: Adapter) -> tuple[Adapter, list[Server]]:
-        """Load ``adapter`` on all servers; return it and the servers that do not refuse it.
+    def _load(self, folder: Path) -> tuple[Adapter, list[Server]]:
+        """Load the adapter in a folder on all servers; return it and the servers that do not refuse it.
 
         A failing server gets the adapter once it works again.
         """
+        adapter = Adapter.read(self.lora_name, folder)
         name = adapter.name
         if not self._sessions[name]:
             answers = self._load_everywhere(adapter)
@@ -406,9 +395,10 @@ class OpenAIEngine:
         self._sessions[adapter.name] -= 1
         if self._sessions[adapter.name]:
             return
-        for server, error in self._on_each(
+        answers = self._on_each(
             servers, lambda client, server: unload_adapter(client, server, adapter)
-        ):
+        )
+        for server, error in answers:
             if isinstance(error, http.RequestError):
                 self._tell_unreachable(server, error)
             elif error is not None:
@@ -418,9 +408,8 @@ class OpenAIEngine:
         """Log that a server fails to load or unload an adapter, once until it works again: a run has many sessions."""
         if server.url not in self._unreachable:
             self._unreachable.add(server.url)
-            problem = http.in_words(error)
             log.warning(
                 "%s fails to load or unload an adapter: %s; it gets it once it works again",
                 server.url,
-                problem,
+                http.in_words(error),
             )

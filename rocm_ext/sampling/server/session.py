@@ -241,15 +241,15 @@ class OpenAISession:
         by_url = {}
         for server in self.servers:
             session = OpenAISession(terms, [server], self.adapter)
+            by_request = {}
             try:
-                completions = list(session.generate(requests, sampling))
+                for completion in session.generate(requests, sampling):
+                    by_request[id(completion.request)] = completion
             except NoServer as error:
                 log.warning("nothing checks the adapter in this phase of %s", error.reasons)
                 continue
-            order = {id(request): place for place, request in enumerate(requests)}
-            by_url[server.url] = sorted(
-                completions, key=lambda completion: order[id(completion.request)]
-            )
+            known = (by_request.get(id(request)) for request in requests)
+            by_url[server.url] = list(filter(None, known))
         return by_url
 
     def stats(self) -> dict[str, float]:

@@ -23,7 +23,7 @@ _LETTERS = 1000  # characters of a token, more than in any vocabulary
 _SPLIT = (
     4  # ids per sampled id if the text is encoded again: bytes that are not text become several
 )
-PROBES = Sampling(1), Sampling(1, temperature=0.5), Sampling(1, top_p=0.01)
+PROBES = (Sampling(1), Sampling(1, temperature=0.5), Sampling(1, top_p=0.01))
 _CLEAR = 0.1  # nats; bf16 and other batches change a log-prob by about 0.01
 SEED_BITS = (
     31  # llama.cpp's seeds have 32 bits, and 2**32 - 1 means a random seed; the others take 64 bits
@@ -170,17 +170,25 @@ def _sampling_fields(server: Server, sampling: Sampling, stops: list[int]) -> Js
     - transformers: ``transformers serve`` refuses unknown fields but accepts a generation config.
     - plain: OpenAI's fields.
     """
-    fields: Json = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature}
-    fields["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
+    fields: Json = {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p or 1.0,
+    }
     if sampling.stop_strings:
         fields["stop"] = list(sampling.stop_strings)
-    min_p = 0.0 if sampling.min_p is None else sampling.min_p
+    min_p = sampling.min_p or 0.0
     if server.dialect == "extended":
         fields |= {"top_k": sampling.top_k or -1, "min_p": min_p, "repetition_penalty": 1.0}
         return fields | {"stop_token_ids": stops, "return_token_ids": True}
     if server.dialect == "transformers":
-        config: Json = {"do_sample": sampling.temperature > 0, "top_k": sampling.top_k or 0}
-        config |= {"min_p": min_p, "repetition_penalty": 1.0, "eos_token_id": stops}
+        config = {
+            "do_sample": sampling.temperature > 0,
+            "top_k": sampling.top_k or 0,
+            "min_p": min_p,
+            "repetition_penalty": 1.0,
+            "eos_token_id": stops,
+        }
         return fields | {"generation_config": json.dumps(config)}
     unsupported = [name for name in ("top_k", "min_p") if getattr(sampling, name) is not None]
     if unsupported:
@@ -205,12 +213,9 @@ def _end_of_turn(tokenizer) -> int:
 
 def base_models(answer: Json) -> list[str]:
     """Return the models in a server's list, without adapters: vLLM lists them, with their parent."""
-    cards = answer.get("data")
-    if not isinstance(cards, list):
-        return []
     names = []
-    for card in cards:
-        if isinstance(card, dict) and "id" in card and not card.get("parent"):
+    for card in dicts(answer.get("data")):
+        if "id" in card and not card.get("parent"):
             names.append(str(card["id"]))
     return names
 
@@ -244,8 +249,9 @@ def _token_ids(choice: Json, usage) -> Sequence[Any] | None:
     ids = choice.get("token_ids")
     if ids is None:
         ids = [entry.get("id") for entry in _entries(choice)]
+        count = usage.get("completion_tokens") if isinstance(usage, dict) else None
         # llama.cpp omits tokens that end within a character, and a stop string's tokens.
-        if not isinstance(usage, dict) or usage.get("completion_tokens") != len(ids) or None in ids:
+        if count != len(ids) or None in ids:
             return None
     if not isinstance(ids, list):
         return [[ids]]  # no id
@@ -274,11 +280,11 @@ def top_logprob(answer: Json) -> float | None:
     logprobs = choice.get("logprobs")
     tops = logprobs.get("top_logprobs") if isinstance(logprobs, dict) else None
     values: list[Any] = []
-    if isinstance(tops, list) and tops and isinstance(tops[0], dict):
-        values += tops[0].values()
-    else:
-        for entry in _entries(choice)[:1]:
-            values += [top.get("logprob") for top in dicts(entry.get("top_logprobs"))]
+    for by_token in dicts(tops)[:1]:
+        values += by_token.values()
+    for entry in _entries(choice)[:1]:
+        for top in dicts(entry.get("top_logprobs")):
+            values.append(top.get("logprob"))
     numbers = [float(max(value, _LEAST)) for value in values if _is_logprob(value)]
     return max(numbers, default=None)
 
