@@ -73,23 +73,21 @@ def check_fit(objective: Objective, columns: Collection[str], pairs: bool) -> No
     check_columns(objective, columns)
     if SIDE not in columns:
         return
-    loss = type(objective).__name__
-    unpaired = isinstance(objective, UnpairedPreference)
-    kind = "single answers with a label"
-    bad = "bad"
-    fitting = "UnpairedPreference"
-    if pairs:
-        kind = "pairs"
-        bad = "rejected"
-        fitting = "Preference"
-    fitting = f"rocm_ext.losses.{fitting}"
+    kind = "pairs"
+    fitting: type[Objective] = Preference
+    if not pairs:
+        kind = "single answers with a label"
+        fitting = UnpairedPreference
+    problem = ""
     if SIDE not in objective.columns:
+        problem = "would train on the bad answers, too; start dpo_rocm, or"
+    elif pairs == isinstance(objective, UnpairedPreference):
+        problem = "is not for them;"
+    if problem:
         raise UserError(
-            f"the rows are {kind}, and loss {loss} would train on the {bad} answers, too; start dpo_rocm, or set loss "
-            f"to {fitting}"
+            f"the rows are {kind}, and loss {type(objective).__name__} {problem} "
+            f"set loss to rocm_ext.losses.{fitting.__name__}"
         )
-    if pairs == unpaired:
-        raise UserError(f"the rows are {kind}, and loss {loss} is not for them; use {fitting}")
 
 
 def check_columns(objective: Objective, available: Collection[str]) -> None:
@@ -97,7 +95,8 @@ def check_columns(objective: Objective, available: Collection[str]) -> None:
     missing = [name for name in objective.columns if name not in available]
     if missing:
         loss = type(objective).__name__
-        cure = next((cure for name, cure in _CURES.items() if name in objective.columns), "")
+        cures = [_CURES[name] for name in objective.columns if name in _CURES]
+        cure = cures[0] if cures else ""
         raise UserError(
             f"loss {loss} needs the columns {', '.join(missing)}, which the rows do not have{cure}"
         )

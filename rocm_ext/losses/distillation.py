@@ -84,7 +84,9 @@ class Distillation(Objective):
 
     def columns_of(self, batch: Any) -> Mapping[str, Tensor]:
         """Return the teacher's hidden states of the labels of a micro-batch, [n, d]."""
-        return {HIDDEN: self.teacher.hidden(batch)} if self.over_vocabulary and self.teacher else {}
+        if self.teacher is None or not self.over_vocabulary:
+            return {}
+        return {HIDDEN: self.teacher.hidden(batch)}
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
         """Return the terms of ``reverse_kl`` as :meth:`Objective.terms` does."""
@@ -155,4 +157,5 @@ def divergence(
     if not gradient:
         return value, None
     # the derivative by a logit is p (g - sum(p g)), where g, the derivative by a probability, is the weighted log-ratio
-    return value, p.mul_(ratio.sub_(kl[:, None])).mul_(weight)
+    ratio.sub_(kl[:, None])
+    return value, p.mul_(ratio).mul_(weight)

@@ -49,20 +49,16 @@ class Tally:
         share."""
         values = values.double()
         if weights is None:
-            total = values.sum()
-            count = values.new_full((), values.numel())
-        else:
-            total = (values * weights).sum()
-            count = weights.double().sum()
-        self._sums[name] = self._sums[name] + total if name in self._sums else total
-        self._counts[name] = self._counts[name] + count if name in self._counts else count
+            weights = torch.ones_like(values)
+        total = (values * weights).sum()
+        count = weights.double().sum()
+        self._sums[name] = self._sums.get(name, 0.0) + total
+        self._counts[name] = self._counts.get(name, 0.0) + count
 
     def highest(self, name: str, values: Tensor) -> None:
         """Add ``values``, of any shape but not empty, to the maximum ``name``."""
         value = values.max().double()
-        self._maxima[name] = (
-            torch.maximum(self._maxima[name], value) if name in self._maxima else value
-        )
+        self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
 
     def result(self, ranks: Ranks) -> dict[str, float]:
         """Return means and maxima by name over all ranks. All ranks call this, also those without measurements."""
@@ -81,9 +77,8 @@ class Tally:
                 counts[name] = counts.get(name, 0.0) + rank_counts[name]
             for name, value in rank_maxima.items():
                 maxima[name] = max(value, maxima.get(name, value))
-        means = {
-            name: total / (counts[name] or 1.0) for name, total in sums.items()
-        }  # all weights may be 0
+        # all weights may be 0
+        means = {name: total / (counts[name] or 1.0) for name, total in sums.items()}
         return means | maxima
 
 
@@ -275,16 +270,19 @@ class _Labels:
         if not len(self.targets):
             return
         # the second pass draws the same dropout in the head
-        with torch.no_grad(), torch.random.fork_rng([hidden.device] if hidden.is_cuda else []):
-            nll = [
-                _nll(self.logits(head, hidden[rows]), self.targets[rows], gradient=False)[0]
-                for rows in self.chunks()
-            ]
+        devices = [hidden.device] if hidden.is_cuda else []
+        nll = []
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            for rows in self.chunks():
+                of_chunk, _ = _nll(self.logits(head, hidden[rows]), self.targets[rows], False)
+                nll.append(of_chunk)
         self._ahead = self.objective.terms(torch.cat(nll), self.columns, self.sequence)
 
     def other(self, rows: slice) -> Any:
         """Return the result of :meth:`Objective.chunk` for a chunk."""
-        return self.objective.chunk(self._columns(rows)) if self.objective.over_vocabulary else None
+        if self.objective.over_vocabulary:
+            return self.objective.chunk(self._columns(rows))
+        return None
 
     def values(self, logits: Tensor, other: Any, rows: slice, gradient: bool) -> tuple[Tensor, Any]:
         """Return the values [n] of one chunk without its entropy, and their gradient [n, v] or None."""
@@ -317,11 +315,9 @@ class _Labels:
         """
         log_probabilities = logits.log_softmax(dim=-1, dtype=torch.float32)
         negative = (log_probabilities.exp() * log_probabilities).sum(dim=-1, keepdim=True)
-        scale = (
-            self.objective.entropy_coef
-            * self.objective.entropy_weight
-            / (1 if self.scale is None else self.scale)
-        )
+        scale: Any = self.objective.entropy_coef * self.objective.entropy_weight
+        if self.scale is not None:
+            scale = scale / self.scale
         if gradient is not None:  # d sum(p log p) / d logits = p (log p - sum(p log p))
             gradient += scale * log_probabilities.exp() * (log_probabilities - negative)
         return (scale * negative).sum()
@@ -355,9 +351,9 @@ class _Summed(torch.autograd.Function):
             del logits, grad_logits, other  # frees them before the next chunk's logits exist
         ctx.scale = labels.scale
         if train:
-            ctx.save_for_backward(
-                grad_hidden, *(g.to(p.dtype) for g, p in zip(grads, parameters, strict=True))
-            )
+            for i, parameter in enumerate(parameters):
+                grads[i] = grads[i].to(parameter.dtype)
+            ctx.save_for_backward(grad_hidden, *grads)
         return total if labels.scale is None else total * labels.scale
 
     @staticmethod
@@ -377,12 +373,11 @@ def _nll(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Any]:
     """Return the NLL [n] of ``targets`` [n] under ``logits`` [n, v], and its gradient [n, v] or None, in fp32."""
     if not gradient:
         return F.cross_entropy(logits.float(), targets, reduction="none"), None
+    index = targets[:, None]
     # this takes one fp32 buffer, also for 16-bit logits; logsumexp would need a second one while it runs
     log_probabilities = logits.log_softmax(dim=-1, dtype=torch.float32)
-    nll = -log_probabilities.gather(-1, targets[:, None]).squeeze(-1)
+    nll = -log_probabilities.gather(-1, index).squeeze(-1)
     # d nll / d logits = softmax - onehot; the logits stay intact, because a head such as tanh needs its output again
     probabilities = log_probabilities.exp_()
-    probabilities.scatter_add_(
-        -1, targets[:, None], probabilities.new_full((len(targets), 1), -1.0)
-    )
-    return nll, probabilities
+    minus_one = torch.full_like(nll[:, None], -1.0)
+    return nll, probabilities.scatter_add_(-1, index, minus_one)

@@ -16,7 +16,8 @@ from rocm_ext.losses.objective import REFERENCE, Objective, Tally, Terms, sum_ov
 
 _HIGHEST = 20.0  # nats; beyond, a ratio is a fault of numerics or of a server and has no gradient
 _MOST = 3.0  # maximum of the ratio that weighs the KL divergence
-_KEYS_OF_GRPO = (  # that are arguments, too
+_OF_GRPO = kinds(registry.GRPO)
+_ARGUMENTS = (  # that are keys of GRPO, too
     "clip_low",
     "clip_high",
     "clip_dual",
@@ -28,7 +29,7 @@ _KEYS_OF_GRPO = (  # that are arguments, too
     "mismatch_limits",
 )
 _KINDS = {"loss": one_of(*ALGORITHMS), "temperature": POSITIVE}
-_KINDS |= {name: kind for name, kind in kinds(registry.GRPO).items() if name in _KEYS_OF_GRPO}
+_KINDS |= {name: _OF_GRPO[name] for name in _ARGUMENTS}
 
 
 class PolicyGradient(Objective):
@@ -136,18 +137,18 @@ class PolicyGradient(Objective):
         self.entropy_coef = entropy_coef
         self.mismatch = mismatch
         self.mismatch_level = mismatch_level
-        self.mismatch_limits = limits_of(mismatch, mismatch_level, mismatch_limits) or [
-            0.0,
-            1.0,
-        ]  # [0, 1]: not read
+        # [0, 1] is not read
+        self.mismatch_limits = limits_of(mismatch, mismatch_level, mismatch_limits) or [0.0, 1.0]
         of_sequence = kind.ratio == "sequence" and (not on_policy or mismatch != "none")
         self.whole_sequences = of_sequence or (mismatch != "none" and mismatch_level != "token")
-        self.columns = (
-            "advantages",
-            *["old_logprobs"] * (not on_policy),
-            *["sampler_logprobs"] * (mismatch != "none"),
-            *[REFERENCE] * (kl_coef > 0),
-        )
+        columns = ["advantages"]
+        if not on_policy:
+            columns.append("old_logprobs")
+        if mismatch != "none":
+            columns.append("sampler_logprobs")
+        if kl_coef > 0:
+            columns.append(REFERENCE)
+        self.columns = tuple(columns)
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
         """Return the terms as :meth:`Objective.terms` does."""
@@ -203,9 +204,8 @@ class PolicyGradient(Objective):
         advantages = columns["advantages"]
         gradient = advantages.abs() * (1 - probability)
         tally.mean("token_gradient", gradient)
-        tally.mean(
-            "improbable_share", (advantages < 0) & (probability < 0.5), gradient.double() ** 2
-        )
+        improbable = (advantages < 0) & (probability < 0.5)
+        tally.mean("improbable_share", improbable, gradient.double() ** 2)
         if not self.on_policy:
             ratio = _ratio(self._log_ratio(nll, old, sequence))
             tally.mean("ratio_mean", ratio)
@@ -234,32 +234,22 @@ class PolicyGradient(Objective):
         outside = (weight < lowest) | (weight > highest)
         if self.tally is not None:
             self.tally.mean("mismatch_limited", outside)
-        return (
-            weight.clamp(lowest, highest)
-            if self.mismatch == "truncate"
-            else torch.where(outside, 0.0, weight)
-        )
+        if self.mismatch == "truncate":
+            return weight.clamp(lowest, highest)
+        return torch.where(outside, 0.0, weight)
 
 
 def loss_config(cfg: DictConfig) -> dict[str, object]:
     """Return the loss component for a GRPO config; a component as ``loss`` stays as it is."""
     if OmegaConf.is_dict(cfg.loss):
         return OmegaConf.to_container(cfg.loss)  # type: ignore[return-value]
-    same = (
-        "loss",
-        "clip_low",
-        "clip_high",
-        "clip_dual",
-        "kl_coef",
-        "kl_in",
-        "temperature",
-        "entropy_coef",
-    )
-    mismatch = ("mismatch", "mismatch_level", "mismatch_limits")
+    normalize = None
+    if ALGORITHMS[cfg.loss].normalize is None:
+        normalize = float(cfg.max_new_tokens)
     return {
         COMPONENT: "rocm_ext.losses.PolicyGradient",
-        **{key: cfg[key] for key in (*same, *mismatch)},
-        "normalize": float(cfg.max_new_tokens) if ALGORITHMS[cfg.loss].normalize is None else None,
+        **{key: cfg[key] for key in _KINDS},
+        "normalize": normalize,
         "on_policy": updates_of_step(cfg) == 1,
     }
 
@@ -274,6 +264,5 @@ def _divergence(distance: Tensor) -> Tensor:
 
 
 def _mean_over_sequences(values: Tensor, sequence: Tensor) -> Tensor:
-    return sum_over_sequences(values, sequence) / sum_over_sequences(
-        torch.ones_like(values), sequence
-    )
+    labels = sum_over_sequences(torch.ones_like(values), sequence)
+    return sum_over_sequences(values, sequence) / labels

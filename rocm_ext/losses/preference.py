@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.kinds import NOT_NEGATIVE, NULL, POSITIVE, Kind, check, number, one_of
-from rocm_ext.losses.objective import REFERENCE, Objective, Tally, Terms, sum_over_sequences
+from rocm_ext.losses.objective import REFERENCE, Objective, Terms, sum_over_sequences
 
 SIDE = "side"  # column of preferences, as in rocm_ext.data.rows, which no loss imports
 
@@ -20,9 +20,8 @@ _BETTER = {
     **dict.fromkeys(("reward_rejected", "logprobs_rejected"), "lower"),
 }
 Slopes = tuple[Tensor, Tensor, Tensor]  # value, derivatives with respect to both scores
-Loss = Callable[
-    [Tensor, Tensor, float, float, float], Slopes
-]  # scores of both sides, beta, label smoothing, gamma
+# of the scores of both sides, beta, label smoothing and gamma
+Loss = Callable[[Tensor, Tensor, float, float, float], Slopes]
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,12 @@ def _apo_zero(chosen: Tensor, rejected: Tensor, beta: float, *_: float) -> Slope
 def _odds_ratio(chosen: Tensor, rejected: Tensor, beta: float, *_: float) -> Slopes:
     chosen = chosen.clamp(max=_CERTAIN)
     rejected = rejected.clamp(max=_CERTAIN)
-    others = (-torch.expm1(chosen), -torch.expm1(rejected))  # 1 - p of each side
-    log_odds = (chosen - rejected) - (others[0].log() - others[1].log())
+    # 1 - p of each side
+    not_chosen = -torch.expm1(chosen)
+    not_rejected = -torch.expm1(rejected)
+    log_odds = (chosen - rejected) - (not_chosen.log() - not_rejected.log())
     slope = beta * torch.sigmoid(-log_odds)
-    return -beta * F.logsigmoid(log_odds), -slope / others[0], slope / others[1]
+    return -beta * F.logsigmoid(log_odds), -slope / not_chosen, slope / not_rejected
 
 
 LOSSES = {
@@ -97,10 +98,8 @@ UNPAIRED = ("kto", "apo_zero_unpaired")
 
 def _named(losses: Iterable[str], other: str) -> Kind:
     names = list(losses)
-    return Kind(
-        lambda value: value in names,
-        (f"one of {', '.join(names)}", f"loss: rocm_ext.losses.{other}"),
-    )
+    expected = (f"one of {', '.join(names)}", f"loss: rocm_ext.losses.{other}")
+    return Kind(lambda value: value in names, expected)
 
 
 _PAIRED_KINDS = {
@@ -164,12 +163,15 @@ class Preference(Objective):
         length_normalized: bool | None = None,
         chunk_tokens: int | None = None,
     ) -> None:
-        given = {"loss": loss, "beta": beta, "label_smoothing": label_smoothing, "gamma": gamma}
-        check(
-            given | {"rpo_alpha": rpo_alpha, "length_normalized": length_normalized},
-            _PAIRED_KINDS,
-            "loss.",
-        )
+        given = {
+            "loss": loss,
+            "beta": beta,
+            "label_smoothing": label_smoothing,
+            "gamma": gamma,
+            "rpo_alpha": rpo_alpha,
+            "length_normalized": length_normalized,
+        }
+        check(given, _PAIRED_KINDS, "loss.")
         kind = LOSSES[loss]
         if label_smoothing and not kind.smooth:
             raise UserError(f"loss {loss} has no label_smoothing; sigmoid and simpo have it")
@@ -183,8 +185,11 @@ class Preference(Objective):
         self.nll = kind.nll + rpo_alpha
         self.gamma = (kind.gamma or 0.0) * beta if gamma is None else gamma
         self.length_normalized = kind.normalized if length_normalized is None else length_normalized
-        self.columns = (SIDE, *[REFERENCE] * kind.reference)
-        self.better = _BETTER | ({"kl": "lower"} if kind.reference else {})
+        self.columns = (SIDE,)
+        self.better = _BETTER
+        if kind.reference:
+            self.columns += (REFERENCE,)
+            self.better = _BETTER | {"kl": "lower"}
 
     def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
         """Return the terms of :meth:`Objective.terms`; the labels of a pair share its value equally."""
@@ -198,13 +203,23 @@ class Preference(Objective):
         rejected_divisor = rejected_labels if self.length_normalized else 1.0
         chosen_score = _sum(logprobs * chosen, pair) / chosen_divisor
         rejected_score = _sum(logprobs * rejected, pair) / rejected_divisor
-        scores = chosen_score, rejected_score
         value, by_chosen, by_rejected = self.kind.loss(
-            *scores, self.beta, self.label_smoothing, self.gamma
+            chosen_score, rejected_score, self.beta, self.label_smoothing, self.gamma
         )
         if self.tally is not None:
-            sums = _sum(-nll * chosen, pair), _sum(-nll * rejected, pair)
-            self._measure(self.tally, scores, sums, _sum(chosen, pair) > 0)
+            is_pair = _sum(chosen, pair) > 0  # [n], as there are fewer pairs than labels
+            chosen_reward = self.beta * chosen_score
+            rejected_reward = self.beta * rejected_score
+            measured = {
+                "reward_chosen": chosen_reward,
+                "reward_rejected": rejected_reward,
+                "margin": chosen_reward - rejected_reward,
+                "accuracy": chosen_reward > rejected_reward,
+                "logprobs_chosen": _sum(-nll * chosen, pair),
+                "logprobs_rejected": _sum(-nll * rejected, pair),
+            }
+            for name, values in measured.items():
+                self.tally.mean(name, values, is_pair)
             if self.kind.reference:
                 self.tally.mean("kl", _divergence(logprobs))
         # the NLL is minus the log-prob
@@ -216,22 +231,6 @@ class Preference(Objective):
             value = value + self.nll * _sum(nll * chosen, pair) / chosen_labels
             derivative = derivative + self.nll * chosen / chosen_labels[pair]
         return (value / (chosen_labels + rejected_labels))[pair], derivative
-
-    def _measure(
-        self,
-        tally: Tally,
-        scores: tuple[Tensor, Tensor],
-        sums: tuple[Tensor, Tensor],
-        pairs: Tensor,
-    ) -> None:
-        """Measure scores and sums of log-probs of both sides [n]; ``pairs`` [n] marks the entries that are pairs."""
-        chosen, rejected = (self.beta * score for score in scores)
-        tally.mean("reward_chosen", chosen, pairs)
-        tally.mean("reward_rejected", rejected, pairs)
-        tally.mean("margin", chosen - rejected, pairs)
-        tally.mean("accuracy", chosen > rejected, pairs)
-        tally.mean("logprobs_chosen", sums[0], pairs)
-        tally.mean("logprobs_rejected", sums[1], pairs)
 
 
 class UnpairedPreference(Objective):
@@ -289,9 +288,8 @@ class UnpairedPreference(Objective):
         """Return the terms of :meth:`Objective.terms`; the labels of an answer share its value equally."""
         side = columns[SIDE]
         logprobs = -nll - columns[REFERENCE]
-        labels = sum_over_sequences(
-            torch.ones_like(nll), sequence
-        )  # number of labels of the label's answer
+        # number of labels of the label's answer
+        labels = sum_over_sequences(torch.ones_like(nll), sequence)
         reward = self.beta * sum_over_sequences(logprobs, sequence)
         margin = side * (reward - self.beta * (self.baseline or 0.0))
         missed = torch.sigmoid(-margin)

@@ -222,8 +222,9 @@ def read_layout(folder: Path) -> Layout:
         text = config
     row = _ROWS.get(str(text.get("model_type")))
     if row is None or "auto_map" in config:
-        named = config.get("architectures") or [config.get("model_type")]
-        raise UserError(f"{named[0]} is not written to GGUF files here; {CONVERTER}")
+        named = config.get("architectures")
+        name = named[0] if isinstance(named, list) and named else config.get("model_type")
+        raise UserError(f"{name} is not written to GGUF files here; {CONVERTER}")
     # transformers and the table's functions raise anything
     with explain_errors(str(folder / CONFIG)):
         return _of_transformers(folder, row)
