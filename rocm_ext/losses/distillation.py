@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +21,6 @@ _KINDS = {
     "beta": number(lambda x: 0 <= x <= 1, "a number from 0 to 1"),
     "temperature": POSITIVE,
 }
-
-
-class Teacher(Protocol):
-    """A model that the model in training imitates."""
-
-    def hidden(self, batch: Any) -> Tensor:
-        """Return the hidden states [n, d] that predict the labels of a micro-batch."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [n, v] of hidden states [n, d]."""
 
 
 class Distillation(Objective):
@@ -59,7 +49,9 @@ class Distillation(Objective):
         chunk_tokens: see :class:`Objective`.
 
     Attributes:
-        teacher: teacher of ``jsd``; None in a memory plan: a teacher with the model's vocabulary.
+        teacher: teacher of ``jsd``, see :class:`rocm_ext.train.teacher.Teacher`: ``hidden(batch)`` returns the hidden
+            states [n, d] that predict the labels of a micro-batch, and ``logits(hidden)`` their logits [n, v]. None in
+            a memory plan stands for a teacher with the model's vocabulary.
 
     Raises:
         UserError: an argument is out of range.
@@ -80,7 +72,7 @@ class Distillation(Objective):
         self.over_vocabulary = loss == "jsd"
         self.columns = (HIDDEN,) if self.over_vocabulary else (LOGPROBS,)
         self.better = {"agreement": "higher"}
-        self.teacher: Teacher | None = None
+        self.teacher: Any = None
 
     def columns_of(self, batch: Any) -> Mapping[str, Tensor]:
         """Return the teacher's hidden states of the labels of a micro-batch, [n, d]."""

@@ -79,12 +79,12 @@ def sdpa(
         return _by_scores(q, k, v, mask, dropout, scale, softcap, sinks)
     if kernel == "flash" and mask is not None and q.device.type != "cpu":
         kernel = "auto"
-    causal = mask is None
+    compute = partial(F.scaled_dot_product_attention, q, k, v, mask, dropout, mask is None)
     if kernel not in SDPA_KERNELS:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale)
+        return compute(scale=scale)
     try:
         with sdpa_kernel(SDPA_KERNELS[kernel]):
-            return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale)
+            return compute(scale=scale)
     except RuntimeError as error:
         if not any(words in str(error) for words in _NO_KERNEL):
             raise
@@ -96,16 +96,8 @@ def sdpa(
         ) from error
 
 
-def _by_scores(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _by_scores(q: Tensor, k: Tensor, v: Tensor, mask, dropout, scale, softcap, sinks) -> Tensor:
+    """Compute :func:`sdpa` with its scores in memory."""
     queries = q.shape[2]
     keys = k.shape[2]
     if mask is None:

@@ -13,22 +13,6 @@ from rocm_ext.machine.numerics import Kernel
 from rocm_ext.model.names import Names
 
 
-class ConvertedWeights(Mapping[str, Tensor]):
-    """A checkpoint's tensors by a decoder's names; weights of several tensors are joined at every access."""
-
-    @abstractmethod
-    def on_meta(self) -> dict[str, Tensor]:
-        """Return all tensors without their values, at no cost of memory."""
-
-    @abstractmethod
-    def group(self, name: str) -> tuple[list[str], list[str]]:
-        """Return the weights that share tensors with ``name``, and the checkpoint's names of these tensors."""
-
-    @abstractmethod
-    def taken_apart(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the checkpoint's tensors that make up a group's ``weights``, or raise a UserError."""
-
-
 class Decoder(nn.Module, ABC):
     """A causal language model with adapters.
 
@@ -87,8 +71,11 @@ class Decoder(nn.Module, ABC):
     def place_buffers(self, device: torch.device) -> None:
         """Put the buffers of a model that is built on the meta device on ``device``."""
 
-    def converted(self, state: Mapping[str, Tensor]) -> ConvertedWeights | None:
-        """Return a checkpoint's tensors by this model's names, or None if they have these names."""
+    def converted(self, state: Mapping[str, Tensor]) -> Any:
+        """Return a checkpoint's tensors by this model's names, or None if they have these names.
+
+        See :class:`rocm_ext.model.hf.checkpoint.Converted`.
+        """
         return None
 
     def buffers_to_load(self) -> dict[str, Tensor]:

@@ -29,14 +29,7 @@ _packed: ContextVar[tuple[Lengths, str]] = ContextVar(
     "lengths of the packed sequences, and kernel of attention"
 )
 # Arguments of a layer's call that change nothing here: q and k contain the positions, masks the windows.
-_KNOWN = (
-    "position_ids",
-    "sliding_window",
-    "use_cache",
-    "cache_position",
-    "output_attentions",
-    ROWS,
-)
+_KNOWN = {"position_ids", "sliding_window", "use_cache", "cache_position", "output_attentions"}
 
 
 # ---- packed rows
@@ -105,8 +98,10 @@ class _EachSequence(nn.Module):
         is_long = torch.tensor([beyond]).to(x.device, non_blocking=True)  # [1, s]
         near = super().forward(x, position_ids * ~is_long)
         far = super().forward(x, position_ids)
-        is_long = is_long[..., None]
-        return tuple(torch.where(is_long, b, a) for a, b in zip(near, far, strict=True))
+        tables = []
+        for short, long in zip(near, far, strict=True):
+            tables.append(torch.where(is_long[..., None], long, short))
+        return tuple(tables)
 
 
 def scale_each_sequence(model: nn.Module) -> None:
@@ -236,16 +231,7 @@ def slots_mask(
     return mask_function(zero, zero, query, key) & (key >= 0)
 
 
-def _attend_to_slots(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling,
-    softcap,
-    sinks,
-) -> Tensor:
+def _attend_to_slots(module, query, key, value, mask, scaling, softcap, sinks) -> Tensor:
     """Attend within the slots: key and value are [n, kv_heads, places, head_dim], query has s tokens per slot."""
     n, heads, s, head_dim = query.shape
     _, kv_heads, places, _ = key.shape
@@ -255,13 +241,13 @@ def _attend_to_slots(
     now.layers += 1
     now.read = max(now.read, kv_heads * (key.shape[-1] + value.shape[-1]))
     now.scores |= softcap is not None or sinks is not None
-    if (
-        s == 1
-    ):  # the heads of a group become queries of one kv head, so keys and values are not expanded
-        query = query.view(n, kv_heads, heads // kv_heads, head_dim)
+    groups = heads, 1
+    if s == 1:
+        # the heads of a group become queries of one kv head, so keys and values are not expanded
+        groups = kv_heads, heads // kv_heads
+        query = query.view(n, *groups, head_dim)
     if sinks is not None:
-        first, second = query.shape[1:3] if s == 1 else (heads, 1)
-        sinks = sinks.view(1, first, second, 1)
+        sinks = sinks.view(1, *groups, 1)
     out = sdpa(
         query, key, value, now.kernel, mask=mask, scale=scaling, softcap=softcap, sinks=sinks
     )
@@ -303,9 +289,8 @@ def attention(
         TypeError: an argument is unknown.
         UserError: the layer's code does not use the mask.
     """
-    unknown = sorted(
-        name for name, value in others.items() if name not in _KNOWN and value is not None
-    )
+    given = {name for name, value in others.items() if value is not None}
+    unknown = sorted(given - _KNOWN - {ROWS})
     if unknown:
         raise TypeError(
             f"{type(module).__name__} asks attention for {', '.join(unknown)}, which is not known here"

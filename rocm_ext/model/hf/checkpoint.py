@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from transformers.core_model_loading import (
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from rocm_ext.base.errors import UserError, explain_errors
-from rocm_ext.model.decoder import ConvertedWeights
 from rocm_ext.model.names import last_part
 from rocm_ext.model.weights.checkpointer import check_stored, check_tied, on_meta
 
@@ -28,10 +26,10 @@ _OF_TABLES = r"rotary_emb\.inv_freq$"  # in old files; config.json decides them
 
 
 class WeightNames:
-    """Translates a checkpoint's tensor names to names in transformers' ``model``."""
+    """Translates a checkpoint's tensor names to names in transformers' ``model``, which has no weights."""
 
     def __init__(self, model) -> None:
-        self._model = model
+        self.model = model
         self._known = model.state_dict()
         mapping = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -59,7 +57,7 @@ class WeightNames:
 
     def of(self, name: str) -> tuple[str, str | None]:
         """Return the module's name of the tensor ``name``, and the pattern of its converter, if it has one."""
-        prefix = self._model.base_model_prefix
+        prefix = self.model.base_model_prefix
         new, pattern = rename_source_key(
             name, self._renamings, self._converters, prefix, self._known
         )
@@ -73,7 +71,7 @@ class WeightNames:
 
     def bare(self, name: str) -> str:
         """Return a name without the prefix that a base model's checkpoint lacks."""
-        return name.removeprefix(f"{self._model.base_model_prefix}.")
+        return name.removeprefix(f"{self.model.base_model_prefix}.")
 
     def converter(self, pattern: str) -> WeightConverter:
         """Return a copy of the converter with the source ``pattern``."""
@@ -82,11 +80,10 @@ class WeightNames:
         )
 
 
-class Converted(ConvertedWeights):
+class Converted(Mapping[str, Tensor]):
     """A checkpoint's tensors by transformers' names; weights of several tensors are joined at every access.
 
     Args:
-        model: transformers' model, without weights.
         names: translates the checkpoint's names.
         state: tensors by the checkpoint's names.
         tied: names of the weights of output layer and embeddings if they are tied, or else None. The output
@@ -97,19 +94,14 @@ class Converted(ConvertedWeights):
     """
 
     def __init__(
-        self,
-        model: Any,
-        names: WeightNames,
-        state: Mapping[str, Tensor],
-        tied: tuple[str, str] | None,
-    ):
-        self._model = model
+        self, names: WeightNames, state: Mapping[str, Tensor], tied: tuple[str, str] | None
+    ) -> None:
+        self._model = names.model
         self._names = names
         self._state = state
         self._shapes = on_meta(state)
-        self._sources: dict[
-            str, list[tuple[str | None, str]]
-        ] = {}  # first target -> patterns and tensors
+        # first target -> patterns and tensors
+        self._sources: dict[str, list[tuple[str | None, str]]] = {}
         self._first: dict[str, str] = {}  # any target -> first target
         for name in sorted(state, key=dot_natural_key):
             if self._names.ignored(name):
@@ -161,20 +153,22 @@ class Converted(ConvertedWeights):
         return len(self._first)
 
     def group(self, name: str) -> tuple[list[str], list[str]]:
+        """Return the weights that share tensors with ``name``, and the checkpoint's names of these tensors."""
         first = self._first[name]
         pattern, _ = self._sources[first][0]
-        return self._targets(first, pattern), [source for _, source in self._sources[first]]
+        names = [source for _, source in self._sources[first]]
+        return self._targets(first, pattern), names
 
     def taken_apart(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the checkpoint's tensors that make up a group's ``weights``, or raise a UserError."""
         name = next(iter(weights))
         first = self._first[name]
         pattern, source = self._sources[first][0]
         if pattern is None:
             return {source: weights[name]}
         expected = {self._names.renamed(source): source for _, source in self._sources[first]}
-        with explain_errors(
-            f"{name} cannot be taken apart into {source} and others"
-        ):  # some have no reverse
+        # some have no reverse
+        with explain_errors(f"{name} cannot be taken apart into {source} and others"):
             back = self._names.converter(pattern).reverse_transform()
             for target, weight in weights.items():
                 key, matched = back.rename_source_key(target)
@@ -198,6 +192,7 @@ class Converted(ConvertedWeights):
         return pieces
 
     def on_meta(self) -> dict[str, Tensor]:
+        """Return all tensors without their values, at no cost of memory."""
         state = self._state
         self._state = self._shapes
         try:
@@ -269,26 +264,24 @@ def take_text(model) -> TextPart | None:
         )
     parts = []
     modules: set[str] = set()
-    before = ""  # the module that holds the next one on the way to the body
+    before = ""  # the path of the module that holds the next one on the way to the body
     for inner in bodies[0].split("."):
-        owner = model.get_submodule(before)
+        owner = model.get_submodule(before.removesuffix("."))
         kept = {inner}
         if owner is model:
             kept.add(heads[0])
         for name, child in list(owner.named_children()):
             if name not in kept:
-                parts.append(_join(before, name))
-                modules.update(_join(parts[-1], below) for below, _ in child.named_modules())
+                part = before + name
+                parts.append(part)
+                for below, _ in child.named_modules(prefix=part):
+                    modules.add(below)
                 del owner._modules[name]
-        for name in [name for name, _ in owner.named_parameters(recurse=False)]:
-            parts.append(_join(before, name))
+        for name, _ in list(owner.named_parameters(recurse=False)):
+            parts.append(before + name)
             del owner._parameters[name]
-        before = _join(before, inner)
+        before += f"{inner}."
     return TextPart(bodies[0], tuple(parts), frozenset(modules))
-
-
-def _join(owner: str, name: str) -> str:
-    return ".".join(filter(None, (owner, name)))
 
 
 def check_causal(model) -> None:

@@ -95,11 +95,11 @@ class TransformersDecoder(Decoder):
             self.add_module(name, child)
         outside = [name for name, _ in model.named_parameters(recurse=False)]
         head = _name_of(model, model.get_output_embeddings())
-        lists = [
-            (name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList)
-        ]
-        of_layers = [name for name, part in lists if len(part) == config.num_hidden_layers]
-        self.layers_name = of_layers[0] if of_layers else ""
+        self.layers_name = ""
+        for name, part in model.named_modules():
+            if isinstance(part, nn.ModuleList) and len(part) == config.num_hidden_layers:
+                self.layers_name = name
+                break
         top, nested, _ = self.layers_name.partition(".")
         self._body = self.text_part.body if self.text_part else top
         if outside or not nested or not head or model.get_input_embeddings() is None:
@@ -134,9 +134,8 @@ class TransformersDecoder(Decoder):
         states, self.kernels = keep_apart(model)
         self._states = states and self.packs
         ropes = [getattr(part, "rope_type", None) for part in model.modules()]
-        self.shares = (
-            self.packs and "longrope" not in ropes
-        )  # whose frequencies depend on what follows
+        # LongRoPE's frequencies depend on what follows
+        self.shares = self.packs and "longrope" not in ropes
         # not submodules: this module has their parameters
         object.__setattr__(self, "model_", model)
         object.__setattr__(self, "output", _Head(model, top))
@@ -201,7 +200,7 @@ class TransformersDecoder(Decoder):
                 if not self.text_part.lacks(new):
                     of_text[name] = state[name]
             state = of_text
-        return Converted(self.model_, self._names, state, self.tied)
+        return Converted(self._names, state, self.tied)
 
     def buffers_to_load(self) -> dict[str, Tensor]:
         return persistent_buffers(self)
@@ -226,12 +225,12 @@ class TransformersDecoder(Decoder):
         config = copy.deepcopy(model.config)
         dtype = self.tok_embeddings.weight.dtype
         with torch.device("cpu"), _meta_parameters():
-            options = {
-                "dtype": dtype,
-                "attn_implementation": attention,
-                "experts_implementation": SORTED,
-            }
-            return type(model)._from_config(config, **options)
+            return type(model)._from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=attention,
+                experts_implementation=SORTED,
+            )
 
     def wrapped(self, model) -> "TransformersDecoder":
         """Return the decoder of another model of this architecture."""
@@ -420,9 +419,8 @@ def _needs_code(config: ModelConfig, trust_remote_code: bool) -> bool:
     """Return whether the folder's code has to run, because transformers lacks the class; refuse untrusted code."""
     named = (config.get("architectures") or [""])[0]
     code = own_code(config)
-    if code is None or code == named == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(
-        str(config.get("model_type"))
-    ):
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(config.get("model_type")))
+    if code is None or code == named == known:
         return False
     if not trust_remote_code:
         refuse_code(str(named))
@@ -440,9 +438,8 @@ def _on_meta(folder: Path, trusted: bool = False) -> Any:
         whole = config.get_text_config() is not config  # not only a text model
         known = MODEL_FOR_MULTIMODAL_LM_MAPPING if whole else MODEL_FOR_CAUSAL_LM_MAPPING
         if type(config) not in known and not getattr(config, "auto_map", None):
-            kind = f"model_type {config.model_type!r}"
             raise UserError(
-                f"{folder / CONFIG}: transformers {version} has no language model for {kind}"
+                f"{folder / CONFIG}: transformers {version} has no language model for model_type {config.model_type!r}"
             )
         packs = config.get_text_config().model_type in PACKS and not trusted
         options = {
@@ -450,11 +447,11 @@ def _on_meta(folder: Path, trusted: bool = False) -> Any:
             "trust_remote_code": trusted,
             "experts_implementation": SORTED,
         }
-        options |= {"attn_implementation": PACKED} if packs else {}
+        if packs:
+            options["attn_implementation"] = PACKED
+        kind = AutoModelForMultimodalLM if whole else AutoModelForCausalLM
         with torch.device("cpu"), _meta_parameters():
-            model = (AutoModelForMultimodalLM if whole else AutoModelForCausalLM).from_config(
-                config, **options
-            )
+            model = kind.from_config(config, **options)
         keep_precision(model, dtype)
         if packs:
             scale_each_sequence(model)
@@ -485,10 +482,9 @@ def _log_structure(decoder: TransformersDecoder, name: str, adapted: list[str]) 
         log.info(
             "padded rows are as long as the longest of their micro-batch, and share no prompts"
         )
-    if (text := decoder.text_part) is not None:
-        log.info(
-            "%s trains only on text: %s are neither loaded nor changed", name, ", ".join(text.parts)
-        )
+    if decoder.text_part is not None:
+        parts = ", ".join(decoder.text_part.parts)
+        log.info("%s trains only on text: %s are neither loaded nor changed", name, parts)
     frozen = frozen_kinds(decoder, adapted)
     experts = fused_experts(decoder)
     hint = ""

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from rocm_ext.base.errors import UserError, one_line, refuse
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.model.attention import SlotCache, Slots, span_for
 from rocm_ext.model.hf.attention import SLOTS, ForwardPass, forward_pass
 from rocm_ext.model.hf.checkpoint import persistent_buffers
@@ -43,12 +43,10 @@ from rocm_ext.model.sampler import (
 from rocm_ext.model.token_rows import TokenRows, attach, token_rows
 
 _CHOSEN = ("num_experts_per_tok", "moe_k")
-_SLACK = (
-    1.5  # small temporaries, and the pieces between them; measured 1.0 to 1.4 with 19 architectures
-)
-_CHUNK_BYTES = (
-    8 * 64 * 4
-)  # linear attention over chunks of 64 tokens: fp32 matrices, per token and head
+# small temporaries, and the pieces between them; measured 1.0 to 1.4 with 19 architectures
+_SLACK = 1.5
+# linear attention over chunks of 64 tokens: fp32 matrices, per token and head
+_CHUNK_BYTES = 8 * 64 * 4
 _TOGETHER = 2048  # tokens of prompts that run together, with padding
 _PROBE = 2  # tokens of the prefill that shows the cache's shapes
 _ATTENTION = "its attention is not that of transformers' interface"
@@ -205,26 +203,20 @@ class _WholeWindow(DynamicLayer):
         self.sliding_window = sliding_window
 
 
-_KINDS = (
-    DynamicLayer,
-    _WholeWindow,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    DummyLayer,
-)
+_KINDS = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer)
 
 
 def layers_of(config) -> list[Any]:
     """Return new cache layers for the prefill of a model; refuse unsupported kinds."""
+    # Llama 4 also scales queries by the number of cached tokens
     if "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
-        raise UserError(
-            "it has chunked attention"
-        )  # Llama 4 also scales queries by the number of cached tokens
-    layers = [
-        _WholeWindow(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else layer  # type: ignore
-        for layer in DynamicCache(config=config).layers
-    ]
-    refuse(f"it needs {type(layer).__name__}" for layer in layers if type(layer) not in _KINDS)
+        raise UserError("it has chunked attention")
+    layers = list(DynamicCache(config=config).layers)
+    for i, layer in enumerate(layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            layers[i] = _WholeWindow(layer.sliding_window)
+        elif type(layer) not in _KINDS:
+            raise UserError(f"it needs {type(layer).__name__}")
     return layers
 
 
@@ -333,9 +325,7 @@ class TransformersSampler(Sampler):
         total = sum(prompts)
         held = max(min(most, total), longest)
         at_once = held if self.together else longest
-        per_position = sum(
-            size for size, _ in self.memory.keys
-        )  # prompts keep more than the window
+        per_position = sum(size for size, _ in self.memory.keys)  # prompts keep more than windows
         states = self.memory.states * (1 + held * len(prompts) // total)
         rows = max(1, at_once // longest)
         scores = rows * longest**2 * (8 + self._score_bytes)
@@ -364,9 +354,8 @@ class TransformersSampler(Sampler):
             tokens = torch.zeros(len(group), longest, dtype=torch.long)
             for row, prompt in enumerate(group):
                 tokens[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long)
-            layers, _ = _prefill(
-                self.decoder.body, self._config, tokens.to(self.device), self.decoder.kernel
-            )
+            tokens = tokens.to(self.device)
+            layers, _ = _prefill(self.decoder.body, self._config, tokens, self.decoder.kernel)
             caches += [row_of(layers, row, len(prompt)) for row, prompt in enumerate(group)]
         return caches
 
@@ -465,21 +454,17 @@ def memory_of(source) -> SequenceMemory:
         decoder = source.wrapped(source.empty_model(SLOTS)).eval()
         strangers, attended, found = remembered([_memory_of, decoder], lambda: _memory_of(decoder))
         memory = SequenceMemory(*found)
-        problems = {
-            "its cache is not that of transformers' interface": strangers > 0,
-            _ATTENTION: len(memory.keys) > attended,
-        }
-        refuse(problem for problem, holds in problems.items() if holds)
+        if strangers:
+            raise UserError("its cache is not that of transformers' interface")
+        if len(memory.keys) > attended:
+            raise UserError(_ATTENTION)
     except Exception as error:  # the model's code may raise anything
-        cause = (
-            _ATTENTION if SLOTS in str(error) else one_line(error)
-        )  # its code does not know this attention
+        # its code may not know this attention
+        cause = _ATTENTION if SLOTS in str(error) else one_line(error)
         raise UserError(
             f"{name} cannot be sampled from in this process: {cause}; {_SERVER}"
         ) from error
-    keys = [(size, window) for size, window in memory.keys]
-    scores = memory.scores or source.kernel in ("math", "eager")
-    return memory._replace(keys=keys, scores=scores)
+    return memory._replace(scores=memory.scores or source.kernel in ("math", "eager"))
 
 
 def _memory_of(decoder) -> tuple[int, int, SequenceMemory]:
@@ -544,9 +529,10 @@ class _NoCopies(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func._overloadpacket.__name__ in ("_to_copy", "copy_"):
-            devices = {
-                leaf.device.type for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)
-            }
+            devices = set()
+            for leaf in tree_leaves((args, out)):
+                if isinstance(leaf, Tensor):
+                    devices.add(leaf.device.type)
             if len(devices) > 1:
                 raise UserError(f"a copy between {' and '.join(sorted(devices))}")
         return out
