@@ -218,9 +218,10 @@ class Slots:
         if not self.is_initialized:
             self.lazy_initialization(prefix.keys, prefix.values)
         first = max(0, known - self.places)
+        newest = slice(first, known)
         places = torch.arange(first, known, device=self.keys.device) % self.places
-        self.keys[rows, :, places] = prefix.keys[:, :, first:known]
-        self.values[rows, :, places] = prefix.values[:, :, first:known]
+        self.keys[rows, :, places] = prefix.keys[:, :, newest]
+        self.values[rows, :, places] = prefix.values[:, :, newest]
 
     def held(self, known: int) -> list[Tensor]:
         """Return the stored values of the first ``known`` positions; see :meth:`SlotCache.held`."""
@@ -404,12 +405,13 @@ class Lengths:
         if longest:
             spans.sort(reverse=True)
         calls: list[list[_Span]] = []
+        most = math.inf  # tokens of the last call's longest sequence
         for span in spans:
-            most = calls[-1][0].length if calls else math.inf
-            if longest and most <= longest and span.length >= _SIMILAR * most:
+            if most <= longest and span.length >= _SIMILAR * most:
                 calls[-1].append(span)
             else:
                 calls.append([span])
+                most = span.length
         inputs: list[int] = []
         outputs = [0] * first
         for call in calls:
@@ -418,7 +420,8 @@ class Lengths:
                 end = rest + length - shared
                 at = len(inputs)
                 outputs[rest:end] = range(at + shared, at + length)
-                inputs += [*range(begin, begin + shared), *range(rest, end)]
+                inputs += range(begin, begin + shared)
+                inputs += range(rest, end)
                 inputs += [0] * (most - length)
         sizes = [(len(call), call[0].length) for call in calls]
         if inputs == outputs == [*range(first)]:

@@ -96,9 +96,8 @@ def check_quantized(
     unpacked = sum(p.numel() * 2 for p in decoder.parameters() if not p.requires_grad) // ranks
     if key in profile.locked and unpacked > 0.9 * budget:
         sizes = f"16-bit weights take {unpacked / 2**30:.1f} GiB of {budget / 2**30:.1f}"
-        return [
-            f"{key}={asked}: {sizes}, so the base model is quantised; {profile.locked[key].reason}"
-        ]
+        reason = profile.locked[key].reason
+        return [f"{key}={asked}: {sizes}, so the base model is quantised; {reason}"]
     return check_locked(profile, {key: asked}, [key] if key in overrides else [])
 
 
@@ -129,9 +128,8 @@ class Weights:
 
 def read_weights(cfg_checkpointer) -> Weights:
     """Open the base weights; :class:`StoredWeights` read a tensor at every access."""
-    cfg = config.without(
-        cfg_checkpointer, "adapter_checkpoint"
-    )  # torchtune reads it only when resuming
+    # torchtune reads it only when resuming
+    cfg = config.without(cfg_checkpointer, "adapter_checkpoint")
     try:
         state = config.instantiate(cfg, key="checkpointer").load_checkpoint()[MODEL_KEY]
     except UserError:
@@ -159,9 +157,8 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
     else:
         state = converted
         shapes = converted.on_meta()
-    owned = isinstance(
-        state, StoredWeights
-    )  # every access allocates; others may be maps or parts of a larger tensor
+    # every access allocates; others may be maps or parts of a larger tensor
+    owned = isinstance(state, StoredWeights)
     expected = {plain(name): tensor for name, tensor in (frozen | buffers).items()}
     misfits = _misfits(expected, shapes, "the checkpoint")
     if misfits:
@@ -172,18 +169,14 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
         buffer.copy_(state[plain(name)])
     extremes = {}
     quantized = {f"{name}.weight" for name, layer in adapters(decoder) if layer._quantize_base}
-    dense_weights = {plain(name): p for name, p in frozen.items() if plain(name) not in quantized}
-    joined = _joined(decoder, dense_weights, ranks.device)
-    larger: list[
-        str
-    ] = []  # weights that config.json says are quantised, and the files have in 16 bits
+    joined = _joined(decoder, expected, quantized, ranks.device)
+    larger = []  # weights that config.json says are quantised, and the files have in 16 bits
     for wrapped, parameter in frozen.items():
         name = plain(wrapped)
         full = state[name]
         if name in quantized:
-            from torchtune.modules.low_precision.nf4_linear import (
-                to_nf4,
-            )  # torchao's, wherever it has it
+            # torchao's, wherever it has it
+            from torchtune.modules.low_precision.nf4_linear import to_nf4
 
             shard = full.to(ranks.device, torch.bfloat16).to(parameter.dtype)
             placed = to_nf4(shard)
@@ -220,18 +213,20 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
 
 
 def _joined(
-    decoder: Decoder, frozen: Mapping[str, Tensor], device: torch.device
+    decoder: Decoder, weights: Mapping[str, Tensor], quantized: set[str], device: torch.device
 ) -> dict[str, Tensor]:
     """Allocate one tensor for every group of :meth:`Decoder.joined_weights`, so that sampling need not copy weights.
 
-    Returns the rows for the weights, by name, without groups that have sharded weights.
+    Returns the rows for the weights, by name, without groups that have sharded or ``quantized`` weights.
     """
     rows: dict[str, Tensor] = {}
     for group in decoder.joined_weights():
-        if all(name in frozen and is_plain(frozen[name]) for name in group):
-            first = frozen[group[0]]
-            sizes = [len(frozen[name]) for name in group]
-            tensor = torch.empty(sum(sizes), *first.shape[1:], dtype=first.dtype, device=device)
+        parts = [weights[name] for name in group]
+        if quantized.isdisjoint(group) and all(map(is_plain, parts)):
+            first = parts[0]
+            sizes = list(map(len, parts))
+            shape = sum(sizes), *first.shape[1:]
+            tensor = torch.empty(shape, dtype=first.dtype, device=device)
             rows.update(zip(group, tensor.split(sizes), strict=True))
     return rows
 
@@ -248,12 +243,12 @@ def _way_out(decoder: Decoder, state: Mapping[str, Tensor]) -> str:
 
 def _check_finite(extremes: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     # a NaN or infinity shows in the extremes, which take one transfer from the device
-    if not extremes or torch.stack(list(extremes.values())).isfinite().all():
+    values = list(extremes.values())
+    if not values or torch.stack(values).isfinite().all():
         return
     bad = [name for name, value in extremes.items() if not value.isfinite()]
-    if all(state[name].isfinite().all() for name in bad):
-        advice = " in this dtype; set dtype=bf16 or fp32"
-    else:
+    advice = " in this dtype; set dtype=bf16 or fp32"
+    if not all(state[name].isfinite().all() for name in bad):
         advice = "; the files are damaged: download them again"
     raise UserError(
         f"checkpointer: base weights {_first_three(bad, ', ')} have values that are not finite{advice}"

@@ -4,6 +4,7 @@ Texts (config, tokenizer, template, licence) come first, and weights after the c
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from errno import EACCES, EDQUOT, EIO, ENOSPC, EPERM, EROFS
 from pathlib import Path
 
@@ -24,13 +25,8 @@ from rocm_ext.model.weights.checkpointer import weight_files
 from rocm_ext.model.weights.gguf_files import refuse_merging
 
 _TEXT = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"]
-_ELSEWHERE = [
-    "original/*",
-    "onnx/*",
-    "consolidated*",
-    "*/*.safetensors",
-    "*/*.bin",
-]  # the weights in other formats
+# the weights in other formats
+_ELSEWHERE = ["original/*", "onnx/*", "consolidated*", "*/*.safetensors", "*/*.bin"]
 # OWNER/NAME/config.json with the keys that decide the model's shape
 _SHAPES = Path(__file__).parent / "shapes"
 _OF_THE_DISK = {EACCES, EDQUOT, EIO, ENOSPC, EPERM, EROFS}
@@ -63,9 +59,8 @@ def use_weights(folder: Path, ranks: Ranks) -> None:
 
 def _on_one_rank(fetch: Callable[[], Path], ranks: Ranks) -> Path:
     ranks.on_main(fetch)
-    return (
-        fetch()
-    )  # files are there; on another machine one rank downloads, because the cache has locks
+    # files are there; on another machine one rank downloads, because the cache has locks
+    return fetch()
 
 
 def use_shape(cfg: DictConfig) -> str | None:
@@ -82,33 +77,36 @@ def use_shape(cfg: DictConfig) -> str | None:
     name = cfg.model.get("checkpoint_dir")
     if not isinstance(name, str):
         return None
-    if Path(name).exists():
-        if (made := folder_of(name)) is not None:
-            _put(cfg, name, made)
-        return None
     named = is_hub_name(name)
-    if named and (folder := in_cache(name)) is not None:
+    if Path(name).exists():
+        folder = folder_of(name)
+    else:
+        folder = in_cache(name) if named else None
+        known = None if folder else published(name)
+        if known is not None:
+            model, shape = known
+            _put(cfg, name, shape)
+            return f"the model's shape is the published one of {model}, because {name} is not on this machine"
+        if folder is None and named:
+            raise UserError(
+                f"{name} is neither a folder nor in the hub's cache, and this command downloads nothing; its {CONFIG} "
+                f"is enough: hf download {name} {CONFIG}"
+            )
+    if folder is not None:
         _put(cfg, name, folder)
-    elif (known := published(name)) is not None:
-        _put(cfg, name, known[1])
-        return f"the model's shape is the published one of {known[0]}, because {name} is not on this machine"
-    elif named:
-        raise UserError(
-            f"{name} is neither a folder nor in the hub's cache, and this command downloads nothing; its {CONFIG} is "
-            f"enough: hf download {name} {CONFIG}"
-        )
     return None
 
 
 def _put(cfg: DictConfig, name: str, folder: Path) -> None:
-    for block, key in (
+    places = (
         (cfg.model, "checkpoint_dir"),
         (cfg.checkpointer, "checkpoint_dir"),
         (cfg.tokenizer, "path"),
-    ):
+    )
+    for block, key in places:
         value = block.get(key)
-        if isinstance(value, str) and (value == name or value.startswith(f"{name}/")):
-            block[key] = f"{folder}{value[len(name) :]}"
+        if isinstance(value, str) and f"{value}/".startswith(f"{name}/"):
+            block[key] = value.replace(name, str(folder), 1)
 
 
 def fetch_texts(name: str) -> Path:
@@ -120,15 +118,13 @@ def fetch_texts(name: str) -> Path:
     Raises:
         UserError: the hub has no such model, wants a login, or cannot be reached.
     """
-    usable = (folder := in_cache(name)) is not None and (folder / TOKENIZER).is_file()
-    if folder is not None and usable and _has_weights(folder):
-        return folder
-    try:  # another program may have cached some of the texts
+    folder = in_cache(name)
+    if folder is None or not (folder / TOKENIZER).is_file():
         return _fetch(name, None, _TEXT)
-    except UserError:
-        if folder is None or not usable:
-            raise
-        return folder
+    if not _has_weights(folder):
+        with suppress(UserError):  # another program may have cached some of the texts
+            return _fetch(name, None, _TEXT)
+    return folder
 
 
 def fetch_weights(folder: Path) -> Path:
@@ -150,11 +146,10 @@ def _has_weights(folder: Path) -> bool:
 def _fetch(name: str, commit: str | None, patterns: list[str]) -> Path:
     try:
         with beating():
-            return Path(
-                snapshot_download(
-                    name, revision=commit, allow_patterns=patterns, ignore_patterns=_ELSEWHERE
-                )
+            path = snapshot_download(
+                name, revision=commit, allow_patterns=patterns, ignore_patterns=_ELSEWHERE
             )
+            return Path(path)
     except Exception as error:  # the client also raises errors of its HTTP library
         if isinstance(error, GatedRepoError):
             problem = f"{name} is gated: accept its licence at https://huggingface.co/{name} and run `hf auth login`"
@@ -165,9 +160,7 @@ def _fetch(name: str, commit: str | None, patterns: list[str]) -> Path:
             )
         elif isinstance(error, OSError) and error.errno in _OF_THE_DISK:
             where = f"{error.strerror}: {error.filename or HF_HUB_CACHE}"
-            problem = (
-                f"cannot download {name}: {where}; HF_HOME sets another folder for the hub's cache"
-            )
+            problem = f"cannot download {name}: {where}; HF_HOME sets another folder for the cache"
         else:
             problem = (
                 f"cannot download {name}: {one_line(error)[:300]}; where there is a network, tune download {name} "
@@ -190,8 +183,8 @@ def published(checkpoint_dir: str) -> tuple[str, Path] | None:
     Args:
         checkpoint_dir: a name on the hub, or a folder with the model's name, such as ``models/Qwen3-8B``.
     """
-    if is_hub_name(checkpoint_dir):
-        folder = published_models().get(checkpoint_dir)
-        return None if folder is None else (checkpoint_dir, folder)
-    folders = published_models().items()
-    return next((pair for pair in folders if pair[1].name == Path(checkpoint_dir).name), None)
+    named = is_hub_name(checkpoint_dir)
+    for name, folder in published_models().items():
+        if checkpoint_dir == name or (not named and folder.name == Path(checkpoint_dir).name):
+            return name, folder
+    return None

@@ -99,11 +99,12 @@ class Sampler(ABC):
         self.dtype = embeddings.dtype
         self.max_seq_len = memory.positions
         self.vocabulary = len(embeddings)
-        multiplied = [
-            p for p in decoder.parameters() if p.ndim > 1 and (tied or p is not embeddings)
-        ]
-        self.weight_bytes = sum(p.nbytes for p in multiplied)
-        self.flops_per_token = 2.0 * sum(p.numel() * self._share(p) for p in multiplied)
+        self.weight_bytes = 0
+        self.flops_per_token = 0.0
+        for parameter in decoder.parameters():
+            if parameter.ndim > 1 and (tied or parameter is not embeddings):
+                self.weight_bytes += parameter.nbytes
+                self.flops_per_token += 2.0 * parameter.numel() * self._share(parameter)
 
     def _share(self, parameter: Tensor) -> float:
         """Return the share of a weight that a product with one token uses."""
@@ -243,11 +244,8 @@ def copied_bytes(source: Decoder, merge: bool | None = None) -> int:
         needs_copy = weight in small or not is_plain(weight)
         if needs_copy and not stays_quantized(weight):
             copied.add(name)
-    adapted = {
-        name: layer
-        for name, layer in changed_weights(source).items()
-        if isinstance(layer, Lora | Dora)
-    }
+    changed = changed_weights(source).items()
+    adapted = {name: layer for name, layer in changed if isinstance(layer, Lora | Dora)}
     groups = source.joined_weights()
     numbers = sum(2 * rows.weight.numel() for _, rows in token_rows(source))  # fp32 counts twice
     if merges(source, merge):
@@ -255,9 +253,8 @@ def copied_bytes(source: Decoder, merge: bool | None = None) -> int:
     else:
         joined = {name: group for group in groups for name in group}
         for name, layer in adapted.items():
-            rows = sum(
-                len(weights[other]) for other in joined.get(name, [name])
-            )  # of B, see SamplingLinear
+            # of B, see SamplingLinear
+            rows = sum(len(weights[other]) for other in joined.get(name, [name]))
             numbers += layer.lora_a.weight.numel() + rows * layer.lora_b.weight.shape[1]
     for group in groups:
         parts = [weights[name] for name in group]
@@ -326,12 +323,16 @@ class SamplingLinear(nn.Module):
             if factor is not None:
                 self.factor = frozen(factor.to(dtype))
         self.weight = frozen(_as_one(weights))
-        biases = [getattr(layer, "bias", None) for layer in layers]
-        if any(bias is not None for bias in biases):
-            values = []
-            for bias, weight in zip(biases, weights, strict=True):
-                zeros = weight.new_zeros(len(weight))
-                values.append(zeros if bias is None else dense(bias.detach()))
+        values = []
+        has_bias = False
+        for layer, weight in zip(layers, weights, strict=True):
+            bias = getattr(layer, "bias", None)
+            if bias is None:
+                bias = weight.new_zeros(len(weight))
+            else:
+                has_bias = True
+            values.append(dense(bias.detach()))
+        if has_bias:
             self.bias = frozen(torch.cat(values))
 
     @torch.no_grad()
@@ -356,9 +357,8 @@ class SamplingLinear(nn.Module):
             return rows.unflatten(0, x.shape[:-1])
         if x.is_cuda or len(x) <= MAX_ROWS:
             return self._product(x)
-        parts = x.tensor_split(
-            math.ceil(len(x) / MAX_ROWS)
-        )  # nearly equal ones have at least MIN_ROWS
+        # nearly equal parts have at least MIN_ROWS
+        parts = x.tensor_split(math.ceil(len(x) / MAX_ROWS))
         return torch.cat([self._product(part) for part in parts])
 
     __call__ = forward
@@ -393,9 +393,8 @@ def _factors(layers: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
             ratios.append(layer.magnitude.detach() / layer.weight_norm())
         else:
             ratios.append(like.new_ones(out))
-    factor = None
-    if any(isinstance(layer, Dora) for layer in layers):
-        factor = torch.cat(ratios)
+    has_factor = any(isinstance(layer, Dora) for layer in layers)
+    factor = torch.cat(ratios) if has_factor else None
     return torch.cat(lows), torch.block_diag(*highs), factor
 
 

@@ -4,8 +4,8 @@ Models of a folder keep Hugging Face's row order, so weights and PEFT adapters o
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from rocm_ext.model.attention import Lengths, SlotCache
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.families import Architecture, Rope
 from rocm_ext.model.lora import Dora, Lora, Sizes, adapted_linear, dense, plain
-from rocm_ext.model.names import LINEAR, OUTPUT, NativeNames
+from rocm_ext.model.names import LINEAR, OUTPUT, NativeNames, last_part
 from rocm_ext.model.native.layers import Attention, HalvesRoPE, PrefixCache, Prompts
 from rocm_ext.model.sampler import MIN_ROWS, Sampler, SamplingLinear, SequenceMemory, frozen, merges
 from rocm_ext.model.token_rows import TokenRows, token_rows
@@ -90,12 +90,11 @@ class NativeDecoder(TransformerDecoder, Decoder):
             rope = getattr(module, "pos_embeddings", None)
             if rope is None or not hasattr(rope, "rope_init"):
                 continue
-            settings = []
-            for name, value in sorted(vars(rope).items(), key=lambda item: item[0]):
-                if value is None or isinstance(value, int | float | str):
-                    settings.append((name, value))
-            key = type(rope), tuple(settings)
-            module.pos_embeddings = shared.setdefault(key, rope)
+            settings = [type(rope)]
+            for item in vars(rope).items():
+                if isinstance(item[1], int | float | str | None):
+                    settings.append(item)
+            module.pos_embeddings = shared.setdefault(tuple(settings), rope)
         # Llama's tables need real values
         with torch.device("cpu") if device.type == "meta" else device:
             for rope in shared.values():
@@ -136,13 +135,11 @@ def native(theirs: TransformerDecoder) -> NativeDecoder:
         if type(getattr(layer, "attn", None)) is MultiHeadAttention:
             layer.attn = Attention.of(layer.attn)  # type: ignore[arg-type]
             rope = layer.attn.pos_embeddings
-            if (
-                type(rope) is Qwen2RotaryPositionalEmbeddings
-            ):  # ours rotates the same, bit for bit, in fewer kernels
+            # ours rotates the same, bit for bit, in fewer kernels
+            if type(rope) is Qwen2RotaryPositionalEmbeddings:
                 with rope.cache.device:
-                    layer.attn.pos_embeddings = HalvesRoPE(
-                        rope.dim, rope.max_seq_len, Rope(rope.base)
-                    )
+                    made = HalvesRoPE(rope.dim, rope.max_seq_len, Rope(rope.base))
+                layer.attn.pos_embeddings = made
     names = ("tok_embeddings", "layers", "max_seq_len", "num_heads", "head_dim", "norm", "output")
     return NativeDecoder(**{name: getattr(theirs, name) for name in names}).train(theirs.training)
 
@@ -161,9 +158,8 @@ def build(
     Raises:
         UserError: the model lacks a layer of ``targets`` or of a pattern in ``sizes``.
     """
-    return _Builder(
-        architecture, _targets(targets, architecture.tied), kind, sizes, quantize_base
-    ).decoder()
+    names = _targets(targets, architecture.tied)
+    return _Builder(architecture, names, kind, sizes, quantize_base).decoder()
 
 
 def _targets(given: Iterable[str] | str | None, tied: bool) -> frozenset[str]:
@@ -184,23 +180,16 @@ def _targets(given: Iterable[str] | str | None, tied: bool) -> frozenset[str]:
     return names
 
 
+@dataclass
 class _Builder:
-    """Builds the modules of one decoder."""
+    """Builds the modules of one decoder; ``adapted`` gets the published names of the adapted layers."""
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        targets: frozenset[str],
-        kind,
-        sizes: Sizes,
-        quantize_base: bool,
-    ) -> None:
-        self.architecture = architecture
-        self._targets = targets
-        self._kind = kind
-        self._sizes = sizes
-        self._4bit = quantize_base
-        self._adapted: list[str] = []  # published names of the adapted layers
+    architecture: Architecture
+    targets: frozenset[str]
+    kind: Any
+    sizes: Sizes
+    four_bits: bool
+    adapted: list[str] = field(default_factory=list)
 
     def decoder(self) -> NativeDecoder:
         a = self.architecture
@@ -215,7 +204,7 @@ class _Builder:
             norm=self._norm(a.width),
             output=output,
         )
-        self._sizes.check_keys(self._adapted)
+        self.sizes.check_keys(self.adapted)
         decoder.architecture = a
         decoder.names = NativeNames()
         return decoder
@@ -260,13 +249,12 @@ class _Builder:
         return RMSNorm(width, eps=self.architecture.norm_eps)
 
     def _linear(self, name: str, width: int, out: int, bias: bool = False) -> nn.Module:
-        if name.rpartition(".")[2] not in self._targets:
+        if last_part(name) not in self.targets:
             return nn.Linear(width, out, bias=bias)
-        self._adapted.append(name)
-        four_bits = self._4bit and name != OUTPUT  # torchtune keeps output layers in 16 bits
-        return adapted_linear(
-            partial(self._kind, quantize_base=four_bits), self._sizes, name, width, out, bias
-        )
+        self.adapted.append(name)
+        four_bits = self.four_bits and name != OUTPUT  # torchtune keeps output layers in 16 bits
+        kind = partial(self.kind, quantize_base=four_bits)
+        return adapted_linear(kind, self.sizes, name, width, out, bias)
 
 
 # ---- the copy that samples
@@ -334,11 +322,15 @@ class NativeSampler(Sampler):
         if padding > 0:
             sequences.append([0] * padding)
         lengths = [len(sequence) for sequence in sequences]
-        tokens = torch.tensor(list(chain.from_iterable(sequences)), device=self.device)
-        positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
+        tokens = []
+        positions: list[int] = []
+        for sequence in sequences:
+            tokens += sequence
+            positions += range(len(sequence))
+        packed = torch.tensor([tokens, positions], device=self.device)  # [2, s]
         caches = [PrefixCache() for _ in prompts]
         masks = [Prompts(lengths, caches)] * len(self.decoder.layers)
-        self.decoder.run(tokens[None], positions[None], masks)
+        self.decoder.run(packed[:1], packed[1:], masks)
         return caches
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
 """torchtune's layers for the native decoders: RMSNorm and rotary position embeddings in fewer operations, and
 self-attention that also takes packed rows and samples."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,14 +40,14 @@ class _Norm(torch.autograd.Function):
     """``rms_norm`` with a frozen scale; its values equal those of torch's operations bit for bit."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, scale: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx, x, scale, eps):  # type: ignore[override]
         x32 = x.float()
         factor = x32.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()  # [..., 1]
         ctx.save_for_backward(x, scale, factor)
         return (x32 * factor).mul_(scale).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx, grad):  # type: ignore[override]
         x, scale, factor = ctx.saved_tensors
         x32 = x.float()
         grad32 = grad * scale.float()
@@ -113,12 +114,12 @@ class _Rotation(torch.autograd.Function):
     """``x cos + swapped(x) sin``, with sin's first half negated, as one autograd node that saves only the tables."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx, x, cos, sin):  # type: ignore[override]
         ctx.save_for_backward(cos, sin)
         return _rotated(x, cos, sin)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx, grad):  # type: ignore[override]
         cos, sin = ctx.saved_tensors
         grad_x = (grad * cos).sub_(_swapped(grad).mul_(sin))  # the rotation back
         return grad_x, None, None
@@ -185,17 +186,8 @@ class Attention(MultiHeadAttention):
     @classmethod
     def of(cls, theirs: MultiHeadAttention) -> "Attention":
         """Make one from torchtune's module, with the same parts."""
-        numbers = (
-            "embed_dim",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_seq_len",
-            "is_causal",
-            "attn_dropout",
-        )
-        parts = ("q_proj", "k_proj", "v_proj", "output_proj", "pos_embeddings", "q_norm", "k_norm")
-        return cls(**{name: getattr(theirs, name) for name in (*numbers, *parts)})
+        names = inspect.signature(MultiHeadAttention).parameters.keys() - {"kv_cache"}
+        return cls(**{name: getattr(theirs, name) for name in names})
 
     def forward(
         self,
