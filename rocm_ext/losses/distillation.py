@@ -1,7 +1,6 @@
 """The loss of distillation: the divergence between next-token distributions of a model and its teacher."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from rocm_ext.base.importing import COMPONENT
 from rocm_ext.base.kinds import POSITIVE, check, number, one_of
-from rocm_ext.losses.objective import Objective, Terms
+from rocm_ext.losses.objective import Columns, Objective, Terms
 
 # columns
 HIDDEN = "teacher_hidden"
@@ -74,27 +73,25 @@ class Distillation(Objective):
         self.better = {"agreement": "higher"}
         self.teacher: Any = None
 
-    def columns_of(self, batch: Any) -> Mapping[str, Tensor]:
+    def columns_of(self, batch: Any) -> Columns:
         """Return the teacher's hidden states of the labels of a micro-batch, [n, d]."""
         if self.teacher is None or not self.over_vocabulary:
             return {}
         return {HIDDEN: self.teacher.hidden(batch)}
 
-    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
+    def terms(self, nll: Tensor, columns: Columns, sequence: Tensor) -> Terms:
         """Return the terms of ``reverse_kl`` as :meth:`Objective.terms` does."""
         divergence = -nll - columns[LOGPROBS]
         return divergence, -divergence
 
-    def chunk(self, columns: Mapping[str, Tensor]) -> Tensor | None:
+    def chunk(self, columns: Columns) -> Tensor | None:
         """Return the teacher's logits [n, v] of a chunk, divided by the temperature."""
         if self.teacher is None:
             return None
         logits = self.teacher.logits(columns[HIDDEN])
         return logits if self.temperature == 1 else logits / self.temperature
 
-    def compare(
-        self, logits: Tensor, other: Tensor | None, gradient: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def compare(self, logits: Tensor, other: Tensor | None, gradient: bool) -> Terms:
         """Return the divergence [n] between the model's ``logits`` and ``other``, and its gradient [n, v], in fp32."""
         if other is None:
             other = torch.zeros_like(logits)
@@ -118,9 +115,7 @@ def loss_config(cfg: DictConfig) -> dict[str, object]:
     return {COMPONENT: name, "loss": cfg.loss, "beta": cfg.beta, "temperature": temperature}
 
 
-def divergence(
-    model: Tensor, teacher: Tensor, beta: float, gradient: bool
-) -> tuple[Tensor, Tensor | None]:
+def divergence(model: Tensor, teacher: Tensor, beta: float, gradient: bool) -> Terms:
     """Return the generalised Jensen-Shannon divergence of two distributions, and its gradient by the model's logits.
 
     Args:

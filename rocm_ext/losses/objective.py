@@ -22,6 +22,7 @@ from rocm_ext.distributed.ranks import Ranks
 REFERENCE = "reference_logprobs"  # column: log-probs of the model before the first step
 
 Head = Callable[[Tensor], Tensor]
+Columns = Mapping[str, Tensor]  # by name, [n] each: a number for each label
 Terms = tuple[Tensor, Tensor | None]
 
 # Labels per chunk: enough to fill the device's matrix units, with logits that are small compared to the model.
@@ -132,7 +133,7 @@ class Objective(ABC):
         self.chunk_tokens = chunk_tokens
 
     @abstractmethod
-    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
+    def terms(self, nll: Tensor, columns: Columns, sequence: Tensor) -> Terms:
         """Compute a value per label, and its derivative with respect to the label's NLL.
 
         With ``whole_sequences`` a value may depend on all labels of the micro-batch. Derivative i is then the
@@ -151,15 +152,15 @@ class Objective(ABC):
             Value [n] and derivative [n], both fp32. None instead of a derivative means 1 everywhere.
         """
 
-    def columns_of(self, batch: Any) -> Mapping[str, Tensor]:
+    def columns_of(self, batch: Any) -> Columns:
         """Compute further columns, [n, …] by name, from a micro-batch, before the model computes it."""
         return {}
 
-    def chunk(self, columns: Mapping[str, Tensor]) -> Any:
+    def chunk(self, columns: Columns) -> Any:
         """Compute the argument ``other`` of :meth:`compare` from a chunk's columns, before the chunk's logits exist."""
         return None
 
-    def compare(self, logits: Tensor, other: Any, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    def compare(self, logits: Tensor, other: Any, gradient: bool) -> Terms:
         """Compute the values of a chunk, with ``over_vocabulary``.
 
         Args:
@@ -204,7 +205,7 @@ class Objective(ABC):
         head: Head,
         hidden: Tensor,
         targets: Tensor,
-        columns: Mapping[str, Tensor],
+        columns: Columns,
         sequence: Tensor,
     ) -> Tensor:
         """Sum the objective over the labels of a micro-batch.
@@ -227,7 +228,7 @@ class Objective(ABC):
 class CrossEntropy(Objective):
     """The negative log-likelihood (NLL) of the labels; arguments as in :class:`Objective`."""
 
-    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
+    def terms(self, nll: Tensor, columns: Columns, sequence: Tensor) -> Terms:
         """Return the NLL, whose derivative is 1."""
         return nll, None
 
@@ -236,7 +237,7 @@ class _Labels:
     """The labels of a micro-batch, with their columns, sequences and weights."""
 
     def __init__(
-        self, objective: Objective, targets: Tensor, columns: Mapping[str, Tensor], sequence: Tensor
+        self, objective: Objective, targets: Tensor, columns: Columns, sequence: Tensor
     ) -> None:
         self.objective = objective
         self.targets = targets

@@ -1,6 +1,6 @@
 """Policy gradients on sampled answers: GRPO, its variants, and RAFT++, whose advantage is 1 (arXiv:2504.11343)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -12,7 +12,14 @@ from rocm_ext.base.importing import COMPONENT
 from rocm_ext.base.kinds import POSITIVE, check, one_of
 from rocm_ext.config.algorithms import ALGORITHMS, complete, limits_of, updates_of_step
 from rocm_ext.config.keys import kinds
-from rocm_ext.losses.objective import REFERENCE, Objective, Tally, Terms, sum_over_sequences
+from rocm_ext.losses.objective import (
+    REFERENCE,
+    Columns,
+    Objective,
+    Tally,
+    Terms,
+    sum_over_sequences,
+)
 
 _HIGHEST = 20.0  # nats; beyond, a ratio is a fault of numerics or of a server and has no gradient
 _MOST = 3.0  # maximum of the ratio that weighs the KL divergence
@@ -150,7 +157,7 @@ class PolicyGradient(Objective):
             columns.append(REFERENCE)
         self.columns = tuple(columns)
 
-    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
+    def terms(self, nll: Tensor, columns: Columns, sequence: Tensor) -> Terms:
         """Return the terms as :meth:`Objective.terms` does."""
         old = -nll if self.on_policy else columns["old_logprobs"]
         if self.tally is not None:
@@ -197,7 +204,7 @@ class PolicyGradient(Objective):
         tally: Tally,
         nll: Tensor,
         old: Tensor,
-        columns: Mapping[str, Tensor],
+        columns: Columns,
         sequence: Tensor,
     ) -> None:
         probability = (-nll).exp()

@@ -1,6 +1,6 @@
 """Losses of preferences: pairs, as in DPO, and single answers that are good or bad, as in KTO."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.kinds import NOT_NEGATIVE, NULL, POSITIVE, Kind, check, number, one_of
-from rocm_ext.losses.objective import REFERENCE, Objective, Terms, sum_over_sequences
+from rocm_ext.losses.objective import REFERENCE, Columns, Objective, Terms, sum_over_sequences
 
 SIDE = "side"  # column of preferences, as in rocm_ext.data.rows, which no loss imports
 
@@ -191,7 +191,7 @@ class Preference(Objective):
             self.columns += (REFERENCE,)
             self.better = _BETTER | {"kl": "lower"}
 
-    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
+    def terms(self, nll: Tensor, columns: Columns, sequence: Tensor) -> Terms:
         """Return the terms of :meth:`Objective.terms`; the labels of a pair share its value equally."""
         pair = sequence // 2
         chosen = (columns[SIDE] > 0).float()
@@ -284,7 +284,7 @@ class UnpairedPreference(Objective):
         self.undesirable_weight = undesirable_weight
         self.baseline: float | None = 0.0 if loss == "kto" else None
 
-    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
+    def terms(self, nll: Tensor, columns: Columns, sequence: Tensor) -> Terms:
         """Return the terms of :meth:`Objective.terms`; the labels of an answer share its value equally."""
         side = columns[SIDE]
         logprobs = -nll - columns[REFERENCE]

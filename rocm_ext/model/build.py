@@ -1,7 +1,6 @@
 """Build a run's model, and load its weights."""
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +27,7 @@ from rocm_ext.model.lora import (
 )
 from rocm_ext.model.native.decoder import native
 from rocm_ext.model.native.layers import use_fused_norms
-from rocm_ext.model.weights.checkpointer import MODEL_KEY, StoredWeights, on_meta, sample
+from rocm_ext.model.weights.checkpointer import MODEL_KEY, State, StoredWeights, on_meta, sample
 from rocm_ext.model.weights.gguf_files import SUFFIX
 from rocm_ext.model.weights.quantized import Quantized, fp8_rows, scaled_products
 
@@ -110,7 +109,7 @@ class Weights:
         model_type: torchtune's ModelType name.
     """
 
-    state: Mapping[str, Tensor]
+    state: State
     model_type: str
 
     def fingerprint(self, architecture: str = "") -> str:
@@ -213,7 +212,7 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
 
 
 def _joined(
-    decoder: Decoder, weights: Mapping[str, Tensor], quantized: set[str], device: torch.device
+    decoder: Decoder, weights: State, quantized: set[str], device: torch.device
 ) -> dict[str, Tensor]:
     """Allocate one tensor for every group of :meth:`Decoder.joined_weights`, so that sampling need not copy weights.
 
@@ -231,7 +230,7 @@ def _joined(
     return rows
 
 
-def _way_out(decoder: Decoder, state: Mapping[str, Tensor]) -> str:
+def _way_out(decoder: Decoder, state: State) -> str:
     if decoder.names is None:
         return "Set model._component_ to the builder of these weights (size, base or instruct)"
     if isinstance(state, StoredWeights):
@@ -241,7 +240,7 @@ def _way_out(decoder: Decoder, state: Mapping[str, Tensor]) -> str:
     return "config.json and the weights must be of one model: download both again"
 
 
-def _check_finite(extremes: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+def _check_finite(extremes: State, state: State) -> None:
     # a NaN or infinity shows in the extremes, which take one transfer from the device
     values = list(extremes.values())
     if not values or torch.stack(values).isfinite().all():
@@ -255,7 +254,7 @@ def _check_finite(extremes: Mapping[str, Tensor], state: Mapping[str, Tensor]) -
     )
 
 
-def _misfits(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor], where: str) -> str:
+def _misfits(parameters: State, state: State, where: str) -> str:
     """Name the first three tensors of ``state`` that are missing, unexpected or of another shape, if there are any."""
     problems = [f"missing {name}" for name in parameters if name not in state]
     problems += [f"unexpected {name}" for name in state if name not in parameters]
@@ -271,14 +270,14 @@ def _first_three(words: list[str], separator: str) -> str:
     return separator.join(words[:3]) + more
 
 
-def check_adapter(decoder: Decoder, state: Mapping[str, Tensor], source: str) -> None:
+def check_adapter(decoder: Decoder, state: State, source: str) -> None:
     """Check that adapter weights ``state``, by torchtune's names, fit ``decoder``; ``source`` is for the message."""
     misfits = _misfits(adapter_parameters(decoder), state, "the adapter")
     if misfits:
         raise UserError(f"adapter {source} does not fit model: {misfits}")
 
 
-def load_adapter(decoder: Decoder, state: Mapping[str, Tensor], source: str) -> None:
+def load_adapter(decoder: Decoder, state: State, source: str) -> None:
     """Copy adapter weights into ``decoder``; for arguments and errors see :func:`check_adapter`."""
     check_adapter(decoder, state, source)
     with torch.no_grad():

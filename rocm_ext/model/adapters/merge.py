@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -26,7 +26,7 @@ from rocm_ext.model.families import CONFIG, QUANTISED
 from rocm_ext.model.lora import changed_weights, dense, expert_factors, merged_linear, plain
 from rocm_ext.model.names import LORA_A, LORA_B, MAGNITUDE, PREFIX, ROWS
 from rocm_ext.model.token_rows import by_layer, is_tied, layer_names
-from rocm_ext.model.weights.checkpointer import StoredWeights, on_meta, weight_files
+from rocm_ext.model.weights.checkpointer import State, StoredWeights, on_meta, weight_files
 
 # Files that a merged model gets from the base model's folder
 BESIDE_WEIGHTS = (
@@ -128,7 +128,7 @@ class MergedWeights:
     They have the names of the base model's files. ``decoder`` is the model with this adapter.
     """
 
-    def __init__(self, decoder: Decoder, state: Mapping[str, Tensor], adapter: Path) -> None:
+    def __init__(self, decoder: Decoder, state: State, adapter: Path) -> None:
         self._decoder = decoder
         self._state = state
         self._adapter = adapter
@@ -167,7 +167,7 @@ class MergedWeights:
         check_base(self._decoder, shapes, base)
         refuse(f"adapter {self._adapter} {problem}" for problem in self._problems(shapes, base))
 
-    def _problems(self, shapes: Mapping[str, Tensor], base: Path) -> Iterator[str]:
+    def _problems(self, shapes: State, base: Path) -> Iterator[str]:
         for name in self._changed():
             if name not in shapes:
                 yield f"has weights for {name}, but {base} does not"
@@ -249,7 +249,7 @@ class MergedWeights:
         return sorted(self.config.ids(name.removesuffix(".weight")))
 
 
-def check_base(decoder: Decoder, shapes: Mapping[str, Tensor], base: Path) -> None:
+def check_base(decoder: Decoder, shapes: State, base: Path) -> None:
     """Check that a base model's tensors fit its ``config.json``.
 
     Args:
@@ -302,7 +302,7 @@ def _check_finite(exact: Tensor, dtype: torch.dtype, name: str) -> None:
         )
 
 
-def check_mergeable(decoder: Decoder, state: Mapping[str, Tensor]) -> None:
+def check_mergeable(decoder: Decoder, state: State) -> None:
     """Check that a merged model can have the names and shapes of the base model's tensors ``state``.
 
     Raises:

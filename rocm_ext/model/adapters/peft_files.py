@@ -43,7 +43,7 @@ from rocm_ext.model.lora import (
 )
 from rocm_ext.model.names import EMBEDDINGS, LORA_A, LORA_B, MAGNITUDE, ROWS, last_part
 from rocm_ext.model.token_rows import TokenRows, by_layer, trained_tokens
-from rocm_ext.model.weights.checkpointer import HF
+from rocm_ext.model.weights.checkpointer import HF, State
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -331,7 +331,7 @@ def adapter_state(decoder: Decoder) -> dict[str, Tensor]:
     return {name: p.detach().cpu().clone() for name, p in adapter_parameters(decoder).items()}
 
 
-def fingerprint(state: Mapping[str, Tensor]) -> str:
+def fingerprint(state: State) -> str:
     """Return the SHA-256 of tensors by name, in hex."""
     digest = sha256()
     for name, tensor in sorted(state.items()):
@@ -436,9 +436,7 @@ def read_adapter(source: Path, decoder: Decoder, model_type: str) -> dict[str, T
         raise UserError(f"adapter {source} does not fit model: {error}") from error
 
 
-def _check_targets(
-    folder: Path, state: Mapping[str, Tensor], decoder: Decoder, layers: list[PeftLayer]
-) -> None:
+def _check_targets(folder: Path, state: State, decoder: Decoder, layers: list[PeftLayer]) -> None:
     """Check that adapter and model adapt the same kinds of layers."""
     layers_of_file = [name.removesuffix(LORA_A) for name in state if name.endswith(LORA_A)]
     theirs = sorted(set(map(last_part, layers_of_file)))
@@ -473,7 +471,7 @@ def read_peft(folder: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
     return config, state
 
 
-def _damage(config: PeftConfig, state: Mapping[str, Tensor]) -> Iterator[str]:
+def _damage(config: PeftConfig, state: State) -> Iterator[str]:
     """Yield the differences between an adapter's weights, by PEFT's names, and its config."""
     yield from _damaged_rows(config, state)
     parts = [LORA_A, LORA_B]
@@ -498,7 +496,7 @@ def _damage(config: PeftConfig, state: Mapping[str, Tensor]) -> Iterator[str]:
             yield f"{layer} has weights {', '.join(map(str, shapes))}; with r={rank}, expected {expected}"
 
 
-def _damaged_rows(config: PeftConfig, state: Mapping[str, Tensor]) -> Iterator[str]:
+def _damaged_rows(config: PeftConfig, state: State) -> Iterator[str]:
     """Yield the tensors of tokens' rows that do not fit the ids in the config."""
     names = [name for name in state if name.endswith(ROWS)]
     if config.tokens and not names:

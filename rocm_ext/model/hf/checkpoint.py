@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.model.names import last_part
-from rocm_ext.model.weights.checkpointer import check_stored, check_tied, on_meta
+from rocm_ext.model.weights.checkpointer import State, check_stored, check_tied, on_meta
 
 _OF_TABLES = r"rotary_emb\.inv_freq$"  # in old files; config.json decides them
 
@@ -93,9 +93,7 @@ class Converted(Mapping[str, Tensor]):
         UserError: two tensors are the same weight, or a tied weight is stored with other values.
     """
 
-    def __init__(
-        self, names: WeightNames, state: Mapping[str, Tensor], tied: tuple[str, str] | None
-    ) -> None:
+    def __init__(self, names: WeightNames, state: State, tied: tuple[str, str] | None) -> None:
         self._model = names.model
         self._names = names
         self._state = state
@@ -159,7 +157,7 @@ class Converted(Mapping[str, Tensor]):
         names = [source for _, source in self._sources[first]]
         return self._targets(first, pattern), names
 
-    def taken_apart(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def taken_apart(self, weights: State) -> dict[str, Tensor]:
         """Return the checkpoint's tensors that make up a group's ``weights``, or raise a UserError."""
         name = next(iter(weights))
         first = self._first[name]

@@ -25,6 +25,7 @@ from rocm_ext.model.lora import is_plain
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(
     torch, "_grouped_mm", None
 )
+Pairs = Sequence[tuple[Tensor, Tensor]]  # rows, and their experts' weights
 _WHAT = "the grouped product"
 _FEW = 16  # rows per expert, on average
 # the loop over experts; a plan computes one expert and counts its kernels for all
@@ -126,7 +127,7 @@ class Rows:
             return self._in_groups(pairs, bias)
         return self._by_expert(pairs, bias)
 
-    def _in_batches(self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None) -> Tensor:
+    def _in_batches(self, pairs: Pairs, bias: Tensor | None) -> Tensor:
         """Compute :meth:`products` where every expert has rows for all tokens."""
         out: Any = None
         for x, weight in pairs:
@@ -139,7 +140,7 @@ class Rows:
                 out = torch.bmm(rows, weight)
         return out.flatten(0, 1)
 
-    def _in_groups(self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None) -> Tensor:
+    def _in_groups(self, pairs: Pairs, bias: Tensor | None) -> Tensor:
         """Compute :meth:`products` by torch's grouped product."""
         (x, weight), *others = pairs
         out = _grouped_mm(x, weight, offs=self.ends)
@@ -151,7 +152,7 @@ class Rows:
         expert = torch.searchsorted(self.ends, row, right=True)
         return out.add_(bias[expert])
 
-    def _by_expert(self, pairs: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None) -> Tensor:
+    def _by_expert(self, pairs: Pairs, bias: Tensor | None) -> Tensor:
         """Compute :meth:`products` by one product for each expert."""
         (x, weight), *others = pairs
         x = x.reshape(-1, x.shape[-1])

@@ -25,6 +25,7 @@ from rocm_ext.model.attention import Lengths
 
 ROWS = "packed_rows"  # argument that passes the lengths to a model's layers, which need them again backward
 # tokens of a chunk
+Compute = Callable[..., Any]  # a function of tensors
 _SMALLEST = 16
 _LARGEST = 64
 
@@ -40,12 +41,12 @@ def _installed(package: str) -> bool:
 
 
 def _chosen(
-    theirs: Callable[..., Any],
-    in_torch: Callable[..., Any],
+    theirs: Compute,
+    in_torch: Compute,
     package: str,
     x: Tensor,
     options: Mapping[str, object],
-) -> Callable[..., Any]:
+) -> Compute:
     """Return ``theirs`` where the package's kernel computes it, else the same function ``in_torch``."""
     packs = any(
         options.get(name) is not None for name in ("seq_idx", "cu_seqlens")
@@ -55,11 +56,11 @@ def _chosen(
 
 
 @torch.compiler.disable  # lengths differ between batches
-def _apart(rows: Lengths, packed: list[Tensor], compute: Callable[..., Tensor]) -> Tensor:
+def _apart(rows: Lengths, packed: list[Tensor], compute: Compute) -> Tensor:
     return rows.by_sequence(packed, compute, sys.maxsize)
 
 
-def _conv(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _conv(theirs: Compute) -> Compute:
     """Wrap ``causal_conv1d_fn``: [1, channels, s] -> [1, channels, s]."""
     in_torch = inspect.unwrap(theirs)
 
@@ -78,7 +79,7 @@ def _conv(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return conv
 
 
-def _delta_rule(theirs: Callable[..., Any], largest: int = _LARGEST) -> Callable[..., Any]:
+def _delta_rule(theirs: Compute, largest: int = _LARGEST) -> Compute:
     """Wrap a delta rule: q, k, v [1, s, heads, d], g, beta [1, s, heads] or [..., d] -> [1, s, heads, d], None.
 
     transformers' code pads rows to full chunks, of at most ``largest`` tokens here.
@@ -116,7 +117,7 @@ def _delta_rule(theirs: Callable[..., Any], largest: int = _LARGEST) -> Callable
     return rule
 
 
-def _scan(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _scan(theirs: Compute) -> Compute:
     """Wrap ``mamba2_chunk_scan``: x [1, s, heads, d], dt [1, s, heads], B and C [1, s, groups, n] -> as x."""
 
     def scan(
@@ -243,7 +244,7 @@ def chunk_scan(
     return out
 
 
-def _fused(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _fused(theirs: Compute) -> Compute:
     """Wrap a kernel that computes a complete layer; the layer calls the other functions where it returns None."""
 
     def fused(x: Tensor, *arguments, packed_rows: Lengths | None = None, **options) -> Any:
@@ -291,15 +292,15 @@ class _Function:
         options: further arguments of the trial.
     """
 
-    wrap: Callable[..., Callable[..., Any]]
+    wrap: Callable[..., Compute]
     package: str
     inputs: Callable[[Generator, torch.dtype], list[Tensor]] | None = None
     options: Mapping[str, str | int] = field(default_factory=dict)
 
-    def trial(self, name: str, theirs: Callable[..., Any]) -> Kernel:
+    def trial(self, name: str, theirs: Compute) -> Kernel:
         """Return the installed kernel with transformers' code in torch as its reference."""
 
-        def call(function: Callable[..., Any], *inputs: Tensor) -> Tensor:
+        def call(function: Compute, *inputs: Tensor) -> Tensor:
             out = function(*inputs, **self.options)
             return out[0] if isinstance(out, tuple) else out
 

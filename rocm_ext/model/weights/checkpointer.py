@@ -26,6 +26,7 @@ from rocm_ext.model.weights.gguf_files import AGAIN, SUFFIX, GgufFile, files_in,
 from rocm_ext.model.weights.quantized import Quantized, stored
 from rocm_ext.model.weights.unpack import unpack
 
+State = Mapping[str, Tensor]  # weights by name
 MODEL_KEY = "model"  # of a state, as in torchtune.training
 HF = "HF"  # the model_type of weights in Hugging Face's row order
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
@@ -300,14 +301,14 @@ class StoredWeights(Mapping[str, Tensor]):
             raise UserError(f"checkpointer: {error}, which do not fit; {AGAIN}") from error
 
 
-def on_meta(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def on_meta(state: State) -> State:
     """Return the tensors of ``state`` without their values."""
     if isinstance(state, StoredWeights):
         return state.on_meta()
     return {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
 
 
-def sample(state: Mapping[str, Tensor], name: str) -> Tensor:
+def sample(state: State, name: str) -> Tensor:
     """Return up to 64 values spread over a tensor."""
     return state.sample(name) if isinstance(state, StoredWeights) else _sample(state[name])
 

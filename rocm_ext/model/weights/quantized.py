@@ -24,6 +24,8 @@ from rocm_ext.model.weights.unpack import BLOCKS, unpack
 _MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 _E2M1 = [*_MAGNITUDES, *(-value for value in _MAGNITUDES)]
 _PAIRS = [[_E2M1[byte % 16], _E2M1[byte // 16]] for byte in range(256)]
+Block = tuple[int, int]  # rows and columns
+Heads = tuple[int, int, int]  # a shape [a, b, width] of columns
 _WHAT = "the product in FP8"
 _PIECE = 1 << 23  # bytes of ggml's blocks that are checked at a time
 
@@ -67,23 +69,23 @@ class Quantized(Tensor):
 
     packed: Tensor
     scale: Tensor
-    block: tuple[int, int]
+    block: Block
     transposed: bool
     multiplies: bool
     kind: str
-    heads: tuple[int, int, int] | None
+    heads: Heads | None
 
     @staticmethod
     def __new__(
         cls,
         packed: Tensor,
         scale: Tensor,
-        block: tuple[int, int],
+        block: Block,
         dtype: torch.dtype,
         transposed: bool = False,
         multiplies: bool = False,
         kind: str = "",
-        heads: tuple[int, int, int] | None = None,
+        heads: Heads | None = None,
     ) -> "Quantized":
         """Make a tensor subclass without storage."""
         shape = list(packed.shape)
@@ -315,7 +317,7 @@ _KEPT: dict[Any, Callable[..., Tensor | None]] = {
 # ---- quantised weights from files, and from weights in 16 bits
 
 
-def stored(name: str, packed: Tensor, scale: Tensor, block: tuple[int, int] = (0, 0)) -> Quantized:
+def stored(name: str, packed: Tensor, scale: Tensor, block: Block = (0, 0)) -> Quantized:
     """Return the weight that a file stores as values and scales; raise a ValueError if their shapes do not fit.
 
     Args:
@@ -342,7 +344,7 @@ def stored(name: str, packed: Tensor, scale: Tensor, block: tuple[int, int] = (0
     )
 
 
-def _counts(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
+def _counts(rows: int, columns: int, block: Block) -> Block:
     """Return the numbers of blocks along both sides of a matrix; the last ones may be smaller."""
     high, wide = block
     return math.ceil(rows / high), math.ceil(columns / wide)
@@ -352,7 +354,7 @@ def of_blocks(
     packed: Tensor,
     kind: str,
     dtype: torch.dtype = torch.float32,
-    heads: tuple[int, int, int] | None = None,
+    heads: Heads | None = None,
 ) -> Quantized:
     """Return the weight of ggml's blocks, ``packed`` [..., out, bytes]; for arguments see :class:`Quantized`."""
     no_scales = packed.new_empty(*packed.shape[:-1], 0)
@@ -387,9 +389,7 @@ def _by_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 FP8_ROWS = StoredFormat("fp8", (1, 0), ("gate", "router", "shared_expert_gate"))
 
 
-def stand_in(
-    weight: Tensor, kind: str, block: tuple[int, int], transposed: bool = False
-) -> nn.Parameter:
+def stand_in(weight: Tensor, kind: str, block: Block, transposed: bool = False) -> nn.Parameter:
     """Return ``weight``, a parameter on the meta device, in the format ``fp8`` or ``mxfp4``.
 
     ``block`` is the rows and columns of a block, 0 for all. For ``transposed`` see :class:`Quantized`.

@@ -25,6 +25,7 @@ BLOCKS = {
 # compared with a GPU's memory
 _PIECE = {"cpu": 1 << 18}
 _LARGE_PIECE = 1 << 26
+Unpack = Callable[[Tensor], Tensor]  # from blocks, [n, bytes], to values
 _WHAT = "the compiled unpacking of GGUF blocks"
 _E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the values; ggml's scales are half
 
@@ -65,14 +66,14 @@ def _shape(packed: Tensor, kind: str) -> tuple[int, ...]:
 
 
 @cache
-def _kernel(kind: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+def _kernel(kind: str, dtype: torch.dtype) -> Unpack | None:
     """Return a compiled function, or None if compiling does not work on this machine."""
     instead = "GGUF: blocks are unpacked step by step"
     works = trials.works("unpack", _WHAT, __name__, "GGUF: compiled unpacking", instead)
     return compiled(kind, dtype) if works else None
 
 
-def compiled(kind: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def compiled(kind: str, dtype: torch.dtype) -> Unpack:
     """Return a compiled function that unpacks blocks of a kind: [n, bytes] to [n, values] of ``dtype``."""
     function = _function(kind)
     values, _ = BLOCKS[kind]
@@ -108,7 +109,7 @@ def _plain(kind: str, blocks: Tensor) -> Tensor:
     return _function(kind)(blocks).reshape(-1, values).bfloat16()
 
 
-def _function(kind: str) -> Callable[[Tensor], Tensor]:
+def _function(kind: str) -> Unpack:
     """Return the function that unpacks blocks of a kind: one of this module, or transformers'."""
     if kind in _OURS:
         return _OURS[kind]
@@ -164,7 +165,7 @@ def _mxfp4(blocks: Tensor) -> Tensor:
     return half_scales * levels[numbers]
 
 
-_OURS: dict[str, Callable[[Tensor], Tensor]] = {"Q5_0": _q5_0, "Q5_1": _q5_1, "MXFP4": _mxfp4}
+_OURS: dict[str, Unpack] = {"Q5_0": _q5_0, "Q5_1": _q5_1, "MXFP4": _mxfp4}
 
 
 if __name__ == "__main__":
