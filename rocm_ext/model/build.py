@@ -9,7 +9,7 @@ from torchtune.modules import TransformerDecoder
 from torchtune.training.precision import set_default_dtype
 
 from rocm_ext import config
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.base.log import log
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.machine.profile import Profile, check_locked
@@ -129,15 +129,9 @@ def read_weights(cfg_checkpointer) -> Weights:
     """Open the base weights; :class:`StoredWeights` read a tensor at every access."""
     # torchtune reads it only when resuming
     cfg = config.without(cfg_checkpointer, "adapter_checkpoint")
-    try:
+    # torchtune raises a bare Exception for unknown names
+    with explain_errors(f"checkpointer: cannot read {cfg.checkpoint_dir}"):
         state = config.instantiate(cfg, key="checkpointer").load_checkpoint()[MODEL_KEY]
-    except UserError:
-        raise
-    except Exception as error:  # torchtune raises a bare Exception for unknown names
-        cause = f" ({error.__cause__})" if error.__cause__ else ""
-        raise UserError(
-            f"checkpointer: cannot read {cfg.checkpoint_dir}: {error}{cause}"
-        ) from error
     return Weights(state, str(cfg.model_type))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.kinds import JSON_SWITCH, NOT_NEGATIVE, Kind, check
@@ -211,15 +211,13 @@ def foreign_config(folder: Path, trust_remote_code: bool = False) -> ModelConfig
 def _opened(folder: Path) -> Iterator[ModelConfig]:
     """Context with the content of a folder's ``config.json``; errors inside get the file's name."""
     path = folder / CONFIG
-    try:
-        config = json_object(path.read_bytes())
-    except FileNotFoundError as error:
+    if not path.is_file():
         raise UserError(
             f"no model in {folder}: {CONFIG} is missing; {how_to_download(folder)} "
             f"(`rocm-ext plan` needs only {CONFIG})"
-        ) from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        )
+    with explain_errors(f"cannot read {path}"):
+        config = json_object(path.read_bytes())
     if config is None:
         raise UserError(f"{path} is damaged: expected a JSON object; download the file again")
     for part in (config, *(config.get(key) for key in _PARTS)):
@@ -352,12 +350,10 @@ def _stored_format(config: ModelConfig) -> StoredFormat | None:
                 settings = part.get(key)
     if not settings:
         return None
-    try:
+    with explain_errors("quantization_config cannot be read"):
         if isinstance(settings, Mapping):
             method = settings.get("quant_method")
             known = _known_format(settings)
-    except (TypeError, ValueError, AttributeError, re.error) as error:
-        raise UserError(f"quantization_config cannot be read: {one_line(error)}") from error
     if known is None:
         raise UserError(
             f"the weights are quantised ({method or 'quantization_config'}) in a way that is not supported; use the "

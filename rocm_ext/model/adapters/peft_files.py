@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -524,20 +522,14 @@ def _shapes_fit(
 
 def _finite_tensors(source: Path) -> dict[str, Tensor]:
     """Read the tensors of a PEFT folder or of torchtune's file."""
-    try:
+    weights = source / ADAPTER_WEIGHTS
+    if not source.is_file() and not weights.is_file():
+        raise UserError(f"no adapter in {source}: expected {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG}")
+    with explain_errors(f"cannot read the adapter in {source}", "; expected a PEFT folder"):
         if source.is_file():
             state = torch.load(source, map_location="cpu", weights_only=True)
         else:
-            state = load_file(source / ADAPTER_WEIGHTS)
-    except FileNotFoundError as error:
-        raise UserError(
-            f"no adapter in {source}: expected {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG}"
-        ) from error
-    except (SafetensorError, UnpicklingError, ValueError, RuntimeError, OSError) as error:
-        cause = str(error).split("\n")[0]
-        raise UserError(
-            f"cannot read the adapter in {source}: {cause}; expected a PEFT folder"
-        ) from error
+            state = load_file(weights)
     if not isinstance(state, dict) or not all(isinstance(part, Tensor) for part in state.values()):
         raise UserError(f"cannot read the adapter in {source}: expected tensors by name")
     for name, tensor in state.items():

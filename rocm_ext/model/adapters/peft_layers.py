@@ -8,15 +8,14 @@ PEFT changed the layout of experts' adapters in version 0.19.1 for weights [expe
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from rocm_ext.base.errors import UserError, refuse
+from rocm_ext.base.errors import UserError, explain_errors, refuse
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.lora import (
     Adapter,
@@ -91,8 +90,9 @@ def trained_layers(decoder: Decoder, names: Names) -> list[PeftLayer]:
             continue
         module = name.removesuffix(f".{TOKEN_ROWS}")
         is_rows = isinstance(layer, TokenRows)
-        with _explained(f"{module}.weight", layer.get_parameter(layer.adapter_params()[0])):
-            weight = names.published(f"{module}.weight")
+        weight = f"{module}.weight"
+        with explain_errors(f"{weight} belongs to no layer of such a model"):
+            weight = names.published(weight)
         # `target_modules` cannot name these: PEFT 0.19 would take them for experts
         by_parameter = last_part(module) in decoder.names_of_experts and not is_rows
         layers.append(PeftLayer(name, layer, weight, weight.removesuffix(".weight"), by_parameter))
@@ -249,7 +249,9 @@ def from_peft(
     for name, tensor in left.items():
         module, part = split_peft(name)
         published = f"{module}.weight"
-        with _explained(published, tensor):
+        with explain_errors(
+            f"{published} {list(tensor.shape)} belongs to no layer of such a model"
+        ):
             weight = names.ours(published)
             if part != LORA_A:  # it has no output rows
                 tensor = names.our_rows(published, tensor)
@@ -308,17 +310,6 @@ def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tens
         weight = f"{module.removeprefix(PREFIX)}.weight"
         updates.setdefault(weight, {})[part] = tensor
     return updates
-
-
-@contextmanager
-def _explained(weight: str, tensor: Tensor) -> Iterator[None]:
-    """Context for the translation of a weight's name and of a ``tensor`` that belongs to it."""
-    try:
-        yield
-    except Exception as error:  # a KeyError, or torchtune's bare Exception
-        raise UserError(
-            f"{weight} {list(tensor.shape)} belongs to no layer of such a model"
-        ) from error
 
 
 def _swapped(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:

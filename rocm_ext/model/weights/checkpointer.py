@@ -6,15 +6,14 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from rocm_ext.base.errors import UserError, one_line, refuse
+from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.log import log
@@ -153,19 +152,15 @@ def blocks_in(folder: Path) -> dict[str, Quantized]:
 
 
 def _indexed(index: Path) -> list[str]:
-    try:
+    with explain_errors(f"cannot read {index}"):
         content = json_object(index.read_bytes()) or {}
-    except OSError as error:
-        raise UserError(f"cannot read {index}: {error.strerror}") from error
     files = content.get("weight_map")
     if not isinstance(files, dict) or not files:
         raise UserError(f"{index} is damaged: it has no weight_map; {AGAIN}")
     names = sorted(set(map(str, files.values())))
-    refuse(
-        f"{index} names {name}, which is not a file beside it"
-        for name in names
-        if Path(name).name != name
-    )
+    for name in names:
+        if Path(name).name != name:
+            raise UserError(f"{index} names {name}, which is not a file beside it")
     return names
 
 
@@ -205,12 +200,8 @@ class StoredWeights(Mapping[str, Tensor]):
             for theirs in reader.names:
                 if theirs.endswith((*without, *_OF_ACTIVATIONS)):
                     continue
-                try:
+                with explain_errors(f"{path} has {theirs}, which no layer of this model has"):
                     name = rename(theirs)
-                except KeyError as error:
-                    raise UserError(
-                        f"{path} has {theirs}, which no layer of this model has"
-                    ) from error
                 self._stored[name] = [(reader, theirs)]
                 self._names[file].append(name)
         self._block = (0, 0)
@@ -294,11 +285,9 @@ class StoredWeights(Mapping[str, Tensor]):
     def _joined(self, name: str, parts: list[Tensor]) -> Tensor:
         if len(parts) == 1:
             return parts[0]
-        try:
-            values, scales = parts
+        values, scales = parts
+        with explain_errors("checkpointer", f", which do not fit; {AGAIN}"):
             return stored(name, values, scales, self._block)
-        except ValueError as error:
-            raise UserError(f"checkpointer: {error}, which do not fit; {AGAIN}") from error
 
 
 def on_meta(state: State) -> State:
@@ -478,10 +467,8 @@ class _Gguf:
                     tensors[i] = unpack(tensors[i], blocks, torch.float32)
                 else:
                     tensors[i] = tensors[i].float()
-        try:
+        with explain_errors(str(self.path), f"; {AGAIN}"):
             made = llama_cpp.joined(self._parts[name], tensors, kind)
-        except ValueError as error:
-            raise UserError(f"{self.path}: {error}; {AGAIN}") from error
         shape = self._shapes.get(name, [])
         if 1 in shape and list(made.shape) == [side for side in shape if side != 1]:
             return made.view(shape)  # llama.cpp's shapes have no sides of 1
@@ -527,9 +514,5 @@ class _Pickled:
 _Reader = _Safetensors | _Gguf | _Pickled
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, UnpicklingError, OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {one_line(error)}; {AGAIN}") from error
+def _readable(path: Path) -> AbstractContextManager[None]:
+    return explain_errors(f"cannot read {path}", f"; {AGAIN}")

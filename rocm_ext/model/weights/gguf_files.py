@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rocm_ext.base.errors import UserError, refuse
+from rocm_ext.base.errors import UserError, explain_errors, refuse
 from rocm_ext.base.files import json_object
 from rocm_ext.base.types import Json
 from rocm_ext.model.weights.unpack import BLOCKS
@@ -91,12 +91,10 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with explain_errors(f"cannot read {path}"):
             self._size = path.stat().st_size
             with path.open("rb") as self._file:
                 self.metadata, self.places = self._read()
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror or error}") from error
         end = max((place.begin + place.nbytes for place in self.places.values()), default=0)
         if end > self._size:
             raise UserError(f"{path} has {self._size:,} bytes instead of {end:,}; {AGAIN}")
