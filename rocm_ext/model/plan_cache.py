@@ -27,19 +27,7 @@ from rocm_ext.machine.bench_file import cache_folder
 
 _MOST = 500  # files; the oldest go
 _PACKAGES = ("torch", "torchtune", "torchao", "transformers")
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    Enum,
-)
+_PLAIN = int | float | complex | str | bytes | torch.dtype | torch.device | torch.Size | Enum | None
 # keys of transformers' configs: the path decides no cost, and the hash differs between processes
 _LEFT_OUT = {"_name_or_path", "name_or_path", "_original_object_hash"}
 
@@ -113,9 +101,8 @@ def _describe(value, words: list[str], seen: dict[int, tuple[int, Any]], modules
         attributes |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
         parts = _entries(attributes)
     for part in parts:
-        if (
-            not isinstance(part, Mapping) or part
-        ):  # modules have a dozen empty dictionaries of hooks
+        # modules have a dozen empty dictionaries of hooks
+        if not isinstance(part, Mapping) or part:
             _describe(part, words, seen, modules)
     words.append(")")
 

@@ -63,12 +63,8 @@ def from_checkpoint(
     from rocm_ext.model.weights.checkpointer import blocks_in
     from rocm_ext.model.weights.quantized import FP8_ROWS, expect, expect_blocks
 
-    sizes_given = {
-        "lora_rank": lora_rank,
-        "rank_pattern": rank_pattern,
-        "alpha_pattern": alpha_pattern,
-    }
-    check(sizes_given, {"lora_rank": integer(1, 2**16), **PATTERNS}, "model.")
+    given = {"lora_rank": lora_rank, "rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern}
+    check(given, {"lora_rank": integer(1, 2**16), **PATTERNS}, "model.")
     named = [target_parameters] if isinstance(target_parameters, str) else target_parameters or ()
     sizes = Sizes(
         rank=lora_rank,
@@ -90,20 +86,26 @@ def from_checkpoint(
             f"trainable_tokens is set, but the weights in {folder} are a GGUF file's, into which no rows are merged; "
             "train from the model's weights in 16 bits"
         )
+    if target_parameters is not None and use_dora:
+        raise UserError(
+            "target_parameters works with LoRA, not with DoRA, as in PEFT; set use_dora=False"
+        )
+    if target_parameters is not None and lora_dropout:
+        raise UserError(
+            "target_parameters works only without dropout, as in PEFT; set lora_dropout=0.0"
+        )
     fp8 = quantize_base == "fp8"
-    four_bits = bool(quantize_base) and not fp8
-    form = FP8_ROWS if fp8 else form
-    if (foreign := foreign_config(folder, trust_remote_code)) is not None:
+    if fp8:
+        form = FP8_ROWS
+    kind = partial(
+        DoRALinear if use_dora else LoRALinear,
+        dropout=lora_dropout,
+        quantize_base=bool(quantize_base) and not fp8,
+    )
+    foreign = foreign_config(folder, trust_remote_code)
+    if foreign is not None:
         decoder = _by_transformers(foreign)(
-            folder,
-            foreign,
-            sizes=sizes,
-            dropout=lora_dropout,
-            targets=target_modules,
-            parameters=target_parameters,
-            use_dora=use_dora,
-            quantize_base=four_bits,
-            trust_remote_code=trust_remote_code,
+            folder, foreign, kind, sizes, target_modules, target_parameters, trust_remote_code
         )
     else:
         architecture = read_architecture(folder)
@@ -112,16 +114,14 @@ def from_checkpoint(
                 f"target_parameters is {target_parameters}, but {architecture.name} has no experts"
             )
         if architecture.window:
-            log.info(
-                "%s: at most %s positions, its sliding window",
-                checkpoint_dir,
-                f"{architecture.positions:,}",
-            )
-        kind = partial(DoRALinear if use_dora else LoRALinear, dropout=lora_dropout)
-        decoder = build(architecture, target_modules, kind, sizes, four_bits)
+            positions = f"{architecture.positions:,}"
+            log.info("%s: at most %s positions, its sliding window", checkpoint_dir, positions)
+        decoder = build(architecture, target_modules, kind, sizes)
     if trainable_tokens is not None:
         train_tokens(decoder, trainable_tokens, folder)
-    return expect_blocks(decoder, blocks) if blocks else expect(decoder, form, quantizes=fp8)
+    if blocks:
+        return expect_blocks(decoder, blocks)
+    return expect(decoder, form, quantizes=fp8)
 
 
 def _by_transformers(config: ModelConfig) -> Callable[..., Any]:

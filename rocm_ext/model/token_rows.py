@@ -4,7 +4,7 @@ New tokens, such as ``<tool_call>``, have untrained rows, and LoRA on the layers
 this stores the rows in fp32, and not their difference to the base model's.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,8 @@ class TokenRows(nn.Module):
         same = self.ids[at] == tokens
         rows = F.embedding(at, self.weight).to(base.dtype)  # an arbitrary row for other tokens
         if isinstance(scale, Tensor):
-            rows = rows * scale.to(rows.dtype)
-        elif scale is not None:
+            scale = scale.to(rows.dtype)
+        if scale is not None:
             rows = rows * scale
         return torch.where(same[..., None], rows, base)
 
@@ -108,9 +108,8 @@ def attach(rows: TokenRows, layer: nn.Module, tied=None) -> None:
 
 @cache
 def _with_rows(kind) -> type:
-    name = (
-        "forward" if issubclass(kind, nn.Module) else "__call__"
-    )  # torchtune's TiedLinear is no module
+    # torchtune's TiedLinear is no module
+    name = "forward" if issubclass(kind, nn.Module) else "__call__"
     compute = getattr(kind, name)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -120,9 +119,7 @@ def _with_rows(kind) -> type:
     def output(self, hidden: Tensor) -> Tensor:
         return self.token_rows.logits(hidden, compute(self, hidden))
 
-    parts: dict[str, Callable[..., Any]] = {
-        name: embed if issubclass(kind, nn.Embedding) else output
-    }
+    parts: dict[str, Any] = {name: embed if issubclass(kind, nn.Embedding) else output}
     if name == "__call__":  # the objective asks a head for them
         parts["parameters"] = lambda self: self.token_rows.parameters()
     return type(kind.__name__, (kind,), parts)
@@ -202,12 +199,11 @@ def by_layer(decoder, given: Mapping[str, list[int]]) -> dict[str, list[int]]:
 
 def trained_tokens(decoder) -> dict[str, list[int]]:
     """Return the ids of trained rows by layer, see :func:`by_layer`."""
-    layers = _layers(decoder)
-    return {
-        name: layer.token_rows.tokens
-        for name, layer in layers.items()
-        if hasattr(layer, TOKEN_ROWS)
-    }
+    ids = {}
+    for name, layer in _layers(decoder).items():
+        if hasattr(layer, TOKEN_ROWS):
+            ids[name] = layer.token_rows.tokens
+    return ids
 
 
 def layer_names(decoder) -> dict[str, str]:

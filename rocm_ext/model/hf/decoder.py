@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torchtune.modules.peft import DoRALinear, LoRALinear
+from torchtune.modules.peft import DoRALinear
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -121,8 +121,8 @@ class TransformersDecoder(Decoder):
                 raise UserError(
                     f"{type(model).__name__} has one weight in two places, {first} and {path}, which is not supported"
                 )
-        causal = {part.is_causal for part in self.layers.modules() if hasattr(part, "is_causal")}
-        if False in causal or (not causal and getattr(config, "is_decoder", True) is False):
+        causal = {getattr(part, "is_causal", None) for part in self.layers.modules()} - {None}
+        if False in (causal or {getattr(config, "is_decoder", True)}):
             raise UserError(
                 f"{type(model).__name__} attends to later tokens; only causal language models are supported"
             )
@@ -351,16 +351,15 @@ def _name_of(model: nn.Module, part: nn.Module | None) -> str:
 def build(
     folder: Path,
     config: ModelConfig,
-    *,
+    kind: partial[nn.Module],
     sizes: Sizes,
-    dropout: float,
     targets: Iterable[str] | str | None,
     parameters: Iterable[str] | str | None,
-    use_dora: bool,
-    quantize_base: bool,
     trust_remote_code: bool,
 ) -> TransformersDecoder:
     """Build transformers' model of a folder with LoRA; for arguments see :func:`rocm_ext.model.from_checkpoint`.
+
+    ``kind`` is torchtune's class of adapted layers, with its dropout and quantisation.
 
     Raises:
         UserError: transformers does not know the model, or the model lacks a layer of ``targets`` or a pattern.
@@ -376,28 +375,17 @@ def build(
     decoder = TransformersDecoder(model.train(), json.dumps(config, sort_keys=True))
     if parameters is None and targets is not None and not list(targets):
         raise UserError(f"target_modules is empty; expected {ALL} or names of linear layers")
-    if parameters is not None and use_dora:
-        raise UserError(
-            "target_parameters works with LoRA, not with DoRA, as in PEFT; set use_dora=False"
-        )
-    if parameters is not None and dropout:
-        raise UserError(
-            "target_parameters works only without dropout, as in PEFT; set lora_dropout=0.0"
-        )
     if targets is not None and targets != ALL:
         targets = [targets] if isinstance(targets, str) else list(targets)
         for name in map(str, parameters or ()):
             if name.endswith(".weight"):  # adapters name some linear layers by their weights
                 targets.append(name.removesuffix(".weight"))
-    kind = partial(
-        DoRALinear if use_dora else LoRALinear, dropout=dropout, quantize_base=quantize_base
-    )
     names = put_in(model, decoder.layers_name, targets, kind, sizes)
     if parameters is not None:
         names += put_in_experts(model, parameters, sizes, names)
     sizes.check_keys(names)
     odd = {last_part(name) for name in names} & decoder.names_of_experts
-    if use_dora and odd:
+    if odd and kind.func is DoRALinear:
         raise UserError(
             f"PEFT takes {', '.join(sorted(odd))} of this model for its experts', and does not open DoRA on them; set "
             "use_dora=False, or target_modules without them"

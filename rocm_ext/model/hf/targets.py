@@ -42,19 +42,16 @@ def put_in(
     """
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     if targets is None or targets == ALL:
-        names = [
-            name for name in linears if name.startswith(f"{layers}.") and not _left_out(model, name)
-        ]
+        inside = (name for name in linears if name.startswith(f"{layers}."))
+        names = [name for name in inside if not _left_out(model, name)]
         if not names:
             raise UserError(f"no linear layer of {type(model).__name__} can be adapted")
     else:
         names = _matches(model, linears, _listed(targets))
     for name in names:
         linear = linears[name]
-        has_bias = linear.bias is not None
-        layer = adapted_linear(
-            adapted, sizes, name, linear.in_features, linear.out_features, has_bias
-        )
+        out, width = linear.weight.shape
+        layer = adapted_linear(adapted, sizes, name, width, out, linear.bias is not None)
         layer.weight = linear.weight
         layer.bias = linear.bias
         model.set_submodule(name, layer)
@@ -134,7 +131,7 @@ def _matching_parameters(
 def frozen_kinds(model: nn.Module, adapted: Iterable[str]) -> Counter[str]:
     """Count the weight matrices without LoRA by the ends of their names; ``adapted`` names layers with LoRA."""
     known = set(adapted)
-    kinds: Counter[str] = Counter()
+    kinds = Counter[str]()
     for name, parameter in model.named_parameters():
         layer = name.removesuffix(".weight")
         if parameter.ndim < 2 or name.endswith("bias") or ".lora_" in name or layer in known:
@@ -164,8 +161,6 @@ def _read_past(kind: type) -> frozenset[str]:
 
 
 def _matches(model: nn.Module, linears: dict[str, nn.Linear], targets: list[str]) -> list[str]:
-    every = [name for name, _ in model.named_modules()]
-    names = set()
     for target in targets:
         matching = [name for name in linears if ends_with(name, target)]
         for name in matching:
@@ -175,9 +170,8 @@ def _matches(model: nn.Module, linears: dict[str, nn.Linear], targets: list[str]
                     f"target_modules has {target!r}, but the model reads the weight of {name} past LoRA"
                 )
         if not matching:
-            problem = f"no layer{nearest(target, {last_part(name) for name in linears})}"
-            if any(ends_with(name, target) for name in every):
+            problem = f"no layer{nearest(target, set(map(last_part, linears)))}"
+            if any(ends_with(name, target) for name, _ in model.named_modules()):
                 problem = "no linear layer, or shares its weights"
             raise UserError(f"target_modules has {target!r}, which is {problem}")
-        names.update(matching)
-    return [name for name in linears if name in names]
+    return [name for name in linears if any(ends_with(name, target) for target in targets)]

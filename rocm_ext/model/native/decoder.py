@@ -147,19 +147,18 @@ def native(theirs: TransformerDecoder) -> NativeDecoder:
 def build(
     architecture: Architecture,
     targets: Iterable[str] | str | None,
-    kind,
+    kind: partial[nn.Module],
     sizes: Sizes,
-    quantize_base: bool,
 ) -> NativeDecoder:
     """Build a decoder with LoRA; for arguments see :func:`rocm_ext.model.from_checkpoint`.
 
-    ``kind`` is torchtune's class of adapted layers, with its dropout.
+    ``kind`` is torchtune's class of adapted layers, with its dropout and quantisation.
 
     Raises:
         UserError: the model lacks a layer of ``targets`` or of a pattern in ``sizes``.
     """
     names = _targets(targets, architecture.tied)
-    return _Builder(architecture, names, kind, sizes, quantize_base).decoder()
+    return _Builder(architecture, names, kind, sizes).decoder()
 
 
 def _targets(given: Iterable[str] | str | None, tied: bool) -> frozenset[str]:
@@ -186,9 +185,8 @@ class _Builder:
 
     architecture: Architecture
     targets: frozenset[str]
-    kind: Any
+    kind: partial[nn.Module]
     sizes: Sizes
-    four_bits: bool
     adapted: list[str] = field(default_factory=list)
 
     def decoder(self) -> NativeDecoder:
@@ -252,8 +250,9 @@ class _Builder:
         if last_part(name) not in self.targets:
             return nn.Linear(width, out, bias=bias)
         self.adapted.append(name)
-        four_bits = self.four_bits and name != OUTPUT  # torchtune keeps output layers in 16 bits
-        kind = partial(self.kind, quantize_base=four_bits)
+        kind = self.kind
+        if name == OUTPUT:  # torchtune keeps output layers in 16 bits
+            kind = partial(kind, quantize_base=False)
         return adapted_linear(kind, self.sizes, name, width, out, bias)
 
 

@@ -213,9 +213,10 @@ def _end_of_turn(tokenizer) -> int:
 
 def base_models(answer: Json) -> list[str]:
     """Return the models in a server's list, without adapters: vLLM lists them, with their parent."""
+    cards = answer.get("data")
     names = []
-    for card in dicts(answer.get("data")):
-        if "id" in card and not card.get("parent"):
+    for card in cards if isinstance(cards, list) else ():
+        if isinstance(card, dict) and "id" in card and not card.get("parent"):
             names.append(str(card["id"]))
     return names
 

@@ -5,6 +5,7 @@ Each sample ends at the trace's limit instead of ``max_new_tokens``. Slots have 
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ LOGPROBS: list[float] = []
 def transformers_decoder(folder: Path, dtype: torch.dtype) -> Any:
     """Load a Hugging Face folder as transformers' model."""
     from safetensors.torch import load_file
+    from torchtune.modules.peft import LoRALinear
     from torchtune.training import set_default_dtype
 
     from rocm_ext.distributed.ranks import Ranks
@@ -33,9 +35,14 @@ def transformers_decoder(folder: Path, dtype: torch.dtype) -> Any:
 
     with set_default_dtype(dtype):
         made: Any = build(
-            folder, json.loads((folder / "config.json").read_text()), sizes=Sizes(rank=1, alpha=1), dropout=0.0,
-            targets=["q_proj"], parameters=None, use_dora=False, quantize_base=False, trust_remote_code=False,
-        )  # fmt: skip
+            folder,
+            json.loads((folder / "config.json").read_text()),
+            kind=partial(LoRALinear),
+            sizes=Sizes(rank=1, alpha=1),
+            targets=["q_proj"],
+            parameters=None,
+            trust_remote_code=False,
+        )
     adopt(made, {})
     init_adapters(made, 0, DEVICE)
     state = {
