@@ -60,10 +60,24 @@ def folder_of(name: str) -> Path | None:
             f"{path} needs a folder for its config.json and tokenizer; set XDG_CACHE_HOME"
         )
     folder = cache / "gguf" / f"{path.stem[:100]}-{_key([*files, *beside])}"
-    if not (folder / CONFIG).is_file():
-        opened = [GgufFile(file) for file in files]
-        with disk_errors(folder):
-            _make(folder, opened, beside, path)
+    if (folder / CONFIG).is_file():
+        return folder
+    opened = [GgufFile(file) for file in files]
+    with disk_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as aside:
+            made = Path(aside) / folder.name
+            made.mkdir()
+            try:
+                _write(made, opened, beside)
+            except UserError as error:  # the message names a file that the user never sees
+                problem = str(error).replace(str(made / CONFIG), f"the model in {path}")
+                raise UserError(problem) from error
+            try:
+                made.rename(folder)
+            except OSError:
+                if not (folder / CONFIG).is_file():  # no other program was faster
+                    raise
     return folder
 
 
@@ -74,25 +88,6 @@ def _key(files: Sequence[Path]) -> str:
         stat = file.stat()
         facts.append((str(file), stat.st_size, stat.st_mtime_ns))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-
-
-def _make(folder: Path, files: list[GgufFile], beside: list[Path], path: Path) -> None:
-    """Write ``folder``, which appears once it is complete; ``path`` is the model's file for messages."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as aside:
-        made = Path(aside) / folder.name
-        made.mkdir()
-        try:
-            _write(made, files, beside)
-        except UserError as error:  # the message names a file that the user never sees
-            raise UserError(
-                str(error).replace(str(made / CONFIG), f"the model in {path}")
-            ) from error
-        try:
-            made.rename(folder)
-        except OSError:
-            if not (folder / CONFIG).is_file():  # no other program was faster
-                raise
 
 
 def _file_of(path: Path) -> Path | None:
@@ -233,10 +228,11 @@ def _tokenizer(file: GgufFile) -> Json:
 
 def _added(tokens: Sequence[str], types: Sequence[int]) -> list[Json]:
     """Return the tokens that no merges make."""
+    switches = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = []
-    for number, (text, kind) in enumerate(zip(tokens, types, strict=True)):
+    for number, text in enumerate(tokens):
+        kind = types[number]
         if kind in (_UNKNOWN, _CONTROL, _USER):
-            switches = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             added.append({"id": number, "content": text, "special": kind != _USER, **switches})
     return added
 
@@ -303,15 +299,18 @@ def _settings(file: GgufFile) -> dict[str, str]:
 
 def _generation(file: GgufFile) -> dict[str, int | list[int]]:
     """Return the ``generation_config.json`` with the tokens that end an answer."""
-    ids = {name: _id(file.metadata, name) for name in ("eos", "eot", "bos", "pad")}
-    ends = [number for number in (ids["eos"], ids["eot"]) if number is not None]
+    ends = []
+    for name in ("eos", "eot"):
+        number = _id(file.metadata, name)
+        if number is not None and number not in ends:
+            ends.append(number)
     if not ends:
         raise UserError(
             f"{file.path} names no EOS token; put the model's generation_config.json into its folder"
         )
-    content: dict[str, int | list[int]] = {"eos_token_id": list(dict.fromkeys(ends))}
+    content: dict[str, int | list[int]] = {"eos_token_id": ends}
     for name in ("bos", "pad"):
-        number = ids[name]
+        number = _id(file.metadata, name)
         if number is not None:
             content[f"{name}_token_id"] = number
     return content

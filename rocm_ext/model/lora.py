@@ -242,8 +242,12 @@ def described(sizes: Mapping[str, tuple[int, float]]) -> Json:
     Equal sizes give equal settings. ``r`` and ``lora_alpha`` are most layers' values. The keys for other layers are the
     ends of their names, if all layers with this end have the same value, else the names.
     """
-    rank, rank_pattern = _described({name: rank for name, (rank, _) in sizes.items()})
-    alpha, alpha_pattern = _described({name: alpha for name, (_, alpha) in sizes.items()})
+    ranks = {}
+    alphas = {}
+    for name, size in sizes.items():
+        ranks[name], alphas[name] = size
+    rank, rank_pattern = _described(ranks)
+    alpha, alpha_pattern = _described(alphas)
     return {
         "r": rank,
         "lora_alpha": alpha,

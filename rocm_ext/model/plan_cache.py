@@ -139,8 +139,12 @@ def _sources(modules: set[str]) -> set[Path]:
                 folders.add(folder)
     if not folders:
         return set()
-    loaded = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
-    return {Path(file) for file in loaded if os.path.dirname(file) in folders}
+    files = set()
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) or ""
+        if os.path.dirname(file) in folders:
+            files.add(Path(file))
+    return files
 
 
 def _stamp(file: Path) -> str:

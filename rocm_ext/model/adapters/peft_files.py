@@ -269,7 +269,8 @@ def _refuse(folder: Path, settings: list[str]) -> None:
 
 
 def _not_computed(config: Json) -> list[str]:
-    foreign = [_short(key, value) for key, value in config.items() if key not in _FREE and value]
+    others = (key for key in config if key not in _FREE and config[key])
+    foreign = [_short(key, config[key]) for key in others]
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         foreign.insert(0, _short("peft_type", kind))
@@ -326,7 +327,8 @@ def check_checkpointer(cfg: DictConfig, decoder: Decoder) -> None:
 
 def adapter_state(decoder: Decoder) -> dict[str, Tensor]:
     """Copies of the adapter's weights on the CPU, under torchtune's names."""
-    return {name: p.detach().cpu().clone() for name, p in adapter_parameters(decoder).items()}
+    parameters = adapter_parameters(decoder).items()
+    return {name: parameter.detach().cpu().clone() for name, parameter in parameters}
 
 
 def fingerprint(state: State) -> str:
@@ -348,7 +350,9 @@ def write_adapter(folder: Path, decoder: Decoder, model_type: str, base_model: s
     """
     names = names_of(decoder, model_type)
     layers = trained_layers(decoder, names)
-    tensors = {name: tensor.contiguous() for name, tensor in to_peft(layers, names).items()}
+    tensors = to_peft(layers, names)
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.contiguous()
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = _written_config(layers, decoder, base_model)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -242,8 +242,8 @@ class _Chooses(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk):
             return out
         values = args[0] if args else kwargs["input"]
-        chooses = values.shape[1:] == (self._experts,) and out.indices.shape[1] == self._chosen
-        if not chooses:
+        sizes = *values.shape[1:], out.indices.shape[1]
+        if sizes != (self._experts, self._chosen):
             return out
         index = self._choose(out.indices)
         return topk((values.gather(1, index), index))

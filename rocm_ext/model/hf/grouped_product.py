@@ -22,9 +22,7 @@ from rocm_ext.machine import trials
 from rocm_ext.model.hf.packed_states import on_gpu
 from rocm_ext.model.lora import is_plain
 
-_grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(
-    torch, "_grouped_mm", None
-)
+_grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", getattr(torch, "_grouped_mm", None))
 Pairs = Sequence[tuple[Tensor, Tensor]]  # rows, and their experts' weights
 _WHAT = "the grouped product"
 _FEW = 16  # rows per expert, on average
@@ -98,9 +96,8 @@ class Rows:
     @cached_property
     def parts(self) -> list[tuple[int, slice]]:
         """Experts with rows, and where these are. It waits for the device."""
-        if (
-            self.every or isinstance(self.ends, FakeTensor) or self.ends.is_meta
-        ):  # in plans there are no values
+        # in plans there are no values
+        if self.every or isinstance(self.ends, FakeTensor) or self.ends.is_meta:
             experts = len(self.ends)
             ends = [len(self.order) * (i + 1) // experts for i in range(experts)]
         else:
@@ -121,11 +118,9 @@ class Rows:
         _, weight = pairs[0]
         if self.every and is_plain(weight):
             return self._in_batches(pairs, bias)
-        if (
-            self.grouped and is_plain(weight) and _aligned(*chain(*pairs))
-        ):  # else one expert is dequantised at a time
+        if self.grouped and is_plain(weight) and _aligned(*chain(*pairs)):
             return self._in_groups(pairs, bias)
-        return self._by_expert(pairs, bias)
+        return self._by_expert(pairs, bias)  # dequantises one expert at a time
 
     def _in_batches(self, pairs: Pairs, bias: Tensor | None) -> Tensor:
         """Compute :meth:`products` where every expert has rows for all tokens."""
@@ -228,9 +223,10 @@ def trial(device: torch.device) -> str:
     def times(rows: Rows, call: Callable[[Rows], Tensor]) -> Tensor:
         return call(replace(rows))  # a copy, because rows remember the experts' parts
 
-    return trials.compare(
-        _WHAT, [(partial(times, grouped, run), partial(times, by_loop, run)) for run in calls], 1e-2
-    )
+    pairs: list[Any] = []
+    for call in calls:
+        pairs.append((partial(times, grouped, call), partial(times, by_loop, call)))
+    return trials.compare(_WHAT, pairs, 1e-2)
 
 
 if __name__ == "__main__":

@@ -114,17 +114,15 @@ class _Recurrent(LinearAttentionLayer):
                 if tensor is None:
                     continue
                 if (kind, index) not in self._all:
-                    self._allocate(kind, index, tensor)
+                    _, *shape = tensor.shape
+                    self._all[kind, index] = tensor.new_zeros(self._slots, *shape)
+                    getattr(self, f"is_{kind}_initialized")[index] = True
+                    self.has_previous_state[index] = True
+                    self.device = tensor.device
+                    self.dtype = tensor.dtype
+                    if kind == "conv_states":
+                        self.conv_kernel_size[index] = shape[-1]
                 self._all[kind, index][rows] = tensor if known else 0
-
-    def _allocate(self, kind: str, index: int, row: Tensor) -> None:
-        self._all[kind, index] = row.new_zeros(self._slots, *row.shape[1:])
-        getattr(self, f"is_{kind}_initialized")[index] = True
-        self.has_previous_state[index] = True
-        self.device = row.device
-        self.dtype = row.dtype
-        if kind == "conv_states":
-            self.conv_kernel_size[index] = row.shape[-1]
 
     def held(self, known: int) -> list[Tensor]:
         return list(self._all.values())
@@ -225,7 +223,11 @@ def row_of(layers: list[Any], row: int, known: int) -> Cache:
     rows = slice(row, row + 1)
 
     def states_of(states: dict[int, Tensor | None]) -> dict[int, Tensor | None]:
-        return {i: None if state is None else state[rows].clone() for i, state in states.items()}
+        of_row = dict(states)
+        for i, state in states.items():
+            if state is not None:
+                of_row[i] = state[rows].clone()
+        return of_row
 
     copies = []
     layer: Any

@@ -432,11 +432,13 @@ class _Copies:
             if parameter is not None:
                 made._parameters[name] = frozen(dense(parameter.detach()))
         parts = getattr(kind, "parts", ())
-        made._modules = {
-            name: self.of(child) for name, child in module._modules.items() if name not in parts
-        }
+        made._modules = {}
+        for name, child in module._modules.items():
+            if name not in parts:
+                made._modules[name] = self.of(child)
         if parts:
-            made._modules["joined"] = self._linear([_bare(getattr(module, part)) for part in parts])
+            layers = [_bare(getattr(module, part)) for part in parts]
+            made._modules["joined"] = self._linear(layers)
         for name, value in vars(module).items():
             if isinstance(value, TiedLinear):  # it is no module
                 vars(made)[name] = self.of(value)

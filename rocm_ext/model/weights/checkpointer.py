@@ -7,6 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -248,7 +249,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         beat()
-        return self._joined(name, self._parts(name, lambda reader, theirs: reader.read(theirs)))
+        return self._joined(name, self._parts(name, "read"))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -264,22 +265,23 @@ class StoredWeights(Mapping[str, Tensor]):
         """Return all tensors without their values."""
         tensors = {}
         for name in self:
-            parts = self._parts(name, lambda reader, theirs: reader.on_meta(theirs))
-            tensors[name] = self._joined(name, parts)
+            tensors[name] = self._joined(name, self._parts(name, "on_meta"))
         return tensors
 
     def sample(self, name: str) -> Tensor:
         """Return up to 64 values spread over a tensor, then up to 64 scales; other values are not read."""
-        parts = self._parts(name, lambda reader, theirs: reader.sample(theirs))
+        parts = self._parts(name, "sample")
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part.float() for part in parts])
 
-    def _parts(self, name: str, read: Callable[["_Reader", str], Tensor]) -> list[Tensor]:
+    def _parts(self, name: str, method: str) -> list[Tensor]:
+        """Call a method of the readers for each part of a tensor."""
         parts = []
         for reader, theirs in self._stored[name]:
             with _readable(reader.path):
-                parts.append(read(reader, theirs))
+                read = getattr(reader, method)
+                parts.append(read(theirs))
         return parts
 
     def _joined(self, name: str, parts: list[Tensor]) -> Tensor:
@@ -303,8 +305,8 @@ def sample(state: State, name: str) -> Tensor:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    values = tensor.reshape(-1)
-    return torch.cat([values[part.start : part.stop] for part in _spread(tensor.numel())])
+    index = list(chain.from_iterable(_spread(tensor.numel())))
+    return tensor.reshape(-1)[index]
 
 
 def _spread(count: int) -> list[range]:

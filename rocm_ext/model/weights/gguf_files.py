@@ -125,25 +125,22 @@ class GgufFile:
         for _ in range(keys):
             key = self._text()
             metadata[key] = self._value(*self._fields("<I"))
-        entries = [self._entry() for _ in range(tensors)]
+        entries = {}
+        for _ in range(tensors):
+            name = self._text()
+            (count,) = self._fields("<I")
+            self._expect(count <= 4 and name.isprintable() and name not in entries)
+            shape = self._fields(f"<{count}Q")[::-1]
+            self._expect(all(side <= _MOST for side in shape))
+            entries[name] = shape, *self._fields("<IQ")
         step = metadata.get("general.alignment", 32)
         self._expect(type(step) is int and 1 <= step <= _MOST)
         begin = self._file.tell()
         begin += -begin % step
         places = {}
-        for name, shape, kind, at in entries:
+        for name, (shape, kind, at) in entries.items():
             places[name] = self._place(name, shape, kind, begin + at)
-        self._expect(len(places) == tensors)
         return metadata, places
-
-    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._text()
-        (count,) = self._fields("<I")
-        self._expect(count <= 4 and name.isprintable())
-        shape = self._fields(f"<{count}Q")[::-1]
-        kind, at = self._fields("<IQ")
-        self._expect(all(side <= _MOST for side in shape))
-        return name, shape, kind, at
 
     def _place(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Place:
         if kind in _PLAIN:

@@ -140,7 +140,8 @@ class Quantized(Tensor):
         """Return the scales in fp32."""
         if self.scale.is_floating_point():
             return self.scale.float()
-        return torch.ldexp(torch.ones_like(self.scale, dtype=torch.float32), self.scale.int() - 127)
+        ones = torch.ones_like(self.scale, dtype=torch.float32)
+        return torch.ldexp(ones, self.scale.int() - 127)
 
     def finite_part(self) -> Tensor:
         """Return numbers that are all finite if the weight is: scales, or extremes of ggml's blocks."""
@@ -235,7 +236,8 @@ def _like(weight: Quantized, *, dtype=None, device=None, **_) -> Quantized:
 
 
 def _swap(weight: Quantized, first: int = 0, second: int = 1) -> Quantized | None:
-    if {first % weight.ndim, second % weight.ndim} != {weight.ndim - 2, weight.ndim - 1}:
+    last = weight.ndim - 1
+    if {first % weight.ndim, second % weight.ndim} != {last - 1, last}:
         return None
     return Quantized(weight.packed, weight.scale, *weight._rest(turned=True))
 
@@ -398,13 +400,13 @@ def stand_in(weight: Tensor, kind: str, block: Block, transposed: bool = False) 
     high, wide = block
     block = high or rows, wide or columns
     scales = _counts(rows, columns, block)
+    shape = [*before, rows, columns]
+    dtypes = torch.float8_e4m3fn, torch.float32
     if kind == "mxfp4":
-        _, blocks = scales
-        packed = torch.empty(*before, rows, blocks, 16, dtype=torch.uint8, device="meta")
-        scale = torch.empty(*before, *scales, dtype=torch.uint8, device="meta")
-    else:
-        packed = torch.empty(*before, rows, columns, dtype=torch.float8_e4m3fn, device="meta")
-        scale = torch.empty(*before, *scales, dtype=torch.float32, device="meta")
+        shape = [*before, rows, scales[1], 16]
+        dtypes = torch.uint8, torch.uint8
+    packed = torch.empty(shape, dtype=dtypes[0], device="meta")
+    scale = torch.empty(*before, *scales, dtype=dtypes[1], device="meta")
     made = Quantized(packed, scale, block, weight.dtype, transposed)
     return nn.Parameter(made, requires_grad=False)
 
@@ -464,7 +466,8 @@ def scaled_product(x: Tensor, weight: Quantized) -> Tensor | None:
     """
     size = 16  # divides the weight's sides in torch._scaled_mm
     stored = weight.packed  # [rows, columns]
-    if x.dtype != torch.bfloat16 or not len(x) or any(side % size for side in stored.shape):
+    fits = all(side % size == 0 for side in stored.shape)
+    if x.dtype != torch.bfloat16 or not len(x) or not fits:
         return None
     scale = weight.scale.t()  # [1, rows]
     if weight.transposed:
