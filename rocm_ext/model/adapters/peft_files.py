@@ -354,12 +354,6 @@ def write_adapter(folder: Path, decoder: Decoder, model_type: str, base_model: s
     for name, tensor in tensors.items():
         tensors[name] = tensor.contiguous()
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    config = _written_config(layers, decoder, base_model)
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _written_config(layers: list[PeftLayer], decoder: Decoder, base_model: str) -> Json:
-    """Return the content of ``adapter_config.json``."""
     layer = _any_adapted(layers)
     parameters = peft_layers.target_parameters(layers, decoder)
     dropout = getattr(layer.dropout, "p", 0.0)
@@ -381,7 +375,7 @@ def _written_config(layers: list[PeftLayer], decoder: Decoder, base_model: str) 
     tokens = peft_layers.token_indices(layers)
     if tokens:
         config["trainable_token_indices"] = tokens
-    return config
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _any_adapted(layers: list[PeftLayer]) -> Adapter:

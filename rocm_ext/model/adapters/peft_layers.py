@@ -63,11 +63,6 @@ class PeftLayer:
     module: str
     by_parameter: bool
 
-    @property
-    def sized_as(self) -> str:
-        """Name that PEFT's patterns of r and alpha match."""
-        return self.weight if self.by_parameter else self.module
-
 
 def names_of(decoder: Decoder, model_type: str) -> Names:
     """Return the names of a decoder; ``model_type``, torchtune's, decides them for decoders of its builders."""
@@ -130,7 +125,8 @@ def sizes_of(layers: Iterable[PeftLayer]) -> dict[str, tuple[int, float]]:
     sizes = {}
     for layer in layers:
         if not isinstance(layer.layer, TokenRows):
-            sizes[layer.sized_as] = rank_and_alpha(layer.layer)
+            name = layer.weight if layer.by_parameter else layer.module
+            sizes[name] = rank_and_alpha(layer.layer)
     return sizes
 
 
