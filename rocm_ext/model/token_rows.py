@@ -17,8 +17,6 @@ from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.data.encoder import TOKENIZER, TextEncoder
 from rocm_ext.model.names import EMBEDDINGS, OUTPUT, TOKEN_ROWS, last_part
 
-_EMPTY = "trainable_tokens is empty; expected null or some tokens"
-
 
 class TokenRows(nn.Module):
     """Trained rows that replace rows of the embeddings, the output layer, or both where they are tied.
@@ -145,9 +143,9 @@ def train_tokens(decoder, wanted, folder: Path) -> None:
     """
     if not isinstance(wanted, Mapping):
         wanted = dict.fromkeys((EMBEDDINGS, OUTPUT), wanted)
-    if not wanted:
-        raise UserError(_EMPTY)
     numbers = {str(name): _numbers(tokens, folder, decoder) for name, tokens in wanted.items()}
+    if not numbers or not all(numbers.values()):
+        raise UserError("trainable_tokens is empty; expected null or some tokens")
     tied = decoder.output_layer if is_tied(decoder) else None
     for name, tokens in by_layer(decoder, numbers).items():
         layer = _layers(decoder)[name]
@@ -238,8 +236,6 @@ def _numbers(tokens, folder: Path, decoder) -> list[int]:
         raise UserError(
             f"trainable_tokens has {texts[0]!r}, and {folder} has no {TOKENIZER}; give ids, or download the model"
         )
-    if not given:
-        raise UserError(_EMPTY)
     encoder = TextEncoder(folder / TOKENIZER) if texts else None
     rows = decoder.tok_embeddings.num_embeddings
     numbers = set()

@@ -191,16 +191,9 @@ def forward_pass(
         _pass.reset(token)
 
 
-def has_fixed_shapes() -> bool:
-    """Return whether no shape of the current pass may depend on values."""
-    now = _pass.get(None)
-    return now is not None and now.fixed
-
-
-def decodes() -> bool:
-    """Return whether the current pass decodes one token per slot."""
-    now = _pass.get(None)
-    return now is not None and now.ring is not None
+def current_pass() -> ForwardPass | None:
+    """Return the current pass of sampling, or None in training."""
+    return _pass.get(None)
 
 
 def slots_mask(

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.return_types import topk
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from rocm_ext.model.hf.attention import decodes, has_fixed_shapes
+from rocm_ext.model.hf.attention import current_pass
 from rocm_ext.model.hf.grouped_product import Rows
 from rocm_ext.model.lora import ExpertLora
 
@@ -41,10 +41,11 @@ def sorted_experts(
     Returns:
         [t, d].
     """
-    if ROUTES in vars(self) and decodes():
+    now = current_pass()
+    if ROUTES in vars(self) and now is not None and now.ring is not None:
         vars(self)[ROUTES][: len(top_k_index)] = top_k_index
     experts = len(self.down_proj)
-    if has_fixed_shapes():
+    if now is not None and now.fixed:
         rows = Rows.all(top_k_index, experts)
         x = hidden_states.expand(experts, *hidden_states.shape)  # [experts, t, d]
     else:

@@ -350,7 +350,7 @@ class _Raw(ABC):
         values = torch.empty(sum(map(len, parts)), dtype=like.dtype)
         content = values.view(torch.uint8).numpy().data
         width = like.element_size()
-        with self._open(name, random=True) as file:
+        with self._open(name, "RANDOM") as file:
             begin = file.tell()
             for part in parts:
                 file.seek(begin + part.start * width)
@@ -360,22 +360,13 @@ class _Raw(ABC):
         return values
 
     @contextmanager
-    def _open(self, name: str, random: bool = False) -> Iterator[io.FileIO]:
+    def _open(self, name: str, advice: str = "SEQUENTIAL") -> Iterator[io.FileIO]:
         """Context with the file at a tensor's first byte; afterwards the tensor's pages leave the system's cache."""
         first = self.begin(name)
         end = first + self.on_meta(name).nbytes
         with io.FileIO(self.path) as file:
             file.seek(first)
-            if not hasattr(os, "posix_fadvise"):  # Windows and macOS
-                yield file
-                return
-            with suppress(OSError):  # advice, as below
-                os.posix_fadvise(
-                    file.fileno(),
-                    0,
-                    0,
-                    os.POSIX_FADV_RANDOM if random else os.POSIX_FADV_SEQUENTIAL,
-                )
+            _advise(file, 0, 0, advice)
             try:
                 yield file
             finally:
@@ -383,8 +374,12 @@ class _Raw(ABC):
                 begin = first - first % mmap.PAGESIZE
                 size = end - begin
                 size += -size % mmap.PAGESIZE
-                with suppress(OSError):
-                    os.posix_fadvise(file.fileno(), begin, size, os.POSIX_FADV_DONTNEED)
+                _advise(file, begin, size, "DONTNEED")
+
+
+def _advise(file: io.FileIO, begin: int, size: int, advice: str) -> None:
+    with suppress(AttributeError, OSError):  # Windows and macOS take no advice
+        os.posix_fadvise(file.fileno(), begin, size, getattr(os, f"POSIX_FADV_{advice}"))
 
 
 class _Safetensors(_Raw):
