@@ -66,10 +66,9 @@ def write_model(source: Source, out: Path, kind: str) -> None:
     names = GgufNames(layout)
     _, _, state = base_tensors(source.cfg.checkpointer)
     decoder = source.decoder()
-    weights = decoder.converted(state)
-    shapes = on_meta(state) if weights is None else weights.on_meta()
+    stored = decoder.converted(state)
+    shapes = on_meta(stored)
     check_base(decoder, shapes, source.base)
-    stored = state if weights is None else weights
 
     def read(name: str) -> Tensor:
         return dense(stored[name])

@@ -143,17 +143,11 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
     """
     frozen = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
     buffers = decoder.buffers_to_load()
-    state = weights.state
-    converted = decoder.converted(state)
-    if converted is None:
-        shapes = on_meta(state)
-    else:
-        state = converted
-        shapes = converted.on_meta()
+    state = decoder.converted(weights.state)
     # every access allocates; others may be maps or parts of a larger tensor
     owned = isinstance(state, StoredWeights)
     expected = {plain(name): tensor for name, tensor in (frozen | buffers).items()}
-    misfits = _misfits(expected, shapes, "the checkpoint")
+    misfits = _misfits(expected, on_meta(state), "the checkpoint")
     if misfits:
         raise UserError(
             f"the checkpoint does not fit model: {misfits}. {_way_out(decoder, weights.state)}"

@@ -72,11 +72,11 @@ class Decoder(nn.Module, ABC):
         """Put the buffers of a model that is built on the meta device on ``device``."""
 
     def converted(self, state: Mapping[str, Tensor]) -> Any:
-        """Return a checkpoint's tensors by this model's names, or None if they have these names.
+        """Return a checkpoint's tensors by this model's names; the argument if they have these names.
 
-        See :class:`rocm_ext.model.hf.checkpoint.Converted`.
+        For other names see :class:`rocm_ext.model.hf.checkpoint.Converted`.
         """
-        return None
+        return state
 
     def buffers_to_load(self) -> dict[str, Tensor]:
         """Return the buffers that a checkpoint holds, by name."""

@@ -138,14 +138,14 @@ class MergedWeights:
         updates = updates_by_weight(tensors)
         self.linear = {name: parts for name, parts in updates.items() if ROWS not in parts}
         self.rows = {name: parts[ROWS] for name, parts in updates.items() if ROWS in parts}
-        self._converted = decoder.converted(state)
+        self._weights = decoder.converted(state)  # by the model's names
         self._ready: dict[str, Tensor] = {}  # pieces of merged weights that are not written yet
         # by a file's tensor, the weights that consist of it, if any changes
         self._groups: dict[str, list[str]] = {}
-        if self._converted is not None:
+        if self._weights is not state:
             for name in self._changed():
-                if name in self._converted:
-                    weights, pieces = self._converted.group(name)
+                if name in self._weights:
+                    weights, pieces = self._weights.group(name)
                     self._groups |= dict.fromkeys(pieces, weights)
         self._same: dict[str, str] = {}  # a tied layer that the files hold twice
         if self.rows and is_tied(decoder):
@@ -163,7 +163,7 @@ class MergedWeights:
         Raises:
             UserError: a weight is missing or has another shape, or the weights do not fit ``config.json``.
         """
-        shapes = on_meta(self._state) if self._converted is None else self._converted.on_meta()
+        shapes = on_meta(self._weights)
         check_base(self._decoder, shapes, base)
         refuse(f"adapter {self._adapter} {problem}" for problem in self._problems(shapes, base))
 
@@ -193,22 +193,21 @@ class MergedWeights:
         16-bit values are rounded as in a merged model; only fp32 is exact.
         """
         name = self._same.get(name, name)
-        weights = self._state if self._converted is None else self._converted
-        weight = dense(weights[name])
+        weight = dense(self._weights[name])
         return self._merged(name, weight, dtype) if name in self._changed() else weight
 
     def of(self, name: str) -> Tensor:
         """Return a copy of the tensor ``name`` of a file; call this once per tensor."""
         name = self._same.get(name, name)
-        if self._converted is None:
+        if self._weights is self._state:
             return self._merged(name, dense(self._state[name]))
         if name not in self._groups:
             return dense(self._state[name]).clone()
         if name not in self._ready:
             merged = {}
             for weight in self._groups[name]:
-                merged[weight] = self._merged(weight, dense(self._converted[weight]))
-            self._ready |= self._converted.taken_apart(merged)
+                merged[weight] = self._merged(weight, dense(self._weights[weight]))
+            self._ready |= self._weights.taken_apart(merged)
         return self._ready.pop(name).clone()
 
     def _merged(self, name: str, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -309,7 +308,7 @@ def check_mergeable(decoder: Decoder, state: State) -> None:
         UserError: transformers cannot undo the conversion of a weight that has an adapter.
     """
     converted = decoder.converted(state)
-    if converted is None:
+    if converted is state:
         return
     shapes = converted.on_meta()
     checked = set()

@@ -294,7 +294,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
 def on_meta(state: State) -> State:
     """Return the tensors of ``state`` without their values."""
-    if isinstance(state, StoredWeights):
+    if hasattr(state, "on_meta"):
         return state.on_meta()
     return {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
 
