@@ -282,7 +282,7 @@ class UnpairedPreference(Objective):
         self.beta = beta
         self.desirable_weight = desirable_weight
         self.undesirable_weight = undesirable_weight
-        self.baseline: float | None = 0.0 if loss == "kto" else None
+        self.baseline = 0.0 if loss == "kto" else None
 
     def terms(self, nll: Tensor, columns: Columns, sequence: Tensor) -> Terms:
         """Return the terms of :meth:`Objective.terms`; the labels of an answer share its value equally."""

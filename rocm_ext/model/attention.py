@@ -161,7 +161,7 @@ class Slots:
 
     def __init__(self, cache: "SlotCache", window: int | None = None) -> None:
         # strong references make a cycle: the memory of all slots stays until Python looks for cycles, far into training
-        self._cache: SlotCache = weakref.proxy(cache)
+        self._cache = weakref.proxy(cache)
         self.places = cache.ring(window)
 
     def once(self, key, make: Callable[[], Any]) -> Any:

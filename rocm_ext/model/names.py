@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rocm_ext.base.errors import UserError
 
@@ -164,8 +164,8 @@ class TorchtuneNames(Names):
         from torchtune.models.gemma2._convert_weights import gemma2_hf_to_tune, gemma2_tune_to_hf
         from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune, qwen2_tune_to_hf
 
-        self._to_files: Any = convert_weights.tune_to_hf
-        self._from_files: Any = convert_weights.hf_to_tune
+        self._to_files = convert_weights.tune_to_hf
+        self._from_files = convert_weights.hf_to_tune
         if model_type == "QWEN2":
             self._to_files = qwen2_tune_to_hf
             self._from_files = qwen2_hf_to_tune

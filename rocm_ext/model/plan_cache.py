@@ -77,7 +77,7 @@ def _describe(value, words: list[str], seen: dict[int, tuple[int, Any]], modules
         return
     seen[id(value)] = len(seen), value  # keeps it alive, so that no other object gets its id
     is_code = isinstance(value, (type, ModuleType)) or inspect.isroutine(value)
-    kind: Any = value if is_code else type(value)
+    kind = value if is_code else type(value)
     module = getattr(kind, "__module__", None) or ""
     modules.add(module)
     words.append(f"{module}.{getattr(kind, '__qualname__', kind)}")

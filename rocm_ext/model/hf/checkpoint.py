@@ -261,7 +261,7 @@ def take_text(model) -> TextPart | None:
             "that can be trained alone"
         )
     parts = []
-    modules: set[str] = set()
+    modules = set()
     before = ""  # the path of the module that holds the next one on the way to the body
     for inner in bodies[0].split("."):
         owner = model.get_submodule(before.removesuffix("."))

@@ -228,7 +228,7 @@ def _choice(
     choices = answer.get("choices")
     choice: Any = choices[0] if isinstance(choices, list) and choices else None
     check(isinstance(choice, dict), "no choices")
-    source: Any = choice.get("message") if endpoint == "chat" else choice
+    source = choice.get("message") if endpoint == "chat" else choice
     check(isinstance(source, dict), "no message")
     if source.get("reasoning_content") or source.get("reasoning"):
         raise UserError(
