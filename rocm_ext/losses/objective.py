@@ -112,7 +112,7 @@ class Objective(ABC):
             averages over the labels of a sequence, and then over the sequences of the step. A number divides by this
             number times the step's sequences (Dr. GRPO, arXiv:2503.20783). All counts cover the full step, over all
             micro-batches and ranks.
-        chunk_tokens: number of labels whose logits are in memory at once; None: 1,024 on a GPU, 256 on a CPU.
+        chunk_tokens: number of labels whose logits are in memory at once, by default 1,024 on a GPU and 256 on a CPU.
 
     Raises:
         UserError: an argument is out of range.
@@ -183,7 +183,7 @@ class Objective(ABC):
             self.tally = None
 
     def weights(self, sequence: Tensor) -> Tensor | None:
-        """Return the weights [n] fp32 of values that ``normalize`` requires, by ``sequence`` [n]; None: 1
+        """Return the weights [n] fp32 of values that ``normalize`` requires, by ``sequence`` [n]. None stands for 1
         everywhere."""
         if self.normalize != "sequences":
             return None

@@ -34,7 +34,7 @@ class _Kind:
         normalized: default of ``length_normalized``.
         smooth: whether the loss has label smoothing.
         beta: default factor of the scores.
-        gamma: default target margin as a share of beta; None: the loss has no margin.
+        gamma: default target margin as a share of beta, or None if the loss has no margin.
         nll: factor of the chosen answer's mean NLL per token, which the loss adds.
     """
 
@@ -136,14 +136,14 @@ class Preference(Objective):
         loss: ``sigmoid`` (DPO), ``ipo``, ``hinge``, ``simpo``, ``apo_zero`` or ``orpo``. The last is the chosen
             answer's mean NLL per token plus ``beta`` times the loss of the odds ratio. Prompts bear no loss, as in the
             paper's formula; TRL's NLL covers them.
-        beta: factor of the scores; in ``ipo`` the regularisation, tau; in ``orpo`` the paper's lambda. None: 0.1, in
-            ``simpo`` 2.
+        beta: factor of the scores; in ``ipo`` the regularisation, tau; in ``orpo`` the paper's lambda. The default
+            is 0.1, in ``simpo`` 2.
         label_smoothing: assumed share of pairs with swapped sides (conservative DPO); ``sigmoid`` and ``simpo``.
-        gamma: target margin of ``simpo``; None: half of ``beta``.
+        gamma: target margin of ``simpo``, by default half of ``beta``.
         rpo_alpha: factor of the chosen answer's mean NLL per token, which the loss adds (RPO, arXiv:2404.19733);
             ``orpo`` has a factor of 1 already.
-        length_normalized: whether a score is the mean over the answer's tokens instead of the sum; None: in ``ipo``,
-            ``simpo`` and ``orpo``.
+        length_normalized: whether a score is the mean over the answer's tokens instead of the sum, by default in
+            ``ipo``, ``simpo`` and ``orpo``.
         chunk_tokens: see :class:`Objective`.
 
     Raises:
@@ -257,7 +257,7 @@ class UnpairedPreference(Objective):
         chunk_tokens: see :class:`Objective`.
 
     Attributes:
-        baseline: in nats; None: the loss has none.
+        baseline: in nats, or None if the loss has none.
 
     Raises:
         UserError: an argument is out of range.

@@ -255,15 +255,15 @@ _NATIVE = {  # llama.cpp's Mistral is its Llama
 
 def _of_native(folder: Path, a: Architecture) -> Layout:
     arch = _NATIVE[a.name]
-    other_heads = arch == "QWEN2" and a.head_dim * a.heads != a.width
-    problems = {
-        "truncate is False; llama.cpp rounds YaRN's bounds": a.rope.yarn
-        and not a.rope.yarn.rounded,
-        "attention_bias is True; llama.cpp computes Qwen3 only without biases": arch == "QWEN3"
-        and a.out_bias,
-        f"head_dim is {a.head_dim}; llama.cpp's Qwen2 has heads of {a.width // a.heads} dimensions here": other_heads,
-    }
-    refuse(f"{folder / CONFIG}: {problem}" for problem, holds in problems.items() if holds)
+    problem = ""
+    if a.rope.yarn and not a.rope.yarn.rounded:
+        problem = "truncate is False; llama.cpp rounds YaRN's bounds"
+    elif arch == "QWEN3" and a.out_bias:
+        problem = "attention_bias is True; llama.cpp computes Qwen3 only without biases"
+    elif arch == "QWEN2" and a.head_dim * a.heads != a.width:
+        problem = f"head_dim is {a.head_dim}; llama.cpp's Qwen2 has heads of {a.width // a.heads} dimensions here"
+    if problem:
+        raise UserError(f"{folder / CONFIG}: {problem}")
     _check_rope(folder, arch, a.rope.kind)
     _check_betas(folder / CONFIG, a.rope.yarn)
     keys = {
@@ -437,7 +437,7 @@ def _class_of(kind: str, file: GgufFile) -> str:
 
 
 def _problem_of(key: str, value) -> str:
-    """Return the error in a number or numbers of the metadata, or ""."""
+    """Return the error in a number or numbers of the metadata. Empty if there is none."""
     values = value if isinstance(value, list) else [value]
     kinds = {type(value) for value in values}
     if key == "sliding_window_pattern":
