@@ -92,7 +92,8 @@ def check_quantized(
     if asked is True and not four_bits:
         return []
     key = "quantize_base"
-    unpacked = sum(p.numel() * 2 for p in decoder.parameters() if not p.requires_grad) // ranks
+    frozen = [p for p in decoder.parameters() if not p.requires_grad]
+    unpacked = sum(2 * p.numel() for p in frozen) // ranks
     if key in profile.locked and unpacked > 0.9 * budget:
         sizes = f"16-bit weights take {unpacked / 2**30:.1f} GiB of {budget / 2**30:.1f}"
         reason = profile.locked[key].reason

@@ -255,7 +255,8 @@ def _merges_of(vocabulary: Mapping[str, int], types: Sequence[int], scores) -> l
         return []
     mergeable = (_NORMAL, _USER)
     pieces = {text: number for text, number in vocabulary.items() if types[number] in mergeable}
-    ranked = sorted(pieces, key=lambda text: (-scores[pieces[text]], pieces[text]))
+    # pieces are in the order of their numbers, which sorting keeps where scores are equal
+    ranked = sorted(pieces, key=lambda text: -scores[pieces[text]])
     merges = []
     for text in ranked:
         for at in range(1, len(text)):

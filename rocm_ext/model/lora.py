@@ -114,8 +114,9 @@ class Dora(DoRALinear):
     @torch.no_grad()
     def weight_norm(self) -> Tensor:
         """Return the norms of the rows of W + s B A: [out_dim], fp32."""
-        update = self.scale * (self.lora_b.weight.float() @ self.lora_a.weight.float())
-        return torch.linalg.vector_norm(dense(self.weight).float() + update, dim=1)
+        product = self.lora_b.weight.float() @ self.lora_a.weight.float()
+        full = dense(self.weight).float() + self.scale * product
+        return torch.linalg.vector_norm(full, dim=1)
 
     @torch.no_grad()
     def initialize_dora_magnitude(self) -> None:

@@ -232,7 +232,8 @@ def _attend_to_slots(module, query, key, value, mask, scaling, softcap, sinks) -
         raise UserError(f"{type(module).__name__} makes masks of its own")
     now = _pass.get()
     now.layers += 1
-    now.read = max(now.read, kv_heads * (key.shape[-1] + value.shape[-1]))
+    width = key.shape[-1] + value.shape[-1]
+    now.read = max(now.read, kv_heads * width)
     now.scores |= softcap is not None or sinks is not None
     groups = heads, 1
     if s == 1:

@@ -400,7 +400,8 @@ def build(
 
 def shapes_of(folder: Path) -> dict[str, list[int]]:
     """Return the shapes of all weights of transformers' model of a folder, by name."""
-    return {name: list(weight.shape) for name, weight in _on_meta(folder).state_dict().items()}
+    weights = _on_meta(folder).state_dict()
+    return {name: list(weight.shape) for name, weight in weights.items()}
 
 
 def _needs_code(config: ModelConfig, trust_remote_code: bool) -> bool:

@@ -141,7 +141,8 @@ def native(theirs: TransformerDecoder) -> NativeDecoder:
                     made = HalvesRoPE(rope.dim, rope.max_seq_len, Rope(rope.base))
                 layer.attn.pos_embeddings = made
     names = ("tok_embeddings", "layers", "max_seq_len", "num_heads", "head_dim", "norm", "output")
-    return NativeDecoder(**{name: getattr(theirs, name) for name in names}).train(theirs.training)
+    parts = {name: getattr(theirs, name) for name in names}
+    return NativeDecoder(**parts).train(theirs.training)
 
 
 def build(

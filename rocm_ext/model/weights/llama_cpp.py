@@ -524,7 +524,8 @@ def _stored(arch: str, keys: Metadata) -> Metadata:
     """Return keys and values as stored in the metadata."""
     writer = library().GGUFWriter(None, arch)
     add_keys(writer, keys)
-    return {key.removeprefix(f"{arch}."): entry.value for key, entry in writer.kv_data[0].items()}
+    entries = writer.kv_data[0].items()
+    return {key.removeprefix(f"{arch}."): entry.value for key, entry in entries}
 
 
 def _stored_key(arch: str, key: str) -> str:
