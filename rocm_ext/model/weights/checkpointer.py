@@ -416,20 +416,21 @@ class _Gguf:
     """
 
     def __init__(self, folder: Path) -> None:
-        opened = [GgufFile(Path(path)) for path in files_in(folder)]
-        files = [_Blocks(file) for file in opened]
-        self.path = opened[0].path
-        self._files = {name: file for file in files for name in file.names}
-        if len(self._files) < sum(len(file.names) for file in files):
+        files = [_Blocks(Path(path)) for path in files_in(folder)]
+        self.path = files[0].path
+        self._files: dict[str, _Blocks] = {}
+        for file in files:
+            self._files |= dict.fromkeys(file.places, file)
+        if len(self._files) < sum(len(file.places) for file in files):
             raise UserError(f"the parts of {self.path} have tensors of one name; {AGAIN}")
         if links_in(folder).get("made"):
             try:
-                llama_cpp.check_config(folder, opened[0])
+                llama_cpp.check_config(folder, files[0])
             except UserError as error:
                 raise UserError(
                     f"{error}: it has changed; set model.checkpoint_dir={self.path}"
                 ) from error
-        self._parts = llama_cpp.places(folder, opened[0], self._files)
+        self._parts = llama_cpp.places(folder, files[0], self._files)
         self._shapes = shapes_in(folder)
         self.names = sorted(self._parts)
 
@@ -472,13 +473,8 @@ class _Gguf:
         return made
 
 
-class _Blocks(_Raw):
+class _Blocks(_Raw, GgufFile):
     """A GGUF file's tensors as stored: bytes of blocks, or numbers."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.path = file.path
-        self.places = file.places
-        self.names = sorted(file.places)
 
     def on_meta(self, name: str) -> Tensor:
         at = self.places[name]
