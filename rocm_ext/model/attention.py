@@ -407,7 +407,7 @@ class Lengths:
         calls: list[list[_Span]] = []
         most = math.inf  # tokens of the last call's longest sequence
         for span in spans:
-            if most <= longest and span.length >= _SIMILAR * most:
+            if longest and most <= longest and span.length >= _SIMILAR * most:
                 calls[-1].append(span)
             else:
                 calls.append([span])
