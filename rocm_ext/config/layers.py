@@ -180,7 +180,8 @@ def recipe_of(name: str, overrides: Iterable[str] = ()) -> registry.Recipe:
     library that knows the most of their keys.
     """
     path = find(name)
-    content, on_command_line = read(path), by_key(overrides)
+    content = read(path)
+    on_command_line = by_key(overrides)
     stated = on_command_line.get("recipe") or content.get("recipe")
     if stated is None:
         return _guessed(content, on_command_line)

@@ -107,7 +107,9 @@ def command_line(argv: list[str], description: str = "") -> tuple[str, list[str]
             f"{inspect.cleandoc(description)}\n\nusage: --config NAME_OR_FILE [key=value ...] [~key ...]"
         )
         sys.exit(0)
-    name, overrides, rest = None, [], list(argv)
+    name = None
+    overrides = []
+    rest = list(argv)
     while rest:
         arg = rest.pop(0)
         if arg == "--config" and rest:

@@ -296,7 +296,8 @@ class ConversationQueue(RequestQueue):
                 self._tokenizer, history, answer, talk.sampled, new_turns, tools
             )
         else:
-            ids, fresh = render_history(self._tokenizer, turns, tools), True
+            ids = render_history(self._tokenizer, turns, tools)
+            fresh = True
         context = list(ids) if fresh else talk.context + ids
         left = self._sampling.max_new_tokens - len(talk.tokens)
         if left < 1:

@@ -68,7 +68,8 @@ class RLRecipe:
     def __init__(
         self, cfg: DictConfig, learner: Callable[[DictConfig, Runtime, Any], Learner] = Learner
     ) -> None:
-        self.cfg, self._learner_class = cfg, learner
+        self.cfg = cfg
+        self._learner_class = learner
         self.sampling = Sampling(
             max_new_tokens=cfg.max_new_tokens,
             temperature=cfg.temperature,
@@ -279,10 +280,9 @@ class Loop(RLRecipe, ABC):
 
     def training_config(self) -> DictConfig:
         """Return the config of the learner, with the rows of an update."""
-        cfg, trainer = self.cfg, super().training_config()
-        trainer.sequences_per_step = rows_of_update(
-            cfg, cfg.prompts_per_step * cfg.samples_per_prompt
-        )
+        answers = self.cfg.prompts_per_step * self.cfg.samples_per_prompt
+        trainer = super().training_config()
+        trainer.sequences_per_step = rows_of_update(self.cfg, answers)
         return trainer
 
     def logprobs_for(self) -> list[str]:

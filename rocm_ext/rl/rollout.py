@@ -243,7 +243,8 @@ class Rollout:
 
     def _need_logprobs(self, sample: Sample | Completion) -> None:
         if self.job.logprobs_for and len(sample.logprobs) != len(sample.tokens):
-            prompt_id, number = sample.key if isinstance(sample, Sample) else sample.request.key
+            request = sample if isinstance(sample, Sample) else sample.request
+            prompt_id, number = request.key
             raise UserError(
                 f"the answer to prompt {prompt_id}, sample {number}, has no token ids and log-probs of "
                 f"sampling, which {' and '.join(self.job.logprobs_for)} needs. The answers before it are saved; once "

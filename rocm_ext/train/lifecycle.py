@@ -139,7 +139,8 @@ class Runtime:
             UserError: the machine does not match the profile, a setting is locked, the device is missing, or the
                 machines of the run differ.
         """
-        profile, machine = load_profile(cfg.hardware), detect()
+        profile = load_profile(cfg.hardware)
+        machine = detect()
         warnings = check_profile(profile, machine, local_world_size())
         settings: Any = OmegaConf.to_container(cfg)
         warnings += check_locked(profile, settings, list(cfg.hardware_overrides))

@@ -244,7 +244,8 @@ class Training:
         Raises:
             UserError: the checkpoint is past this run's end.
         """
-        was, total = state["total_steps"], self.total_steps
+        was = state["total_steps"]
+        total = self.total_steps
         if self.updates > total:
             raise UserError(
                 f"{path} has {self.updates} updates, but the run ends after {total}; raise epochs or steps"

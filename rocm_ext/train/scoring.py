@@ -170,7 +170,9 @@ def validation_loss(learner: Learner, rows: Rows) -> tuple[float, int, dict[str,
         The normalised objective without an entropy bonus, the number of labels, and the objective's other measurements
         by name.
     """
-    objective, ranks, cfg = learner.objective, learner.runtime.ranks, learner.cfg
+    objective = learner.objective
+    ranks = learner.runtime.ranks
+    cfg = learner.cfg
     set_baseline(learner, rows, range(len(rows)))
     steps = Steps(len(rows), rows_per_step(cfg, ranks.world), shuffle=False)
     loader = StepLoader(rows, steps, learner.layout, cfg.num_workers, cfg.pin_memory)
@@ -304,8 +306,8 @@ def _score(learner: Learner, rows: Rows, name: str, folder: Path, model: str) ->
     def scored_before() -> list[np.ndarray | None]:
         if len(blocks) > 1:
             folder.mkdir(exist_ok=True)
-        found = map(_read, paths, fingerprints)
-        return [logprobs.get(name) for logprobs in found]
+        stored = map(_read, paths, fingerprints)
+        return [logprobs.get(name) for logprobs in stored]
 
     parts = ranks.on_main(scored_before)
     done = sum(part is not None for part in parts)

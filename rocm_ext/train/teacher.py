@@ -164,7 +164,8 @@ class TeacherServer:
     _scorer: Any
 
     def __init__(self, cfg: DictConfig, student: Learner) -> None:
-        self.learner, self._ranks = student, student.runtime.ranks
+        self.learner = student
+        self._ranks = student.runtime.ranks
 
         def connect() -> str:
             from rocm_ext.sampling.server.scorer import Scorer  # needs an HTTP client
