@@ -60,9 +60,8 @@ class Result:
             if reward is not None:
                 raise ValueError(f"an ERROR has no reward, found {reward!r}")
             return
-        if not (
-            isinstance(reward, (int, float)) and not isinstance(reward, bool) and 0 <= reward <= 1
-        ):
+        is_number = isinstance(reward, (int, float)) and not isinstance(reward, bool)
+        if not (is_number and 0 <= reward <= 1):
             raise ValueError(f"the reward must be in [0, 1], found {reward!r}")
         object.__setattr__(self, "reward", float(reward))
 
@@ -162,7 +161,8 @@ def short(text: object, length: int = DETAIL) -> str:
     text = str(text)
     if len(text) > 4 * length:  # first, since splitting megabytes takes long
         text = text[: 2 * length] + text[-2 * length :]
-    line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    text = " ".join(text.split())
+    line = "".join(char if char.isprintable() else "?" for char in text)
     half = (length - 3) // 2
     return line if len(line) <= length else f"{line[:half]}...{line[-half:]}"
 
@@ -175,7 +175,8 @@ def field(row: Row, name: str, kind: type | tuple[type, ...] = object) -> Any:
             f"field {name!r} is missing; the row has {', '.join(map(repr, row)) or 'none'}"
         )
     if not isinstance(value, kind):
-        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        names = " or ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"field {name!r} must be {names}, found {type(value).__name__}")
     return value
 

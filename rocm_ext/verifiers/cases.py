@@ -196,7 +196,8 @@ def run_cases(
             return timeout(f"case {index}: still running after {limits.seconds:g} s in all")
         problem = outcome.killed
         if outcome.returncode != 0 and not problem:
-            last = outcome.stderr.decode("utf-8", "replace").strip().rsplit("\n", 1)[-1]
+            stderr = outcome.stderr.decode("utf-8", "replace").strip()
+            last = stderr.rsplit("\n", 1)[-1]
             problem = f"exit status {outcome.returncode}" + (
                 f" ({short(last, 150)})" if last else ""
             )
@@ -219,8 +220,8 @@ def run_cases(
             return error(failed if str(failed) else "the checker failed")
         results.right = sum(scores)
         for (index, (_, text, _)), score in zip(printed, scores, strict=True):
-            if score < 1:
-                results.detail = results.detail or f"case {index}: printed {short(text, 80)!r}"
+            if score < 1 and not results.detail:
+                results.detail = f"case {index}: printed {short(text, 80)!r}"
     return results
 
 
@@ -244,7 +245,9 @@ def _same_line(printed: str, line: str, tolerance: float | None) -> bool:
     expected = line.split()
     if tolerance is None and not all(map(NUMBER.fullmatch, expected)):
         return False
-    return len(words) == len(expected) and all(map(close, words, expected, repeat(tolerance or 0)))
+    if len(words) != len(expected):
+        return False
+    return all(map(close, words, expected, repeat(tolerance or 0)))
 
 
 def close(word: str, expected: str, tolerance: float) -> bool:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 from rocm_ext.base.errors import UserError, require_known
 from rocm_ext.base.types import Row
@@ -190,16 +191,16 @@ def compiler(language: str) -> tuple[str, tuple[str, ...]]:
         raise UserError(
             f"language {language}: no compiler ({' or '.join(names)}) is in PATH: `apt install {install}`"
         )
-    ask = {"rust": [path, "--print", "sysroot"], "go": [path, "env", "GOROOT"]}.get(language)
+    ask = {"rust": ["--print", "sysroot"], "go": ["env", "GOROOT"]}.get(language)
     if ask is None:
-        real = os.path.realpath(path)
-        return path, () if real.startswith("/usr/") else (os.path.dirname(os.path.dirname(real)),)
-    root = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
-    inside = os.path.join(
-        root, "bin", names[0]
-    )  # rustup's wrapper reads the home, which the sandbox hides
+        real = Path(path).resolve()
+        return path, () if real.is_relative_to("/usr") else (str(real.parent.parent),)
+    process = subprocess.run([path, *ask], capture_output=True, text=True, check=False)
+    root = process.stdout.strip()
+    # rustup's wrapper reads the home, which the sandbox hides
+    inside = os.path.join(root, "bin", names[0])
     if not (root and os.path.exists(inside)):
         raise UserError(
-            f"language {language}: {path} does not run; `{' '.join(ask)}` must print its folder"
+            f"language {language}: {path} does not run; `{' '.join([path, *ask])}` must print its folder"
         )
     return inside, () if root.startswith("/usr/") or root == "/usr" else (root,)

@@ -24,9 +24,8 @@ SIGNS = str.maketrans(
     | dict.fromkeys("“”„«»「」", '"')
     | dict.fromkeys("€£¥₹", "$")
     | dict(zip("÷∕⁄％，、（）＝＋∶：٫٬’", "///%,,()=+::.,'", strict=True))
-    | dict(
-        zip("½¼¾⅓⅔。？！", [" 1/2", " 1/4", " 3/4", " 1/3", " 2/3", ". ", "? ", ". "], strict=True)
-    )
+    | dict(zip("½¼¾⅓⅔", (" 1/2", " 1/4", " 3/4", " 1/3", " 2/3"), strict=True))
+    | {"。": ". ", "？": "? ", "！": ". "}
 )
 POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉", "0123456789-0123456789")
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
@@ -214,7 +213,8 @@ def clean(text: str) -> str:
 def final_answer(text: str, gold: bool = False) -> str:
     """The final answer of a text, as ``MathAnswer`` defines it, or empty. A gold text may be all answer."""
     if gold:  # "- 5" is a number here and no list item, and "\boxed{5" lacks its end
-        text = re.sub(r"\A\s*-\s+", "-", text) + "}" * (text.count("{") - text.count("}"))
+        missing = text.count("{") - text.count("}")
+        text = re.sub(r"\A\s*-\s+", "-", text) + "}" * missing
     text = clean(text)
     answer = _marked(text)
     if answer is None and gold and not PHRASE.search(text):
@@ -342,8 +342,10 @@ def _value_in(text: str, marked: bool) -> str:
         runs = [0]  # x dollars
     if not runs:
         return text.rstrip(".")
-    first, last = runs[0], runs[-1]
-    if AFTER.match("".join(pieces[2 * last + 1 :])[:60]):
+    first = runs[0]
+    last = runs[-1]
+    after = "".join(pieces[2 * last + 1 :])
+    if AFTER.match(after[:60]):
         return text
     if not marked and len(values) > 1 and re.match(r"[^A-Za-z]*=", values[last]):
         return _result(values[last].rpartition("=")[2])  # 30 hours / 3 = 10
@@ -353,7 +355,8 @@ def _value_in(text: str, marked: bool) -> str:
         return text
     gaps = []
     for run, following in pairwise(runs):
-        gaps.append("".join(pieces[2 * run + 1 : 2 * following]) + pieces[2 * following][:2])
+        words = "".join(pieces[2 * run + 1 : 2 * following])
+        gaps.append(words + pieces[2 * following][:2])
     if not all(map(JOIN.match, gaps)):
         return text
     found = [values[i] for i in runs]
@@ -398,7 +401,9 @@ def choice(answer: str) -> tuple[str, str] | None:
     if match is None:
         return None
     letters = re.findall(r"\b[A-J]|(?<=[A-J])[A-J]|[A-J](?=\))", match[1])
-    return ("".join(sorted(letters)), "") if len(letters) == len(set(letters)) else None
+    if len(letters) > len(set(letters)):
+        return None
+    return "".join(sorted(letters)), ""
 
 
 def readable(answer: str) -> str | None:

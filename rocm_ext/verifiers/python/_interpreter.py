@@ -15,7 +15,8 @@ PR_SET_PDEATHSIG = 1
 
 def main(task):
     """Run the packets of the socket argv[1] as code, and answer with a byte; the first byte says "ready"."""
-    link, pid = int(sys.argv[1]), os.getpid()
+    link = int(sys.argv[1])
+    pid = os.getpid()
     if task["alone"]:  # outside a PID namespace, which would end it
         import ctypes
 
@@ -28,14 +29,15 @@ def main(task):
     streams = sys.stdout, sys.stderr
     for stream in streams:
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
-    before, fresh = (
-        sys.modules["__main__"],
-        type(sys)("__main__"),
-    )  # `before` must live: it holds what started this
+    before = sys.modules["__main__"]  # it must live: it holds what started this
+    fresh = type(sys)("__main__")
     sys.modules["__main__"] = fresh
     os.write(link, b".")
     calls = 0
-    while before and (code := os.read(link, PACKET)):
+    while before:
+        code = os.read(link, PACKET)
+        if not code:
+            return
         calls += 1
         run(code.decode(), f"<call {calls}>", vars(fresh))
         if os.getpid() != pid:  # a fork that the code did not end
@@ -50,7 +52,9 @@ def run(code, name, names):
     linecache.cache[name] = len(code), None, code.splitlines(keepends=True), name
     try:
         tree = ast.parse(code, name)
-        last = [tree.body.pop()] if tree.body and isinstance(tree.body[-1], ast.Expr) else []
+        last = []
+        if tree.body and isinstance(tree.body[-1], ast.Expr):
+            last.append(tree.body.pop())
         exec(compile(tree, name, "exec", dont_inherit=True), names)
         exec(compile(ast.Interactive(last), name, "single", dont_inherit=True), names)
     except BaseException as error:
@@ -59,5 +63,5 @@ def run(code, name, names):
         trace = error.__traceback__
         while trace and trace.tb_frame.f_code.co_filename != name:  # skip our frames
             trace = trace.tb_next
-        lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines()
-        print("\n".join(lines[-LINES:]))
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        print("\n".join(text.splitlines()[-LINES:]))

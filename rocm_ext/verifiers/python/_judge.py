@@ -103,7 +103,8 @@ class CodeClass(type):
         )
         if cls.__open__ and fresh:  # an object that stood for data before stays that
             set_slot(value, "__built__", True)
-            JUDGE.made.setdefault(value.__number__, set()).add(repr((args, keywords)))
+            calls = JUDGE.made.setdefault(value.__number__, set())
+            calls.add(repr((args, keywords)))
         return value
 
     def __instancecheck__(cls, value):
@@ -120,12 +121,6 @@ class CodeClass(type):
 
 class CodeCollection(CodeClass):
     """The type of the stand-ins for the code's classes that have items, such as enumerations."""
-
-    def __contains__(cls, item):
-        return item in list(cls)
-
-    def __bool__(cls):
-        return True
 
 
 class ErrorClass(type):
@@ -191,7 +186,8 @@ def value_of(value, *operations):
     if not isinstance(value, Handle):
         return value
     kind = type(value)
-    if kind.__data__ is None or not kind.__defined__.isdisjoint([f"__{op}__" for op in operations]):
+    methods = [f"__{op}__" for op in operations]
+    if kind.__data__ is None or not kind.__defined__.isdisjoint(methods):
         return NONE
     if not (value.__known__ and kind.__data__ in MUTABLE):
         return getattr(value, "__value__", NONE)
@@ -442,9 +438,6 @@ class TypeInData:
     def __hash__(self):
         return hash(self.kind)
 
-    def __repr__(self):
-        return repr(self.kind)
-
 
 class Method:
     """A method of an object in the code's process; ``of_data``: the object may stand for data that has it, too."""
@@ -606,7 +599,8 @@ class Judge(Wire):
             return self.streams[at]
         expect(tag == "h", f"tag {tag!r}")
         if at not in self.handles:
-            self.handles[at] = made_handle(self.kind(*parts[1:9]), at)
+            kind = self.kind(*parts[1:9])
+            self.handles[at] = made_handle(kind, at)
             self.fresh = at
         handle = self.handles[at]
         kind = type(handle)
@@ -691,7 +685,9 @@ class Judge(Wire):
     def loaded(self):
         """Wait until the code is loaded; the exception that it raised, or None."""
         reply = self.channel.receive()
-        return None if reply.get("ready") is True else self.decode(reply.get("x"))
+        if reply.get("ready") is True:
+            return None
+        return self.decode(reply.get("x"))
 
     def names(self, names):
         """name -> value, for the names that the code defines; opens classes that the tests mention."""
@@ -728,10 +724,10 @@ class Judge(Wire):
                 raise CodeEnded(self.gone)
             both = [*args, *keywords.values()]
             try:
-                encoded = [self.encode(value) for value in both]
-                named = list(map(list, zip(keywords, encoded[len(args) :], strict=True)))
+                encoded = [self.encode(arg) for arg in args]
+                named = {name: self.encode(value) for name, value in keywords.items()}
                 writable = any(map(mutable, both))
-                message = {"op": op, "a": encoded[: len(args)], "k": named, "w": writable}
+                message = {"op": op, "a": encoded, "k": named, "w": writable}
                 returned, error = self.result(op, self.exchange(message), both)
             except Unsendable as problem:
                 self.refuse(f"the tests give the code {problem}")
@@ -809,7 +805,7 @@ class Judge(Wire):
         """Call a function of the tests for the code, or advance an iterator; the answer."""
         try:
             args = [self.decode(arg) for arg in request["a"]]
-            keywords = {text(name): self.decode(value) for name, value in request["k"]}
+            keywords = {text(name): self.decode(value) for name, value in request["k"].items()}
             thing = self.things[number(request["f"]) - 1]
             value = next(thing) if request["op"] == "next" else thing(*args, **keywords)
             return {"ok": self.encode(value)}

@@ -32,6 +32,7 @@ READ = LEAVES | ITEMS
 # What the code may add to a class of the set-up, as well as methods
 MAY_ADD = {"__lt__", "__le__", "__gt__", "__ge__", "__annotations__"}
 FUNCTION = type(lambda: None)
+FUNCTION_KIND = (0, "function", False, True, False, (), "", ())  # as from `describe`
 
 
 class Program(Wire):
@@ -88,8 +89,9 @@ class Program(Wire):
             if kind.__name__ in STREAMS:
                 return [STREAMS[kind.__name__], self.number(value)]
         if kind in FUNCTIONS or kind.__name__ in WRAPPERS:
-            return ["h", self.number(value), 0, "function", False, True, False, [], "", []]
-        return ["h", self.number(value), *self.describe(kind), *self.value(value, base_of(kind))]
+            return ["h", self.number(value), *FUNCTION_KIND]
+        data = self.value(value, base_of(kind))
+        return ["h", self.number(value), *self.describe(kind), *data]
 
     def number(self, value):
         """The number of an object, from 1; the object stays alive, so that no other gets its id."""
@@ -116,7 +118,8 @@ class Program(Wire):
         compares = equals is not object and equals.__module__ != "enum"
         hashes = kind.__hash__ is not None
         has_items = hasattr(type(kind), "__iter__") or hasattr(kind, "__class_getitem__")
-        bases = [self.number(base) for base in kind.__mro__[1:-1] if base.__module__ == "solution"]
+        ours = [base for base in kind.__mro__[1:-1] if base.__module__ == "solution"]
+        bases = list(map(self.number, ours))
         data = base_of(kind)
         defined = {}  # a dict keeps the order
         for base in kind.__mro__[: kind.__mro__.index(data or object)]:
@@ -227,7 +230,7 @@ class Program(Wire):
         if not self.depth:
             raise RuntimeError("the tests are called outside of their calls")
         with self.turn:
-            named = [[name, self.encode(value)] for name, value in keywords.items()]
+            named = {name: self.encode(value) for name, value in keywords.items()}
             encoded = [self.encode(arg) for arg in args]
             message = {"op": op, "f": number, "a": encoded, "k": named, **self.printed()}
             self.channel.send(message)
@@ -267,7 +270,7 @@ class Program(Wire):
         before = {}
         try:
             args = [self.decode(arg) for arg in request["a"]]
-            keywords = {name: self.decode(value) for name, value in request["k"]}
+            keywords = {name: self.decode(value) for name, value in request["k"].items()}
             both = [*args, *keywords.values()]
             containers = [index for index, value in enumerate(both) if mutable(value)]
             if request["w"]:

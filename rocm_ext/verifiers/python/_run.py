@@ -101,7 +101,8 @@ class TestCounts:
         trace = getattr(error, "__traceback__", None)
         while trace is not None:
             if trace.tb_frame.f_code.co_filename == "tests":
-                line = "".join(self.lines[trace.tb_lineno - 1 : trace.tb_lineno]).strip()[:150]
+                lines = self.lines[trace.tb_lineno - 1 : trace.tb_lineno]
+                line = "".join(lines).strip()[:150]
             trace = trace.tb_next
         parts = [text]
         if line not in text:
@@ -150,7 +151,9 @@ def run(task, judge, namespace, report):
     if error:
         return {"kind": "failed", "detail": f"{type(error).__name__}: {said(error)}"}
     defined = judge.names(sorted({*tests.wanted, *task["shared"]}))
-    missing = tests.required - set(defined) or (tests.own if tests.own.isdisjoint(defined) else ())
+    missing = tests.required - set(defined)
+    if not missing and tests.own.isdisjoint(defined):
+        missing = tests.own
     if missing:
         return {"kind": "failed", "detail": f"the code defines no {' or '.join(sorted(missing))}"}
     judge.live = tests.live
@@ -196,8 +199,8 @@ def run(task, judge, namespace, report):
         take(tests, checks, namespace, score)
     if not score.total and not score.failures and not judge.unjudged:
         raise Broken("all of them are skipped")
-    return {"kind": "done", "passed": score.passed, "total": score.total, "detail": score.detail,
-            "failed": bool(score.failures or judge.gone)}  # fmt: skip
+    outcome = {"passed": score.passed, "total": score.total, "detail": score.detail}
+    return {"kind": "done", **outcome, "failed": bool(score.failures or judge.gone)}
 
 
 def prepare(source, score):
@@ -226,7 +229,8 @@ def take(tests, checks, namespace, score):
     lines = {first_line(function) for function in checks.counted(checks.functions)}
     for statement in body:
         guard_numpy(tests, statement)
-    flags = compile("\n".join(tests.lines), "tests", "exec", dont_inherit=True).co_flags & FUTURE
+    code = compile("\n".join(tests.lines), "tests", "exec", dont_inherit=True)
+    flags = code.co_flags & FUTURE
     for statement in body:
         if isinstance(statement, ast.ImportFrom) and statement.module != "solution":
             # the entry point stays the answer's
@@ -382,7 +386,8 @@ def by_pytest(tests, score, lines):
         raise Broken(broken[0])
     score.total += len(outcomes)
     score.passed += sum(outcomes.values())
-    if (status not in (0, 5) or not all(outcomes.values())) and score.failures == failures:
+    failed = status not in (0, 5) or not all(outcomes.values())
+    if failed and score.failures == failures:
         score.note(None, f"pytest ended with status {int(status)}")
 
 
@@ -408,7 +413,8 @@ class Calls:
     def _call(self, namespace, args, expected, unwrap):
         result = eval(self.entry, namespace)(*args)
         alone = unwrap and isinstance(expected, list) and len(expected) == 1
-        if not (self.equal(result, expected) or (alone and self.equal(result, expected[0]))):
+        right = self.equal(result, expected) or (alone and self.equal(result, expected[0]))
+        if not right:
             raise AssertionError(f"returned {result!r:.150}")
 
     def equal(self, result, expected):
@@ -423,12 +429,13 @@ class Calls:
             if by_text.keys() != expected.keys():
                 return False
             return all(self.equal(by_text[key], value) for key, value in expected.items())
-        if type(result) is float and type(expected) in (int, float) and self.tolerance is not None:
-            if result == expected:
-                return True
+        if result == expected:
+            return True
+        numbers = type(result) is float and type(expected) in (int, float)
+        if numbers and self.tolerance is not None:
             near = abs(result - expected) <= self.tolerance * max(1.0, abs(expected))
             return math.isfinite(result) and near
-        return bool(result == expected)
+        return False
 
 
 class Local:
@@ -455,7 +462,8 @@ class Local:
 
     def names(self, names):
         """name -> value, for the names that the code defines."""
-        return {name: vars(self.module)[name] for name in names if name in vars(self.module)}
+        defined = vars(self.module)
+        return {name: defined[name] for name in names if name in defined}
 
 
 def judge(task, hears, asks, report):

@@ -118,7 +118,7 @@ class Tests:
         self.checking = functions_that(_checks_alone, self.functions)
         self._sort_definitions(above, "pytestmark" in source)
         self.units = {statement for statement in self.body if self._is_unit(statement)}
-        if not any(self.checks(part) for part in (*self.units, *self.tests, *self.classes)):
+        if not any(map(self.checks, [*self.units, *self.tests, *self.classes])):
             raise Broken("the tests check nothing: they hold no assert that runs")
         bound, read = _globals(source, tree)
         of_entry = _ids(ast.walk(ast.parse(entry or "0")))
@@ -199,7 +199,8 @@ class Tests:
 
     def uses_numpy(self):
         """Whether the tests use numpy."""
-        modules = {name.split(".")[0] for name in (*self.imports.values(), *self.library)}
+        names = [*self.imports.values(), *self.library]
+        modules = {name.split(".")[0] for name in names}
         return "numpy" in modules or "np" in self.library
 
     def _find_names(self, bound, free):
@@ -227,7 +228,7 @@ class Tests:
         if not (own or self.required or imported):
             self.required = {self._tested(self.called & free)}
         # a name that the tests assign may be read before that, as in `count = count(x)`
-        assigned = {node.id for node in self.of(ast.Name) if isinstance(node.ctx, ast.Store)}
+        assigned = _ids(node for node in self.nodes if is_assigned(node))
         again = assigned & bound - self.defined
         reached = set()
         for node in self.of(ast.Attribute):
@@ -461,6 +462,10 @@ class Tests:
         of_answer = bases & self.wanted
         if self.apart and of_answer:
             yield f"class {name} of the tests inherits from {of_answer.pop()} of the answer: {APART}"
+
+
+def is_assigned(node):
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def is_test(name):

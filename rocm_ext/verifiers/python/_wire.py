@@ -180,7 +180,11 @@ def program_channel(reader, writer):
         raise ValueError(f"a {type(value).__name__} is not JSON")
 
     encode = make_encoder(None, refuse, encode_basestring_ascii, None, ":", ",", False, False, True)
-    return Channel(reader, writer, lambda value: "".join(encode(value, 0)).encode(), marshal.loads)
+
+    def dumps(value):
+        return "".join(encode(value, 0)).encode()
+
+    return Channel(reader, writer, dumps, marshal.loads)
 
 
 class Wire:
@@ -237,7 +241,8 @@ class Wire:
             return MAKE[tag](list(map(self._decode, parts)))
         if tag in LIBRARY:
             module, _, kind = tag.rpartition(".")
-            return getattr(__import__(module, fromlist=[kind]), kind)(*map(self._decode, parts))
+            make = getattr(__import__(module, fromlist=[kind]), kind)
+            return make(*map(self._decode, parts))
         if tag == "nt":
             from collections import namedtuple
 

@@ -149,7 +149,8 @@ class Pool:
             # leave a share to the other workers
             count = min(self.batch_size, -(-len(waiting) // len(self._all)))
             first = waiting.popleft()
-            window = [waiting.popleft() for _ in range(min(len(waiting), 4 * (count - 1)))]
+            size = min(len(waiting), 4 * (count - 1))
+            window = [waiting.popleft() for _ in range(size)]
             window.sort(key=lambda request: request.row is not first.row)
             waiting.extendleft(reversed(window[count - 1 :]))
         requests = [first, *window[: count - 1]]
@@ -218,7 +219,8 @@ class _Worker:
         # not -m: it puts the current directory first on sys.path, where a user's `json.py` may lie
         boot = "import json,sys;sys.path[:]=json.loads(sys.argv[1]);"
         boot += "from rocm_ext.verifiers.workers.worker import main;main()"
-        argv, pipe = [sys.executable, "-c", boot, json.dumps(sys.path)], subprocess.PIPE
+        argv = [sys.executable, "-c", boot, json.dumps(sys.path)]
+        pipe = subprocess.PIPE
         env = os.environ | {"OMP_NUM_THREADS": "1", FOLDER: self._folder}
         with self._lock:
             if self._closed:

@@ -22,7 +22,8 @@ def judged(verifier: Any, requests: Json | list[Json]) -> list[tuple]:
     if isinstance(requests, dict):
         results = group_results(verifier, requests["completions"], requests["row"])
     elif len(requests) == 1:
-        results = [checked(verifier, verifier(requests[0]["completion"], requests[0]["row"]))]
+        request = requests[0]
+        results = [checked(verifier, verifier(request["completion"], request["row"]))]
     else:
         completions = [request["completion"] for request in requests]
         rows = [request["row"] for request in requests]
