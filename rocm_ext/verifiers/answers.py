@@ -54,7 +54,9 @@ class ExactMatch(Verifier):
         expected = self._form(row[self.field])
         if not answer and expected:
             return unparsed("there is no answer")
-        return correct() if answer == expected else wrong(f"found {short(answer, 80)!r}")
+        if answer != expected:
+            return wrong(f"found {short(answer, 80)!r}")
+        return correct()
 
     at_once = __call__
 
@@ -101,7 +103,9 @@ class Regex(Verifier):
             match = search(completion.strip() if self.full else completion, timeout=self.timeout)
         except TimeoutError:
             return timeout(f"the search took more than {self.timeout:g} s")
-        return correct(f"found {short(match[0], 80)!r}") if match else wrong("no match")
+        if match is None:
+            return wrong("no match")
+        return correct(f"found {short(match[0], 80)!r}")
 
 
 class JsonSchema(Verifier):
@@ -147,7 +151,9 @@ class JsonSchema(Verifier):
             value, missing = _json_in(completion)
             if missing:
                 return unparsed(missing)
-            validator = self._fixed if self._fixed is not None else _validator(row[self.needs[0]])
+            validator = self._fixed
+            if validator is None:
+                validator = _validator(row[self.needs[0]])
             problem = next(validator.iter_errors(value), None)
         except (RecursionError, ArithmeticError) as problem:
             return wrong(one_line(problem))  # nested too deeply, or a number beyond all floats

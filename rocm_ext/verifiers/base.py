@@ -197,6 +197,11 @@ def wrong(detail: object = "", reward: float = 0.0) -> Result:
     return Result(Verdict.WRONG, reward, str(detail))
 
 
+def right_or_wrong(right: object, detail: object = "") -> Result:
+    """CORRECT if the answer is right, else WRONG."""
+    return correct(detail) if right else wrong(detail)
+
+
 def unparsed(detail: object = "") -> Result:
     """UNPARSED with reward 0."""
     return Result(Verdict.UNPARSED, 0.0, str(detail))

@@ -89,4 +89,6 @@ def _built(value: Any) -> Any:
         if COMPONENT in value:
             return build(value)
         return {key: _built(item) for key, item in value.items()}
-    return [_built(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_built(item) for item in value]
+    return value

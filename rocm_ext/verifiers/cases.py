@@ -100,12 +100,13 @@ class OutputRule:
         """The checker's scores, from 0 to 1, of (input, output, expected output); ValueError if the checker failed."""
         python = interpreter(self.python)
         source = row.get("checker") or self.source
-        task = json.dumps({"checker": source, "path": python.packages, "cases": cases}).encode()
+        task = {"checker": source, "path": python.packages, "cases": cases}
+        stdin = json.dumps(task).encode()
         script = Path(__file__).with_name("_checker.py").read_text()
         box = Sandbox(self.kind, python.folders)
         apart = Limits(seconds=limits.seconds, memory_mb=CHECKER_MB)
         argv = [python.path, "-s", "-S", f"{BOX}/checker.py"]
-        outcome = box.run(argv, {"checker.py": script}, task, apart)
+        outcome = box.run(argv, {"checker.py": script}, stdin, apart)
         if outcome.killed:
             raise ValueError(f"the checker {outcome.killed}")
         if outcome.timed_out:
@@ -130,7 +131,8 @@ def _checker(source: str) -> str:
         tree = parse_python(source)
     except (SyntaxError, ValueError) as problem:
         raise ValueError(f"the checker is not Python: {problem}") from problem
-    if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    if "check" not in functions:
         raise ValueError("the checker defines no function check(input, output, expected)")
     return source
 
@@ -163,7 +165,10 @@ def calls_of(row: Row) -> list[tuple[list[Any], Any, bool]] | None:
     form = "{input: [arguments], output: value}"
     cases = _checked_cases(row, form, (list, tuple), object)
     field(row, "entry_point", str)
-    return [(list(case["input"]), case["output"], bool(case.get("unwrap"))) for case in cases]
+    calls = []
+    for case in cases:
+        calls.append((list(case["input"]), case["output"], bool(case.get("unwrap"))))
+    return calls
 
 
 def run_cases(

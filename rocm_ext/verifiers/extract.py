@@ -88,9 +88,11 @@ def fenced_code(text: str, language: str) -> tuple[list[list[str]], bool]:
     uses the same character, is at least as long, is indented by less than four columns more and has no tag. An unclosed
     block ends with the text. A block's lines lose the indent of its fence.
     """
-    groups: dict[tuple[bool, bool], list[str]]  # by whether the blocks are closed, and tagged
-    groups = {(closed, tagged): [] for tagged in (True, False) for closed in (True, False)}
+    # by whether the blocks are closed, and tagged
+    groups: dict[tuple[bool, bool], list[str]]
+    groups = {(True, True): [], (False, True): [], (True, False): [], (False, False): []}
     lines: list[str] = []
+    tags = ("", *TAGS[language])
     fence = tag = indent = ""
     fenced = False
     for line in answer_text(text).split("\n"):
@@ -106,12 +108,12 @@ def fenced_code(text: str, language: str) -> tuple[list[list[str]], bool]:
             continue
         closes = bare.startswith(fence) and not bare.strip(fence[0])
         if closes and line.index(bare) < len(indent) + 4:
-            groups[True, bool(tag)] += _block(lines, indent, tag in ("", *TAGS[language]))
+            groups[True, bool(tag)] += _block(lines, indent, tag in tags)
             fence = ""
         else:
             lines.append(line)
     if fence:
-        groups[False, bool(tag)] += _block(lines, indent, tag in ("", *TAGS[language]))
+        groups[False, bool(tag)] += _block(lines, indent, tag in tags)
     return [group for group in groups.values() if group], fenced
 
 
@@ -120,7 +122,8 @@ def _block(lines: list[str], indent: str, ours: bool) -> list[str]:
     first = next(filter(str.strip, lines), "")
     if indent and first.startswith(indent):
         size = len(indent)
-        lines = [line[size:] if line.startswith(indent) else line.lstrip() for line in lines]
+        for i, line in enumerate(lines):
+            lines[i] = line[size:] if line.startswith(indent) else line.lstrip()
     return ["\n".join(lines) + "\n"] if ours and first else []
 
 

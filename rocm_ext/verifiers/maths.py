@@ -19,6 +19,7 @@ from rocm_ext.verifiers.base import (
     correct,
     error,
     field,
+    right_or_wrong,
     short,
     unparsed,
     wrong,
@@ -103,7 +104,7 @@ class MathAnswer(Verifier):
         if found is None or gold is None:
             return None
         equal = _close(Fraction(found), Fraction(gold), self.tolerance)
-        return (correct if equal else wrong)(f"found {found}")
+        return right_or_wrong(equal, f"found {found}")
 
     def __call__(self, completion: str, row: Row) -> Result:
         result = self.at_once(completion, row)
@@ -184,9 +185,10 @@ class MajorityAnswer(MathAnswer):
         tied = counts[1:2] == counts[:1]
         agreed = not tied and counts[0] >= self.min_share * len(completions)
         for answer, voters in votes.items():
-            judged = correct if agreed and len(voters) == counts[0] else wrong
+            right = agreed and len(voters) == counts[0]
+            detail = f"{len(voters)} of {len(completions)} answers are {answer}"
             for index in voters:
-                results[index] = judged(f"{len(voters)} of {len(completions)} answers are {answer}")
+                results[index] = right_or_wrong(right, detail)
         return results
 
 
@@ -226,7 +228,7 @@ def _judge(completion: str, answer: str, tolerance: float) -> Result:
         return correct(f"found {gold}")
     if not final:
         return unparsed("no answer found")
-    return (correct if _equal(gold, final, tolerance) else wrong)(f"found {final}")
+    return right_or_wrong(_equal(gold, final, tolerance), f"found {final}")
 
 
 def _equal(gold: str, answer: str, tolerance: float) -> bool:
@@ -244,7 +246,9 @@ def _equal(gold: str, answer: str, tolerance: float) -> bool:
     if "." in gold + answer:  # \approx 5 is not 5, but \approx 3.33 is 3.33
         answer = answer.removeprefix(r"\approx ")
     by_number = _by_number(gold, answer, tolerance)
-    return _compare(gold, answer, tolerance) if by_number is None else by_number
+    if by_number is not None:
+        return by_number
+    return _compare(gold, answer, tolerance)
 
 
 def _same_text(a: str, b: str) -> bool:

@@ -272,7 +272,9 @@ def _boxed(text: str, boxes: list[re.Match[str]]) -> str:
     after = text[last.end() : last.end() + 60]
     changed_before = LEFT.search(before) or DENIED.search(before)
     changed_after = RIGHT.match(after) or AFTER.match(after) or OPEN.match(after)
-    return f"part of {content}" if changed_before or changed_after else content
+    if changed_before or changed_after:
+        return f"part of {content}"
+    return content
 
 
 def _sentences(text: str) -> list[str]:
@@ -361,7 +363,8 @@ def _value_in(text: str, marked: bool) -> str:
         return text
     found = [values[i] for i in runs]
     sets = all(map(SETS.search, found)) and all(gap.startswith("or") for gap in gaps)
-    return _result((r" \lor " if sets else ", ").join(found))
+    joint = r" \lor " if sets else ", "
+    return _result(joint.join(found))
 
 
 def _bare(run: str) -> str:
@@ -389,7 +392,9 @@ def _result(run: str) -> str:
     if len(values) > 1 and all(number(side) or len(side) == 1 for side in sides):
         return f"{run} is false"  # 4 = 5, a = 6 = 5
     variable = re.search(r"(?<![\\A-Za-z])[A-Za-z]", sides[0] + " " + sides[-1])
-    return f"{sides[0]} = {sides[-1]}".strip() if variable else sides[-1]
+    if variable:
+        return f"{sides[0]} = {sides[-1]}".strip()
+    return sides[-1]
 
 
 def choice(answer: str) -> tuple[str, str] | None:

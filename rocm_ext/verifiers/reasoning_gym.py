@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TypedDict
 
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.base.types import Json, Row
@@ -28,15 +27,6 @@ INSTALL = "`pip install 'torchtune-rocm[reasoning-gym]'`"
 START = 60.0  # seconds that the package may take to import and to make a dataset
 COLUMN = "reasoning_gym"
 SCRIPT = Path(__file__).with_name("_reasoning_gym.py")
-
-
-class _Judgement(TypedDict, total=False):
-    """The script's judgement of an answer; it has one of these keys."""
-
-    score: float
-    row: str  # what is wrong with the row
-    answer: str  # why the judge cannot read the answer
-    late: bool  # True: the judge took too long; False: its process died
 
 
 class ReasoningGym(Verifier):
@@ -100,7 +90,12 @@ class ReasoningGym(Verifier):
             results[index] = self._result(score)
         return results
 
-    def _result(self, said: _Judgement) -> Result:
+    def _result(self, said: Json) -> Result:
+        """The result for the script's judgement of an answer.
+
+        It has ``score``; or ``row`` or ``answer``, which say what is wrong with them; or ``late``: whether the judge
+        took too long, or else its process died.
+        """
         if "row" in said:
             return error(said["row"])
         if said.get("late"):

@@ -107,4 +107,7 @@ def try_out(node: Component, rows: Sequence[Row], timeout: float) -> None:
 
 
 def _gold(row: Row, names: Sequence[str]) -> str | None:
-    return next((str(row[name]) for name in names if row.get(name) is not None), None)
+    for name in names:
+        if row.get(name) is not None:
+            return str(row[name])
+    return None

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.verifiers import PythonTests, Result, Verdict
-from rocm_ext.verifiers.python._wire import Malformed, Unsendable, Wire
+from rocm_ext.verifiers.python._messages import Malformed, Unsendable, Wire
 
 HONEST = {  # code, how to make it wrong, tests, set-up
     "functions in containers": ("from functools import partial\nOPS = {'+': lambda a, b: a + b, 'len': len}\ndef powers(n): return [partial(pow, i) for i in range(n)]\ndef counter():\n    n = 0\n    def inc():\n        nonlocal n\n        n += 1\n        return n\n    return {'inc': inc, 'get': lambda: n}, [str.upper]", ("n += 1", "n += 2"), "assert OPS['+'](2, 3) == 5 and OPS['len']('ab') == 2 and len(OPS) == 2 and [p(2) for p in powers(4)] == [0, 1, 4, 9]\nc, (up,) = counter()\nc['inc']()\nassert c['inc']() == c['get']() == 2 and up('a') == 'A' and callable(up) and c['inc'] == c['inc'] != c['get']"),

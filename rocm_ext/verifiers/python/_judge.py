@@ -29,8 +29,9 @@ import re
 import sys
 from threading import RLock
 
-import _wire
-from _wire import (
+import _messages
+import _vacuous
+from _messages import (
     BINARY,
     FUNCTIONS,
     MUTABLE,
@@ -64,7 +65,7 @@ ASKS = ("is", "startswith", "endswith", "any", "all", "equals", "not", "match", 
 VALUES = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 GENERATOR = type(_ for _ in ())
 # Tags of values with attributes, which must not be callable
-FIELDS = {"nt", "x", "slice", *_wire.LIBRARY}
+FIELDS = {"nt", "x", "slice", *_messages.LIBRARY}
 # What decoding raises for messages that an honest program does not send
 NONSENSE = (Malformed, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 METHOD = object()  # stands for an attribute that is a method
@@ -162,9 +163,12 @@ class Handle:
         return NotImplemented
 
     def __hash__(self):
-        if (value := value_of(self, "hash")) is not NONE:
+        value = value_of(self, "hash")
+        if value is not NONE:
             return hash(value)
-        return JUDGE.request("hash", self) if type(self).__compares__ else hash(self.__number__)
+        if type(self).__compares__:
+            return JUDGE.request("hash", self)
+        return hash(self.__number__)
 
     def __copy__(self, op="copy"):
         built, copied = self.__built__, JUDGE.request(op, self)
@@ -192,7 +196,9 @@ def value_of(value, *operations):
     if not (value.__known__ and kind.__data__ in MUTABLE):
         return getattr(value, "__value__", NONE)
     latest = JUDGE.request("value", value)  # the code may have changed it since
-    return latest if type(latest) is kind.__data__ else taken_for_data(value)
+    if type(latest) is not kind.__data__:
+        taken_for_data(value)
+    return latest
 
 
 def contains(self, item):
@@ -368,7 +374,9 @@ def attribute(target, name):
     if of_data and answers:
         JUDGE.refuse(f"an object of the code is asked .{name} as if it were data")
     value = JUDGE.request("get", target, name)
-    return Method(target, name, of_data) if value is METHOD else value
+    if value is METHOD:
+        return Method(target, name, of_data)
+    return value
 
 
 OPERATIONS = {  # special method -> what it does for a handle, if the code's class defines it
@@ -578,7 +586,7 @@ class Judge(Wire):
             self.level -= 1
             self.fields = fields
         empty = type(value).__name__ == "ndarray" and not value.size
-        return sys.modules["_empty"].guarded(value) if empty else value
+        return _vacuous.guarded(value) if empty else value
 
     def revive(self, tag, parts):
         if tag == "x":
@@ -588,7 +596,9 @@ class Judge(Wire):
             of_builtin = type(kind) is type and hasattr(kind, "__class_getitem__")
             if self.fields or of_builtin:  # list["any"] is true, and set.union(x) is x
                 self.refuse(f"the code gives the class {kind.__name__} instead of data")
-            return TypeInData(kind) if tag == "T" and self.level > 1 else kind
+            if tag == "T" and self.level > 1:
+                return TypeInData(kind)
+            return kind
         at = number(parts[0])
         if tag == "f":
             return self.things[at - 1]
@@ -814,7 +824,8 @@ class Judge(Wire):
         except Malformed:
             raise
         except Exception as error:
-            self.failed = self.failed or (error if is_failure(error) else None)
+            if is_failure(error):
+                self.failed = self.failed or error
             return {"x": self.encode(error)}
 
 
@@ -832,7 +843,10 @@ def rewrite(old, new):
         old[...] = new
     elif hasattr(old, "clear"):
         old.clear()
-        (old.update if hasattr(old, "update") else old.extend)(new)
+        if hasattr(old, "update"):
+            old.update(new)
+        else:
+            old.extend(new)
     else:
         old[:] = new  # an array.array
 
@@ -870,6 +884,6 @@ async def asynchronous(handle):
 CLASSES = {
     "k": Judge.kind,
     "X": Judge.exception_class,
-    "T": lambda judge, name: _wire.FACTORIES[name],
+    "T": lambda judge, name: _messages.FACTORIES[name],
 }
 STREAMS = {"y": generator, "w": coroutine, "g": asynchronous}

@@ -10,7 +10,7 @@ import posix  # os is not loaded yet, and takes a millisecond
 import sys
 from _thread import RLock
 
-from _wire import FACTORIES, FUNCTIONS, Closed, Unsendable, Wire, mutable, program_channel
+from _messages import FACTORIES, FUNCTIONS, Closed, Unsendable, Wire, mutable, program_channel
 
 PRINTED = 1 << 20  # characters between two messages; the rest is dropped
 CAUSES = 5  # length of an exception's chain of causes

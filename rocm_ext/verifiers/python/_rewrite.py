@@ -1,7 +1,7 @@
 """Rewrite the tests before they run, so that checks count where they run, and comparisons of nothing fail.
 
 The judge uses this in its sandbox, where there is only the standard library. The names in ``NAMES`` stand in the
-rewritten tests for functions of ``_run.py`` and ``_empty.py``.
+rewritten tests for functions of ``_run_tests.py`` and ``_vacuous.py``.
 """
 
 import ast
@@ -165,7 +165,9 @@ class Full(Rewriter):
         if self.name(node).split(".")[0] not in ("numpy", "np"):
             return self.generic_visit(node)
         called = node in self.called or not isinstance(node.ctx, ast.Load)
-        return node if called else _full(node, ast.Constant(False), node)
+        if called:
+            return node
+        return _full(node, ast.Constant(False), node)
 
     visit_Name = visit_Attribute
 
@@ -186,7 +188,9 @@ class Full(Rewriter):
     def visit_BinOp(self, node):
         node = self.generic_visit(node)
         operator = OPERATORS.get(type(node.op).__name__)
-        return _full(node, ast.Constant(operator), node.left, node.right) if operator else node
+        if not operator:
+            return node
+        return _full(node, ast.Constant(operator), node.left, node.right)
 
     def visit_Compare(self, node):
         node = self.generic_visit(node)

@@ -182,7 +182,9 @@ class Tests:
         """The full name of an expression: ``unittest.mock.patch`` for ``patch``."""
         if isinstance(node, (ast.Attribute, ast.Subscript)):
             return f"{self.name(node.value)}.{getattr(node, 'attr', '')}"
-        return self.imports.get(node.id, node.id) if isinstance(node, ast.Name) else ""
+        if isinstance(node, ast.Name):
+            return self.imports.get(node.id, node.id)
+        return ""
 
     def checks(self, tree):
         """Whether code has a check: it asserts, raises, or calls a function that does."""
@@ -210,7 +212,8 @@ class Tests:
             raise Broken(
                 f"the tests define {lead}, the entry_point: the answer's would not be tested"
             )
-        if any(test.name == "check" and _needs(test) for test in self.tests) and not lead:
+        needing = {test.name for test in self.tests if _needs(test)}
+        if "check" in needing and not lead:
             raise Broken("check() takes an argument, and the row has no entry_point")
         own = {name for name in free if not _is_known(name)}
         unknown = []  # names of checks
@@ -330,8 +333,9 @@ class Tests:
                     yield from self._no_apart(node, REASONS["pandas"])
             case ast.Call():
                 yield from self._problems_of_call(node)
-            case ast.Raise(exc=ast.Name() | ast.Attribute() as kind) if self.name(kind) in REASONS:
-                yield from self._no_apart(node, REASONS[self.name(kind)])
+            case ast.Raise(exc=ast.Name() | ast.Attribute() as kind):
+                if self.name(kind) in REASONS:
+                    yield from self._no_apart(node, REASONS[self.name(kind)])
             case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
                 yield from self._problems_of_change(node, node)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -480,7 +484,8 @@ def names_in(block):
             tree = ast.parse(block)
             bound, read = _globals(block, tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set(re.findall(r"^(?:async +)?(?:def|class) +(\w+)", block, re.M)), set(), set()
+        defined = re.findall(r"^(?:async +)?(?:def|class) +(\w+)", block, re.M)
+        return set(defined), set(), set()
     imported = _imports(tree.body).keys()
     return bound - imported, imported, read
 
@@ -580,7 +585,8 @@ def _is_harmless(value):
 def _needs(function):
     """Whether a function has parameters without a default."""
     args = function.args
-    return len(args.posonlyargs + args.args) > len(args.defaults) or None in args.kw_defaults
+    positional = [*args.posonlyargs, *args.args]
+    return len(positional) > len(args.defaults) or None in args.kw_defaults
 
 
 def _is_fixture(function):

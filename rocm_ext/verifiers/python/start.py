@@ -1,6 +1,7 @@
 """Start the scripts in their sandboxes: compiled once, with judges that stay warm."""
 
 import contextlib
+import itertools
 import json
 import marshal
 import os
@@ -21,8 +22,16 @@ from rocm_ext.verifiers.base import short
 PATIENCE = 60.0  # seconds that a judge may take to start
 GRACE = 1.0  # seconds that a judge may take to end a verdict whose program was killed
 SCRIPTS = {  # script -> its modules in the order of their imports; the last has the `main`
-    "judge": ("_empty", "_wire", "_source", "_rewrite", "_judge", "_run", "_warm"),
-    "program": ("_wire", "_program"),
+    "judge": (
+        "_vacuous",
+        "_messages",
+        "_source",
+        "_rewrite",
+        "_judge",
+        "_run_tests",
+        "_judge_server",
+    ),
+    "program": ("_messages", "_program"),
     "interpreter": ("_interpreter",),
 }
 PRELOADED = ("pytest", "numpy", "unittest")  # judges import these once, for all verdicts
@@ -45,7 +54,9 @@ posix._exit(0)
 COMPILE = """
 import json, marshal, sys
 sources = json.load(sys.stdin)
-modules = {name: marshal.dumps(compile(text, name + ".py", "exec", dont_inherit=True)) for name, text in sources}
+modules = {}
+for name, text in sources.items():
+    modules[name] = marshal.dumps(compile(text, name + ".py", "exec", dont_inherit=True))
 sys.stdout.buffer.write(marshal.dumps(modules, 4))
 """
 
@@ -77,11 +88,13 @@ class JudgeTask(TypedDict):
 @cache
 def compiled(python: str) -> dict[str, bytes]:
     """The scripts' modules by name, compiled by the interpreter that will run them."""
-    names = {name for script in SCRIPTS.values() for name in script}
-    sources = [(name, Path(__file__).with_name(f"{name}.py").read_text()) for name in names]
+    sources = {}
+    for name in itertools.chain.from_iterable(SCRIPTS.values()):
+        sources[name] = Path(__file__).with_name(f"{name}.py").read_text()
+    argv = [python, "-I", "-S", "-c", COMPILE]
+    stdin = json.dumps(sources).encode()
     try:
-        done = subprocess.run([python, "-I", "-S", "-c", COMPILE], input=json.dumps(sources).encode(),
-                              capture_output=True, timeout=PATIENCE, check=True)  # fmt: skip
+        done = subprocess.run(argv, input=stdin, capture_output=True, timeout=PATIENCE, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"python {python!r} does not run: {error}") from error
     modules: dict[str, bytes] = marshal.loads(done.stdout)
@@ -96,9 +109,8 @@ def start(script: str, sandbox: Sandbox, python: str, task: Mapping[str, object]
     """
     modules = [(name, compiled(python)[name]) for name in SCRIPTS[script]]
     argv = [python, "-s", "-S", "-c", BOOT, *map(str, fds), *arguments, USER]
-    return sandbox.start(
-        argv, stdin=marshal.dumps((modules, dict(task)), 4), limits=limits, pass_fds=fds
-    )
+    stdin = marshal.dumps((modules, dict(task)), 4)
+    return sandbox.start(argv, stdin=stdin, limits=limits, pass_fds=fds)
 
 
 class JudgeEnded(Exception):
@@ -106,20 +118,22 @@ class JudgeEnded(Exception):
 
 
 class WarmJudge:
-    """A judge's sandbox; see ``_warm.py``. It serves one verdict at a time; raises JudgeEnded if it did not start."""
+    """A judge's sandbox, in which ``_judge_server.py`` runs; raises JudgeEnded if it did not start.
+
+    It serves one verdict at a time.
+    """
 
     def __init__(self, sandbox: Sandbox, python: str, path: Sequence[str], memory_mb: int) -> None:
         self.owner = os.getpid()
         self._link, theirs = socket.socketpair()
-        self.fileno = (
-            self._link.fileno
-        )  # becomes readable when the verdict is over or the judge dies
+        # becomes readable when the verdict is over or the judge dies
+        self.fileno = self._link.fileno
         with theirs:
             limits = Limits(cpu_seconds=0, memory_mb=memory_mb)
             boxed = "boxed" if sandbox.kind == "bubblewrap" else "unboxed"
-            running = start(
-                "judge", sandbox, python, {"path": list(path)}, limits, [theirs.fileno()], boxed
-            )
+            start_task = {"path": list(path)}
+            fds = [theirs.fileno()]
+            running = start("judge", sandbox, python, start_task, limits, fds, boxed)
         self.child = running.child
         self.close = weakref.finalize(self, _end, self.owner, self._link, running)
         if not self._heard(PATIENCE):
@@ -129,12 +143,12 @@ class WarmJudge:
 
     def alive(self) -> bool:
         """Whether it can take a task; False in forks of the process that started it."""
-        return (
-            self.owner == os.getpid() and self.close.alive and not readable(self._link.fileno(), 0)
-        )
+        if self.owner != os.getpid() or not self.close.alive:
+            return False
+        return not readable(self._link.fileno(), 0)
 
     def give(self, task: JudgeTask, hears: int, asks: int, tells: int) -> None:
-        """Start a verdict; arguments as for ``_run.judge``, with the pipe ``tells`` for its reports."""
+        """Start a verdict; arguments as for ``_run_tests.judge``, with the pipe ``tells`` for its reports."""
         fd = os.memfd_create("task")
         try:
             with open(fd, "wb", closefd=False) as file:
@@ -142,7 +156,8 @@ class WarmJudge:
             os.lseek(fd, 0, os.SEEK_SET)
             text = "\n".join([task["tests"], *task["trusted"]])
             modules = " ".join(name for name in PRELOADED if name in text)
-            socket.send_fds(self._link, [modules.encode() or b" "], [hears, asks, tells, fd])
+            request = modules.encode() or b" "
+            socket.send_fds(self._link, [request], [hears, asks, tells, fd])
         except OSError as error:
             self.close()
             raise JudgeEnded(f"the judge's process has died: {error}") from error
@@ -178,7 +193,8 @@ class Judges:
     """
 
     def __init__(self, memory_mb: int) -> None:
-        self.memory_mb, self._idle = memory_mb, threading.local()
+        self.memory_mb = memory_mb
+        self._idle = threading.local()
 
     def __reduce__(self) -> tuple[type["Judges"], tuple[int]]:
         return Judges, (self.memory_mb,)

@@ -270,7 +270,8 @@ class PythonTests(Verifier):
             theirs.close()
             child = running.child if running else judge.child
             seconds = self.limits.seconds - (time.monotonic() - began)
-            in_time = supervise([child] if running else [], seconds, judge.fileno(), [judge.child])
+            children = [child] if running else []
+            in_time = supervise(children, seconds, judge.fileno(), [judge.child])
             if running:
                 hung_up = select.poll()
                 hung_up.register(heard, 0)
@@ -317,9 +318,12 @@ class PythonTests(Verifier):
             else:
                 detail += f" (memory_mb is {self.limits.memory_mb})"
         if last["kind"] == "unjudged":
-            return (wrong if self.unjudged == "wrong" else error)(f"cannot be judged: {detail}")
+            judged = wrong if self.unjudged == "wrong" else error
+            return judged(f"cannot be judged: {detail}")
+        if last["kind"] == "broken":
+            return error(detail)
         if last["kind"] != "done":
-            return (error if last["kind"] == "broken" else wrong)(detail)
+            return wrong(detail)
         passed, total = last["passed"], last["total"]
         if not last["failed"]:
             return correct(f"passed {total} of {total}")
@@ -366,7 +370,8 @@ def code_in(completion: str, names: Callable[[], Set[str]] | None, every: bool, 
         code = extract_code(completion, "python", READS.search)
     else:
         used = names()
-        code = next(filter(None, (defining(blocks, used, every) for blocks in groups)), None)
+        for blocks in groups:
+            code = code or defining(blocks, used, every)
         code = code or extract_code(completion, "python", BODY.match if prefix else bool)
     if code is None and prefix and "```" not in completion:
         code = answer_text(completion)  # the body alone, without a fence
@@ -387,7 +392,8 @@ def defining(blocks: Sequence[str], names: Set[str], every: bool) -> str | None:
         binds = defines | imported - defined  # `from solution import f` is an example of use
         if binds & left:
             picked.insert(0, block)
-            left = read | (left - (binds if every else binds | names))
+            satisfied = binds if every else binds | names
+            left = read | (left - satisfied)
     return "\n".join(picked) or None
 
 

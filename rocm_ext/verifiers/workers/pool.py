@@ -158,12 +158,16 @@ class Pool:
 
     def _verify(self, worker: "_Worker", requests: "list[_Request]") -> list[Any]:
         """The results of the requests: a Result, or for a group a list of Results."""
-        results = self._ask(worker, requests) if requests else []
-        group = requests[0].answer if requests and isinstance(requests[0].answer, list) else None
+        if not requests:
+            return []
+        results = self._ask(worker, requests)
+        answer = requests[0].answer
+        if isinstance(answer, list):  # a group has a call to itself
+            return [results if isinstance(results, list) else [error(results)] * len(answer)]
         if isinstance(results, list):
-            return results if group is None else [results]
+            return results
         if len(requests) == 1:
-            return [error(results) if group is None else [error(results)] * len(group)]
+            return [error(results)]
         return [result for request in requests for result in self._verify(worker, [request])]
 
     def _ask(self, worker: "_Worker", requests: "list[_Request]") -> list[Result] | str:

@@ -107,7 +107,9 @@ def full(function, /, *args, **keywords):
         if is_operator(function):
             return result
         check_compared(function, args, keywords, result)
-    return guarded(result) if type(result) is numpy.ndarray and not result.size else result
+    if type(result) is numpy.ndarray and not result.size:
+        return guarded(result)
+    return result
 
 
 def wrapped(value, called):
@@ -131,7 +133,8 @@ def check_compared(function, args, keywords, result):
         return
     values = compared(function, args, keywords)
     arrays = (list, numpy.ndarray)
-    if holds or result.dtype == bool or isinstance(values[-1] if values else 0, arrays):
+    against_array = bool(values) and isinstance(values[-1], arrays)
+    if holds or result.dtype == bool or against_array:
         same_emptiness(*values)
 
 

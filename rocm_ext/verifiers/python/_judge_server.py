@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 
-from _run import judge
+from _run_tests import judge
 
 PR_SET_DUMPABLE = 4
 

@@ -13,11 +13,11 @@ import sys
 import types
 from functools import partial
 
-import _empty
+import _vacuous
 from _judge import CodeEnded, Judge, Unjudged
+from _messages import Closed, Malformed, judge_channel
 from _rewrite import NAMES, Checks, Full
 from _source import Broken, Tests, is_test
-from _wire import Closed, Malformed, judge_channel
 
 MAIN = "__main__"  # unittest, dataclasses and pickle look for the tests' classes there
 # Plugins of pytest, which are slow
@@ -163,7 +163,7 @@ def run(task, judge, namespace, report):
     for name, value in defined.items():
         if name in shared:
             namespace[name] = value
-    replacements = (score, score.count, failure, _empty.zipped, _empty.full)
+    replacements = (score, score.count, failure, _vacuous.zipped, _vacuous.full)
     namespace.update(zip(NAMES, replacements, strict=True))
     checks = None if calls else Checks(tests)
     for source in task["trusted"]:
@@ -214,7 +214,7 @@ def prepare(source, score):
         sys.modules["threading"].excepthook = lambda args: score.note(args.exc_value, "a thread")
     for name in {"pytest", "unittest"} & sys.modules.keys():  # the tests run anyway
         sys.modules[name].main = lambda *args, **keywords: 0
-    _empty.guard()
+    _vacuous.guard()
 
 
 def take(tests, checks, namespace, score):
