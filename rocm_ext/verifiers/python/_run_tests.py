@@ -166,30 +166,18 @@ def run(task, judge, namespace, report):
     replacements = (score, score.count, failure, _vacuous.zipped, _vacuous.full)
     namespace.update(zip(NAMES, replacements, strict=True))
     checks = None if calls else Checks(tests)
-    for source in task["trusted"]:
-        tree = ast.parse(source)
-        tree.body = [part for part in tree.body if getattr(part, "name", "") not in shared]
-        if checks:
-            checks.visit(tree)
-            guard_numpy(tests, tree)
-        try:
-            exec(compile(tree, "setup", "exec", dont_inherit=True), namespace)
-        except Exception as error:
-            if not shared:
-                raise
-            problem = f"{type(error).__name__}: {said(error)}"
-            return {"kind": "failed", "detail": f"the set-up, with the code's objects: {problem}"}
+    try:
+        run_setup(task, tests, checks, namespace)
+    except Exception as error:
+        if not shared:
+            raise
+        problem = f"{type(error).__name__}: {said(error)}"
+        return {"kind": "failed", "detail": f"the set-up, with the code's objects: {problem}"}
     # the set-up may define the answer's name, such as a bare signature or what it imports
-    for name in tests.required | (tests.own if calls else set()):
+    answers = tests.required | tests.own if calls else tests.required
+    for name in answers:
         namespace.pop(name, None)
-    given = set(namespace) - shared
-    for name, (module, attribute) in tests.library.items():
-        if name not in given:
-            library = importlib.import_module(module)
-            namespace[name] = getattr(library, attribute, library) if attribute else library
-    for name, value in defined.items():
-        if name in tests.wanted and name not in given:
-            namespace[name] = value
+    add_names(tests, defined, shared, namespace)
     if type(judge) is Judge:
         solution = sys.modules["solution"] = types.ModuleType("solution")
         solution.__dict__.update(defined)
@@ -201,6 +189,29 @@ def run(task, judge, namespace, report):
         raise Broken("all of them are skipped")
     outcome = {"passed": score.passed, "total": score.total, "detail": score.detail}
     return {"kind": "done", **outcome, "failed": bool(score.failures or judge.gone)}
+
+
+def run_setup(task, tests, checks, namespace):
+    """Run the trusted sources, without the classes that live with the code."""
+    for source in task["trusted"]:
+        tree = ast.parse(source)
+        tree.body = [s for s in tree.body if getattr(s, "name", "") not in task["shared"]]
+        if checks:
+            checks.visit(tree)
+            guard_numpy(tests, tree)
+        exec(compile(tree, "setup", "exec", dont_inherit=True), namespace)
+
+
+def add_names(tests, defined, shared, namespace):
+    """Add the library's and the answer's names that the tests use, unless the set-up defines them."""
+    given = set(namespace) - shared
+    for name, (module, attribute) in tests.library.items():
+        if name not in given:
+            library = importlib.import_module(module)
+            namespace[name] = getattr(library, attribute, library) if attribute else library
+    for name, value in defined.items():
+        if name in tests.wanted and name not in given:
+            namespace[name] = value
 
 
 def prepare(source, score):
