@@ -78,7 +78,7 @@ class Verifier:
     Attributes:
         needs: names of the fields that a row must have.
         batch_size: the most answers in one call of :meth:`judge_batch`.
-        groups: True: :meth:`judge_group` judges all answers to a prompt together. Defining that method sets it.
+        groups: whether :meth:`judge_group` judges all answers to a prompt together. Defining that method sets it.
     """
 
     needs: tuple[str, ...] = ()

@@ -51,11 +51,11 @@ class OutputRule:
     """The rule for right output.
 
     Args:
-        tolerance: None: lines must be equal but for white space at their ends; a line that holds only numbers is
-            compared word by word, so that ``5.0`` is 5 and a tab is a space. A number: all lines are compared word by
-            word, and numbers may differ by so much, absolute or relative to the expected one; integers may not differ.
-            Blank lines at the beginning and the end never count, and ``007`` is not 7. A row's ``tolerance`` takes
-            precedence.
+        tolerance: how much numbers may differ, absolute or relative to the expected one; all lines are then compared
+            word by word, and integers may not differ. Without a tolerance, lines must be equal but for white space at
+            their ends; a line that holds only numbers is compared word by word, so that ``5.0`` is 5 and a tab is a
+            space. Blank lines at the beginning and the end never count, and ``007`` is not 7. A row's ``tolerance``
+            takes precedence.
         checker: a Python file with ``def check(input, output, expected)`` that returns a bool or the case's score from
             0 to 1; a row's ``checker``, which is source, takes precedence. ValueError, LookupError, ArithmeticError
             and AssertionError in it mean wrong output; any other exception is an ERROR. It gets as much time as the

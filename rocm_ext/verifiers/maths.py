@@ -128,7 +128,7 @@ class MajorityAnswer(MathAnswer):
 
     Args:
         min_share: share of the group's answers that the most frequent final answer needs.
-        field: a field with the gold answer, which rows may lack; None: always vote.
+        field: a field with the gold answer, which rows may lack. With None, all rows vote.
         tolerance: as in :class:`MathAnswer`.
         timeout: seconds for one answer, at most 30 for a group; a slower one is TIMEOUT and has no vote.
     """

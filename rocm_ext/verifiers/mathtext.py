@@ -398,7 +398,7 @@ def _result(run: str) -> str:
 
 
 def choice(answer: str) -> tuple[str, str] | None:
-    """The letters of the choices that an answer names, sorted, and the text after a single one; None: no choice."""
+    """The letters of the choices that an answer names, sorted, and the text after a single one. None without one."""
     label = LABEL.match(answer)
     if label:
         return label[1] or label[2], answer[label.end() :].strip()

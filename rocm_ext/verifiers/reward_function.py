@@ -37,10 +37,10 @@ class RewardFunction(Verifier):
         function: dotted name, such as ``my_module.reward``. The module may be in the current directory.
         threshold: reward, in [0, 1], from which the verdict is CORRECT.
         scale: the function's values that become the rewards 0 and 1; values between are mapped linearly.
-        conversational: True: prompts and completions are lists of messages; False: texts; None: lists of messages for
-            rows with ``messages``, as in TRL. The functions in ``trl.rewards`` take messages.
+        conversational: whether prompts and completions are lists of messages, as the functions in ``trl.rewards`` take
+            them, or texts. By default they are lists for rows with ``messages``, as in TRL.
         batch_size: the most answers in one call.
-        groups: True: rewards depend on the other answers to the prompt; ``batch_size`` has no effect then.
+        groups: whether rewards depend on the other answers to the prompt; ``batch_size`` has no effect then.
     """
 
     def __init__(

@@ -47,10 +47,10 @@ def self_check(
     Args:
         node: the verifier, as for :func:`rocm_ext.verifiers.build`.
         rows: (origin, row) pairs; messages name the origin, such as ``file:line``.
-        gold_field: the field with the gold answer; None: the row's first of solution, completion, canonical_solution
-            and answer.
+        gold_field: the field with the gold answer, by default the row's first of solution, completion,
+            canonical_solution and answer.
         workers: number of processes.
-        limit: number of rows to check; None: all.
+        limit: number of rows to check, by default all.
 
     Raises:
         UserError: the verifier cannot be built or run here, or a row lacks a field or a gold answer.

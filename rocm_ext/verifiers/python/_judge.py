@@ -84,8 +84,8 @@ class CodeEnded(BaseException):
 class CodeClass(type):
     """The type of the stand-ins for the code's classes; their instances are handles.
 
-    ``__open__``: None: the tests do not mention the class; "": they do, but not as a class; "objects": they make its
-    objects; "functions": they only call its functions.
+    ``__open__`` says what the tests do with the class: "objects" if they make its objects, "functions" if they only
+    call its functions, empty if they mention it otherwise, and None if they do not mention it.
     """
 
     __built__ = __known__ = property(lambda cls: bool(cls.__open__))
@@ -492,8 +492,8 @@ class Judge(Wire):
     """The connection to the code's process.
 
     Attributes:
-        gone: why the code no longer answers; empty: it does.
-        unjudged: why there is no verdict; empty: there is one.
+        gone: why the code no longer answers. Empty if it does.
+        unjudged: why there is no verdict. Empty if there is one.
         live: names of the answer whose changing values the tests see.
     """
 

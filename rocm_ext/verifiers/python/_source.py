@@ -72,7 +72,7 @@ class Tests:
     Args:
         source: the tests.
         trusted: sources that run before them on both sides: the set-up, and the given beginning of the code.
-        entry: the argument of ``check``, an expression; empty: the row has none.
+        entry: the argument of ``check``, an expression. Empty if the row has none.
         apart: whether the code runs in another process, so that tests which do not reach it are refused.
 
     Attributes:

@@ -357,7 +357,7 @@ def code_in(completion: str, names: Callable[[], Set[str]] | None, every: bool, 
 
     Args:
         completion: the answer.
-        names: finds the names that the tests use, if several blocks need them; None: the code is a program that reads
+        names: finds the names that the tests use, which several blocks need. None if the code is a program that reads
             stdin.
         every: whether the tests use all the names, or one of them.
         prefix: the beginning of the code, which may lack the body of its function.
@@ -381,8 +381,8 @@ def code_in(completion: str, names: Callable[[], Set[str]] | None, every: bool, 
 def defining(blocks: Sequence[str], names: Set[str], every: bool) -> str | None:
     """The last block that defines a name for the tests, after earlier blocks that define other names or its needs.
 
-    Other blocks, such as examples of use, are left out. None: no block defines a name. The tests use ``every`` name, or
-    one of them.
+    Other blocks, such as examples of use, are left out. The result is None if no block defines a name. The tests use
+    ``every`` name, or one of them.
     """
     known = [names_in(block) for block in blocks]
     defined = set().union(*(defines for defines, _, _ in known))
