@@ -4,8 +4,6 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from statistics import quantiles
 from tempfile import TemporaryDirectory
@@ -35,8 +33,7 @@ from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.download import use_shape
 from rocm_ext.model.lora import plain
 from rocm_ext.model.sampler import copied_bytes, sampler_of
-from rocm_ext.model.weights.quantized import Quantized, of_blocks
-from rocm_ext.model.weights.unpack import BLOCKS
+from rocm_ext.model.weights.quantized import Quantized
 from rocm_ext.plan import workload
 from rocm_ext.plan.costs import CostCounter
 from rocm_ext.plan.memory import frozen_bytes
@@ -48,25 +45,16 @@ from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.trainer import Trainer
 
-Work = Callable[[], Any]  # what a probe measures
 _TOKENS = {"cuda": 4096, "cpu": 512}  # of a matrix product
 _COPIED = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}  # bytes, well above the caches
 _PROMPT = 64  # tokens of the prompts that are decoded from
 _WARM_UP, _STEPS = 8, 40  # of decoding; the first steps also prefill, and capture graphs
 _LONGEST = 2048  # tokens of a training row, unless the config says less
+_CHECKPOINTED = "_checkpoint_wrapped_module"  # attribute of torch's wrapper of a layer
 
 
-class Skipped(Exception):
-    """A probe cannot measure this here; the message says why."""
-
-
-@contextmanager
-def _skipping() -> Iterator[None]:
-    """Context in which a UserError is about something that cannot be measured here, so that the probe is skipped."""
-    try:
-        yield
-    except UserError as error:
-        raise Skipped(str(error)) from error
+class Skipped(UserError):
+    """A probe takes more memory than the budget."""
 
 
 class Bench:
@@ -97,8 +85,7 @@ class Bench:
     @cached_property
     def decoder(self) -> Any:
         """The config's model with random weights, for sampling."""
-        with _skipping():
-            self.shape.check_sampling()
+        self.shape.check_sampling()
         self.require(frozen_bytes(self.shape) + copied_bytes(self.shape))
         decoder = build_model(self.cfg.model, self.dtype, 0, self.device)
         choose_attention(decoder, self.cfg.attention)
@@ -106,13 +93,24 @@ class Bench:
         load_weights(decoder, weights, Ranks(self.device))
         return decoder
 
-    def draw(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """A random matrix on the device."""
-        return torch.randn(rows, columns, device=self.device).to(dtype)
+    def timed(
+        self, work: Callable[[], Any], least: int = 5, seconds: float | None = None
+    ) -> list[float]:
+        """Seconds of at least ``least`` calls of ``work``, after two that are not timed.
 
-    def timed(self, work: Work, least: int = 5, beside: Work | None = None) -> "Times":
-        """Time calls of ``work`` on the device; see :func:`timed`."""
-        return timed(work, self.device, self.spec.seconds, least, beside)
+        On a GPU it waits after every call, so ``work`` should last longer than the launch of its kernels.
+        ``seconds`` is the duration of the measurement, by default the spec's.
+        """
+        times: list[float] = []
+        end = math.inf
+        while len(times) < least + 2 or time.perf_counter() < end:
+            began = time.perf_counter()
+            work()
+            wait(self.device)
+            times.append(time.perf_counter() - began)
+            if len(times) == 2:
+                end = time.perf_counter() + (seconds or self.spec.seconds)
+        return times[2:]
 
     def require(self, needed: int) -> None:
         """Raise :class:`Skipped` if ``needed`` bytes exceed the budget."""
@@ -125,7 +123,7 @@ def measure(bench: Bench, item: Item) -> ProbeReply:
     try:
         result = PROBES[item.probe](bench, item.values)
         return {"status": "ok", "result": result}
-    except Skipped as reason:
+    except UserError as reason:  # this machine or this model does not allow it
         return {"status": "skipped", "detail": str(reason)}
     except torch.OutOfMemoryError as error:
         return {"status": "out of memory", "detail": one_line(error)[:200]}
@@ -136,65 +134,16 @@ def measure(bench: Bench, item: Item) -> ProbeReply:
 # ---- times
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one call: the median and the quartiles."""
-
-    low: float
-    median: float
-    high: float
-
-    @classmethod
-    def of(cls, times: Sequence[float]) -> "Times":
-        """The median and the quartiles of ``times``."""
-        return cls(*quantiles(times, n=4, method="inclusive"))
-
-    def rate(self, amount: float, unit: str) -> ProbeResult:
-        """``amount`` per second: ``value`` with ``low`` and ``high``."""
-        return {
-            "value": amount / self.median,
-            "low": amount / self.high,
-            "high": amount / self.low,
-            "unit": f"{unit}/s",
-        }
-
-
-def timed(
-    work: Work,
-    device: torch.device,
-    seconds: float,
-    least: int = 5,
-    beside: Work | None = None,
-) -> Times:
-    """Time calls of ``work``, after two that are not timed.
-
-    On a GPU it waits after every call, so ``work`` should last longer than the launch of its kernels.
-
-    Args:
-        work: function to time.
-        device: device that runs it.
-        seconds: duration of the measurement.
-        least: least number of calls.
-        beside: another function, called in turn. The results are then ratios: times of ``work`` by times of ``beside``.
-    """
-
-    def lap(call: Work) -> float:
-        began = time.perf_counter()
-        call()
-        wait(device)
-        return time.perf_counter() - began
-
-    def turn() -> float:
-        seconds = lap(work)
-        return seconds if beside is None else seconds / lap(beside)
-
-    for _ in range(2):
-        turn()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < least or time.perf_counter() < end:
-        times.append(turn())
-    return Times.of(times)
+def rate(times: Sequence[float], amount: float, unit: str) -> ProbeResult:
+    """``amount`` per second of calls that took ``times``: the median as ``value``, and the quartiles."""
+    low, median, high = quantiles(times, n=4, method="inclusive")
+    return {
+        "value": amount / median,
+        "low": amount / high,
+        "high": amount / low,
+        "unit": f"{unit}/s",
+        "seconds": median,
+    }
 
 
 def wait(device: torch.device) -> None:
@@ -206,54 +155,19 @@ def wait(device: torch.device) -> None:
 # ---- the device
 
 
-def _feed_forward(bench: Bench) -> tuple[int, int]:
-    """The outputs and the inputs of the feed-forward layer's first product."""
-    mlp: Any = bench.shape.layers[0].mlp  # type: ignore[union-attr, index]
-    wide, width = mlp.w1.weight.shape
-    return wide, width
-
-
 def gemm(bench: Bench, values: Values) -> ProbeResult:
     """FLOP/s of the feed-forward layer: x Wᵀ (``forward``) or g W (``dgrad``)."""
-    wide, width = _feed_forward(bench)
+    mlp: Any = bench.shape.layers[0].mlp  # type: ignore[union-attr, index]
+    wide, width = mlp.w1.weight.shape
     tokens = _TOKENS[bench.device.type]
     dtype = numerics.DTYPES[values["dtype"]]
     bench.require((tokens * (wide + width) + wide * width) * dtype.itemsize * 2)
-    weight = bench.draw(wide, width, dtype)
+    weight = torch.randn(wide, width, device=bench.device).to(dtype)
     if values["direction"] == "forward":
         weight = weight.T
-    x = bench.draw(tokens, len(weight), dtype)
+    x = torch.randn(tokens, len(weight), device=bench.device).to(dtype)
     times = bench.timed(lambda: x @ weight)
-    return {**times.rate(2 * tokens * wide * width, "FLOP"), "shape": [tokens, width, wide]}
-
-
-def unpacking(bench: Bench, values: Values) -> ProbeResult:
-    """Values per second that are unpacked from ggml's blocks of ``kind`` into the model's dtype, as training does it.
-
-    With ``rows``: the time of a product of so many rows with the feed-forward layer's weight in blocks, divided by the
-    time of the same product with a plain weight.
-    """
-    wide, width = _feed_forward(bench)
-    dtype = bench.dtype
-    count, size = BLOCKS[values["kind"]]
-    blocks = math.ceil(width / count)
-    width = blocks * count
-    rows = values.get("rows", 0)
-    if not rows:
-        wide = _COPIED[bench.device.type] // (width * dtype.itemsize)
-    bench.require((rows * (width + wide) + wide * width) * dtype.itemsize * 2)
-    # bytes with moderate scales in every kind; random bytes contain infinite scales
-    packed = torch.randint(40, 46, (wide, blocks * size), dtype=torch.uint8, device=bench.device)
-    weight = of_blocks(packed, values["kind"], dtype)
-    with _skipping():  # transformers may be missing
-        plain = weight.get_original_weight()
-    facts: ProbeResult = {"shape": [rows, width, wide], "dtype": numerics.dtype_name(dtype)}
-    if not rows:
-        times = bench.timed(weight.get_original_weight)
-        return {**times.rate(wide * width, "values"), **facts}
-    x = bench.draw(rows, width, dtype)
-    ratio = bench.timed(lambda: x @ weight.T, beside=lambda: x @ plain.T)
-    return {"value": ratio.median, "low": ratio.low, "high": ratio.high, "unit": "x", **facts}
+    return {**rate(times, 2 * tokens * wide * width, "FLOP"), "shape": [tokens, width, wide]}
 
 
 def bandwidth(bench: Bench, values: Values) -> ProbeResult:
@@ -272,7 +186,7 @@ def bandwidth(bench: Bench, values: Values) -> ProbeResult:
     start, end = COPIES[values["what"]]
     source, target = allocated(start), allocated(end)
     moved = 2 * size if start == end else size
-    return bench.timed(lambda: target.copy_(source)).rate(moved, "B")
+    return rate(bench.timed(lambda: target.copy_(source)), moved, "B")
 
 
 def loader(bench: Bench, values: Values) -> ProbeResult:
@@ -289,7 +203,7 @@ def loader(bench: Bench, values: Values) -> ProbeResult:
             pass
 
     tokens = sum(map(len, rows.tokens))
-    return bench.timed(load_all, least=3).rate(tokens, "tokens")
+    return rate(bench.timed(load_all, least=3), tokens, "tokens")
 
 
 # ---- decoding
@@ -320,9 +234,8 @@ def decoding(bench: Bench, values: Values) -> ProbeResult:
         bench.require(frozen_bytes(decoder) + copied_bytes(decoder) + memory.bytes(slots))
         session = _Clocked(sampler, endless, lambda: bench.spec.budget, slots, graphs)
         list(session.generate(requests, sampling))
-    times = Times.of(session.steps[_WARM_UP:])
     context = _PROMPT + _WARM_UP + _STEPS / 2
-    return {**times.rate(slots, "tokens"), "seconds": times.median, "context": context}
+    return {**rate(session.steps[_WARM_UP:], slots, "tokens"), "context": context}
 
 
 # ---- training
@@ -432,42 +345,29 @@ def training(bench: Bench, values: Values) -> ProbeResult:
     runtime = Runtime.open(cfg)
     longest, count = longest_row(cfg), values["rows"]
     rows = random_rows(count, longest, longest, 256)
-    may_skip = (
-        _skipping() if "attention" in values else nullcontext()
-    )  # the machine may lack a kernel of attention
     try:
-        with may_skip, TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder:
             cfg.output_dir = folder
             learner = ProbeLearner(cfg, runtime, bench.spec.budget)
             learner.setup(workload.describe(rows, count, "random"))
             trainer = Trainer(learner, rows, cfg, OutputDir.open(cfg, runtime.ranks))
             trainer.open()
-            return _steps(trainer, bench.spec.seconds)
+            (update,) = trainer.loader.range(0, 1)
+            learner.model.train()
+            if bench.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(bench.device)
+            times = bench.timed(lambda: trainer.train_step(update), 3, 2 * bench.spec.seconds)
+            layers = learner.decoder.layers
+            return {
+                **rate(times, count * longest, "tokens"),
+                "peak_memory": _peak(trainer, update),
+                "planned_memory": learner.planned_peak,
+                "dtype": numerics.dtype_name(runtime.dtype),
+                "checkpointed": sum(hasattr(layer, _CHECKPOINTED) for layer in layers),
+            }
     finally:
         runtime.ranks.close()
         gc.collect()  # a compiled model is in cycles
-
-
-def _steps(trainer: Trainer, seconds: float) -> ProbeResult:
-    """Measure the only update of ``trainer``, again and again."""
-    (update,) = trainer.loader.range(0, 1)
-    learner = trainer.learner
-    device = trainer.runtime.device
-    learner.model.train()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    times = timed(lambda: trainer.train_step(update), device, 2 * seconds, least=3)
-    tokens = sum(batch.real_tokens for batch in update.batches)
-    return {
-        **times.rate(tokens, "tokens"),
-        "seconds": times.median,
-        "peak_memory": _peak(trainer, update),
-        "planned_memory": learner.planned_peak,
-        "dtype": numerics.dtype_name(trainer.runtime.dtype),
-        "checkpointed": sum(
-            hasattr(layer, "_checkpoint_wrapped_module") for layer in learner.decoder.layers
-        ),
-    }
 
 
 def _peak(trainer: Trainer, update: Update) -> int:
@@ -488,7 +388,6 @@ def _peak(trainer: Trainer, update: Update) -> int:
 
 PROBES: dict[str, Callable[[Bench, Values], ProbeResult]] = {
     "gemm": gemm,
-    "unpacking": unpacking,
     "bandwidth": bandwidth,
     "loader": loader,
     "decoding": decoding,

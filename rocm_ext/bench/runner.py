@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
+from tempfile import TemporaryFile
 
 import psutil
 
@@ -73,21 +74,18 @@ class _Child:
         self.environ = environ
         self.ended = False
         self._started = False
+        self._errors = TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rocm_ext.bench.child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             errors="replace",
             env={**os.environ, **common, **environ},
         )
-        self._last_error = ""
         self._lines: SimpleQueue[str | None] = SimpleQueue()
-        self._lines_reader = threading.Thread(target=self._read_lines, daemon=True)
-        self._errors_reader = threading.Thread(target=self._read_errors, daemon=True)
-        self._lines_reader.start()
-        self._errors_reader.start()
+        threading.Thread(target=self._read_lines, daemon=True).start()
         self._send(asdict(spec))
 
     def measure(self, item: Item, timeout: float) -> Measurement:
@@ -121,10 +119,6 @@ class _Child:
                 self._lines.put(line[len(MARK) :])
         self._lines.put(None)
 
-    def _read_errors(self) -> None:
-        for line in self._process.stderr:  # type: ignore[union-attr]
-            self._last_error = line.rstrip()
-
     def _last_words(self) -> str:
         """The way in which the process ended, and its last line on stderr."""
         try:
@@ -132,8 +126,10 @@ class _Child:
         except subprocess.TimeoutExpired:
             return "closed its output and does not end"
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        self._errors_reader.join(timeout=5)
-        return f"{how}: {self._last_error}" if self._last_error else how
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        words = [line.strip() for line in lines if line.strip()]
+        return f"{how}: {words[-1]}" if words else how
 
     def __enter__(self) -> "_Child":
         return self
@@ -141,18 +137,16 @@ class _Child:
     def __exit__(self, *error: object) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()  # type: ignore[union-attr]
+        # the child ends when its input ends
+        patience = 0 if self.ended or error[0] else 10
         try:
-            self._process.wait(
-                0 if self.ended or error[0] else 10
-            )  # the child ends when its input ends
+            self._process.wait(patience)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            with contextlib.suppress(
-                subprocess.TimeoutExpired
-            ):  # SIGKILL ends no process that hangs in a driver
+            # SIGKILL ends no process that hangs in a driver
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
-        self._lines_reader.join(timeout=5)
-        self._errors_reader.join(timeout=5)
+        self._errors.close()
 
 
 # ---- other programs
@@ -185,4 +179,4 @@ class OtherPrograms:
         )
         if os.name == "nt":
             return 0.0
-        return max(0.0, (used - own) / max(elapsed, 1e-9))
+        return max(0.0, (used - own) / elapsed)

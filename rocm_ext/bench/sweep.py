@@ -8,7 +8,7 @@ checkpointing anew for every measurement.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -16,14 +16,7 @@ from rocm_ext import config
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import ATTENTION, Lock
 
-PROBES = (
-    "gemm",
-    "unpacking",
-    "bandwidth",
-    "loader",
-    "decoding",
-    "training",
-)  # in the order of the table
+PROBES = ("gemm", "bandwidth", "loader", "decoding", "training")  # in the order of the table
 COPIES = {  # by name: from where to where
     "device copy": ("device", "device"),
     "to the GPU": ("host", "device"),
@@ -37,26 +30,6 @@ FOUR_BITS = "model.quantize_base"
 GAIN = 1.03  # least speed-up, beyond the spread of both, for which another setting replaces the configured one
 
 Values = Mapping[str, Any]  # arguments of a probe; of training, rows and keys of the config
-
-
-class Sizes(NamedTuple):
-    """The sizes that a sweep measures.
-
-    Attributes:
-        slots: answers decoded at once.
-        blocks: kinds of ggml's blocks.
-        products: rows of products with weights in blocks.
-        rows: training rows computed at once.
-    """
-
-    slots: tuple[int, ...]
-    blocks: tuple[str, ...]
-    products: tuple[int, ...]
-    rows: tuple[int, ...]
-
-
-_ALL_SIZES = Sizes((16, 32, 64, 128, 256), ("Q4_K", "Q6_K", "Q8_0"), (256, 2048), (1, 2, 4, 8, 16))
-_FEW_SIZES = Sizes((16, 64), ("Q4_K",), (2048,), (1, 4))
 
 
 @dataclass(frozen=True)
@@ -99,7 +72,7 @@ class Item:
 
 
 class ProbeResult(TypedDict, total=False):
-    """The speed or ratio that a probe measured, its quartiles, and facts of some probes."""
+    """The speed that a probe measured, its quartiles, and facts of some probes."""
 
     value: float
     low: float
@@ -107,7 +80,7 @@ class ProbeResult(TypedDict, total=False):
     unit: str
     shape: list[int]
     dtype: str
-    seconds: float  # of a step
+    seconds: float  # the median of a call or step
     context: float  # tokens that attention sees
     peak_memory: int
     planned_memory: int
@@ -183,16 +156,17 @@ class Sweep:
         self._cfg = cfg
         self._locked = locked
         cpu = machine.backend == "cpu"
-        sizes = _FEW_SIZES if quick else _ALL_SIZES
-        device = [*_gemm(machine, quick), *_unpacking(sizes), *_bandwidth(machine)]
+        slots_at_once = (16, 64) if quick else (16, 32, 64, 128, 256)
+        rows_at_once = (1, 4) if quick else (1, 2, 4, 8, 16)
+        device = [*_gemm(machine, quick), *_bandwidth(machine)]
         for workers in (0,) if "num_workers" in locked else (0, 2):
             device.append(Item("loader", {"num_workers": workers}))
-        for slots in sizes.slots:
+        for slots in slots_at_once:
             device.append(Item("decoding", {"slots": slots}))
         self._device = [item for item in device if item.probe in probes]
         self._rows: list[int] = []
         if "training" in probes:
-            self._rows = sorted({*sizes.rows, cfg.batch_size})
+            self._rows = sorted({*rows_at_once, cfg.batch_size})
         self._values: dict[str, Sequence[Any]] = {
             "dtype": dtypes(machine),
             "attention": ["auto", "math", "eager"],
@@ -312,16 +286,8 @@ def _gemm(machine: Machine, quick: bool) -> Iterator[Item]:
     for library, environ in libraries.items():
         for dtype in dtypes(machine):
             for direction in ("forward", "dgrad"):  # LoRA's frozen weights have no wgrad
-                yield Item(
-                    "gemm", {"direction": direction, "dtype": dtype, "library": library}, environ
-                )
-
-
-def _unpacking(sizes: Sizes) -> Iterator[Item]:
-    for kind in sizes.blocks:
-        yield Item("unpacking", {"kind": kind})
-        for rows in sizes.products:
-            yield Item("unpacking", {"kind": kind, "rows": rows})
+                values = {"direction": direction, "dtype": dtype, "library": library}
+                yield Item("gemm", values, environ)
 
 
 def _bandwidth(machine: Machine) -> Iterator[Item]:
@@ -343,6 +309,5 @@ def smallest(measured: Sequence[Measurement], what: str) -> Measurement:
 
 def in_words(measured: Iterable[Measurement], what: str) -> str:
     """The speeds in words, by the size ``what``."""
-    return "tokens/s: " + ", ".join(
-        f"{row.speed:,.0f} with {row.item.values[what]}" for row in measured
-    )
+    speeds = [f"{row.speed:,.0f} with {row.item.values[what]}" for row in measured]
+    return f"tokens/s: {', '.join(speeds)}"

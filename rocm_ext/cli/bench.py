@@ -1,9 +1,9 @@
 """``rocm-ext bench``: measures this machine.
 
-Measures matrix products by direction, dtype and library; what a GGUF file's blocks cost; memory bandwidth; decoding
-steps; and training steps of a config's model with random weights, one setting after another around the fastest so far.
-It downloads nothing. Each measurement runs in a child process within the memory budget; a crash or hang becomes a row
-of the table. Writes bench.json, which plan and `hardware: auto` use, and prints the fastest settings as YAML.
+Measures matrix products by direction, dtype and library; memory bandwidth; the loader; decoding steps; and training
+steps of a config's model with random weights, one setting after another around the fastest so far. It downloads
+nothing. Each measurement runs in a child process within the memory budget; a crash or hang becomes a row of the table.
+Writes bench.json, which plan and `hardware: auto` use, and prints the fastest settings as YAML.
 """
 
 import json
@@ -43,8 +43,7 @@ from rocm_ext.machine.detect import detect
 from rocm_ext.machine.environment import environment_for
 from rocm_ext.machine.profile import choose_profile, load_profile
 
-_UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "tokens/s": (1.0, "tokens/s"),
-          "values/s": (1e9, "billion values/s"), "x": (1.0, "x the time of a plain product")}  # fmt: skip
+_UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "tokens/s": (1.0, "tokens/s")}
 
 
 def add(parser: ArgumentParser) -> None:
