@@ -5,18 +5,17 @@ by part against the machine's budget, work per step, expected speed, and the set
 and no data. Exits with 1 if the config does not fit.
 """
 
+import math
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
 from rich.markup import escape
 
 from rocm_ext import config
 from rocm_ext.base import registry
-from rocm_ext.base.errors import UserError
-from rocm_ext.base.log import duration, log
+from rocm_ext.base.log import duration
 from rocm_ext.base.types import Json
 from rocm_ext.cli._common import (
     add_config,
@@ -37,19 +36,13 @@ from rocm_ext.machine.detect import detect
 from rocm_ext.machine.profile import find_chip, load_profile
 
 if TYPE_CHECKING:
-    from rocm_ext.plan.planner import Choice, StepWork
+    from rocm_ext.plan.planner import Choice
     from rocm_ext.plan.run import RolloutPlan, RunPlan
 
-_NAMES = {  # names in the table that differ from _memory's
-    "activations_without_checkpointing": "  none checkpointed",
-    "activations_with_checkpointing": "  all checkpointed",
-    "loss": "logits and loss",
-    "kept_for_sampling": "kept for sampling",
-}
-Rows = list[tuple[str, list[str]]]  # a table's rows: a name, and a value for each column
-Ways = list[tuple[str, int]]  # changes that make a run fit, and the peak in bytes with each
-# Computes a figure from the shares of their computed speeds at which training and sampling run
-Figure = Callable[[float, float], float]
+_SMALLER = (
+    "dtype=bf16 or fp16, model.quantize_base=nf4, half the tokenizer.max_seq_len or max_new_tokens"
+)
+_WHOLE = "{:,.0f}".format
 
 
 def add(parser: ArgumentParser) -> None:
@@ -81,28 +74,20 @@ def run(args: Namespace) -> int:
         profile, args.chip = find_chip(args.machine, hardware)
         args.overrides.insert(0, f"hardware={profile}")
     recipe = config.recipe_of(args.config, args.overrides)
-    cfg = _load(args, recipe, args.overrides)
+    cfg = _load(args, recipe)
     if registry.extended(recipe) == registry.GRPO and not args.json:
         print(describe(filled(cfg)))
-    plan = _plan(args, recipe, cfg, args.ranks)
-    ways: Ways = []
-    if not plan.fits and not _best_fits(plan):
-        ways = _ways_to_fit(args, recipe, cfg, plan)
+    plan = _plan(args, recipe, cfg)
     if args.json:
-        fits_with = [{"change": change, "peak": peak} for change, peak in ways]
-        print_json(_content(plan) | {"fits_with": fits_with})
+        print_json(_content(plan))
     else:
-        _print(args.config, plan, ways)
+        _print(args.config, plan)
     return 0 if plan.fits else 1
 
 
-def _best_fits(plan: "RunPlan") -> bool:
-    return plan.highest(plan.best) <= plan.target.budget[0]
-
-
-def _load(args: Namespace, recipe: registry.Recipe, overrides: Sequence[str]) -> Any:
-    """Load the config with ``overrides``, and check it."""
-    cfg = config.load(recipe, args.config, overrides)
+def _load(args: Namespace, recipe: registry.Recipe) -> Any:
+    """Load the config, and check it."""
+    cfg = config.load(recipe, args.config, args.overrides)
     system = load_profile(cfg.hardware).match.get("system", "")
     registry.check_system(recipe, system)
     check_config(cfg, registry.extended(recipe))
@@ -110,8 +95,7 @@ def _load(args: Namespace, recipe: registry.Recipe, overrides: Sequence[str]) ->
     return cfg
 
 
-def _plan(args: Namespace, recipe: registry.Recipe, cfg: Any, ranks: int) -> "RunPlan":
-    """Plan the run of a config on so many ranks."""
+def _plan(args: Namespace, recipe: registry.Recipe, cfg: Any) -> "RunPlan":
     from rocm_ext.plan.run import plan_run
     from rocm_ext.plan.workload import Known
 
@@ -123,51 +107,20 @@ def _plan(args: Namespace, recipe: registry.Recipe, cfg: Any, ranks: int) -> "Ru
         cfg.loss = losses.loss_config(cfg)
     known = Known(args.rows, args.row_tokens, args.answer_tokens)
     return plan_run(
-        cfg, detect(), family=family, bench=args.bench, ranks=ranks, known=known, chip=args.chip
+        cfg,
+        detect(),
+        family=family,
+        bench=args.bench,
+        ranks=args.ranks,
+        known=known,
+        chip=args.chip,
     )
-
-
-def _ways_to_fit(args: Namespace, recipe: registry.Recipe, cfg: Any, plan: "RunPlan") -> Ways:
-    """Return the first two changes that make the run fit: keys of the config, or more ranks."""
-    log.info("does not fit; planning other settings ...")
-    changes: list[tuple[str, int]] = []
-    if plan.target.dtype_name == "fp32":
-        dtype = "bf16" if "bf16" in plan.target.figures.flops else "fp16"
-        changes.append((f"dtype={dtype}", 1))
-    if "quantize_base" not in cfg.model:
-        changes.append(("model.quantize_base=nf4", 1))
-    if plan.teacher and cfg.get("teacher_quantize_base") is False:
-        changes.append(("teacher_quantize_base=nf4", 1))
-    for key in ("tokenizer.max_seq_len", "max_new_tokens"):
-        length = OmegaConf.select(cfg, key)
-        if isinstance(length, int):
-            changes.append((f"{key}={length // 2}", 1))
-    changes += [("", 2), ("", 4), ("", 8)]
-    ways: Ways = []
-    for change, times in changes:
-        ranks = times * args.ranks
-        overrides = [*args.overrides, change] if change else args.overrides
-        try:
-            other = _plan(args, recipe, _load(args, recipe, overrides), ranks)
-        except UserError:  # this machine or this model does not allow it
-            continue
-        peak = other.highest(other.now if other.fits else other.best)
-        if peak > other.target.budget[0]:
-            continue
-        name = change or f"--ranks {ranks}"
-        if not other.fits:
-            name += "".join(f" {key}={value}" for key, value in other.changes().items())
-        ways.append((name, peak))
-        if len(ways) == 2:
-            break
-    return ways
 
 
 def _check_sizes(args: Namespace, cfg: Any) -> None:
     """Refuse sizes above the config's limits."""
-    answers = (
-        cfg.max_new_tokens if "prompts" in cfg else None
-    )  # evaluations of SFT and DPO are not planned
+    # evaluations of SFT and DPO are not planned
+    answers = cfg.max_new_tokens if "prompts" in cfg else None
     useless = f"--answer-tokens is for recipes that sample; {args.config} samples no answers"
     refuse_first((args.answer_tokens and not answers, useless))
     limits = (
@@ -181,7 +134,7 @@ def _check_sizes(args: Namespace, cfg: Any) -> None:
         )
 
 
-def _print(name: str, plan: "RunPlan", ways: Ways) -> None:
+def _print(name: str, plan: "RunPlan") -> None:
     out = console()
     figures = plan.target.figures
     total, trainable = plan.parameters
@@ -197,20 +150,24 @@ def _print(name: str, plan: "RunPlan", ways: Ways) -> None:
     choices = {"as configured": plan.now}
     if plan.best != plan.now:
         choices["best fit"] = plan.best
-    columns = list(choices)
-    _print_table(
-        out, "Memory per rank while training", columns, _memory_rows(plan, choices.values())
-    )
+    memory = {name: _memory(plan, choice) for name, choice in choices.items()}
+    used = [
+        part for part in memory["as configured"] if any(sizes[part] for sizes in memory.values())
+    ]
+    columns = {}
+    for name, sizes in memory.items():
+        columns[name] = {part.replace("_", " "): readable(sizes[part]) for part in used}
+    _print_table(out, "Memory per rank while training", columns)
     budget, reason = plan.target.budget
     out.print(f"budget {readable(budget)}: {escape(reason)}\n")
-    _print_table(out, "An optimiser step per rank", columns, _step_rows(plan, choices.values()))
+    steps = {name: dict(_step_cells(plan, choice)) for name, choice in choices.items()}
+    _print_table(out, "An optimiser step per rank", steps)
     out.print(f"speeds: {escape(figures.source)}")
     if figures.published:
-        reached = " and ".join(
-            f"{low} to {high} in {what}" for what, (low, high) in figures.published.items()
-        )
+        reached = [f"{low} to {high} in {what}" for what, (low, high) in figures.published.items()]
         out.print(
-            f"[yellow]computed, not measured. Published runs reach {reached} of such figures: hence the ranges[/]"
+            f"[yellow]computed, not measured. Published runs reach {' and '.join(reached)} of such figures: "
+            "hence the ranges[/]"
         )
     if not figures.measured:
         out.print("[yellow]To measure: `rocm-ext bench` on that machine[/]")
@@ -221,16 +178,18 @@ def _print(name: str, plan: "RunPlan", ways: Ways) -> None:
             registry.GRPO: "A GRPO step, if no group has equal rewards",
         }
         title = titles.get(plan.family, "A step")
-        _print_table(out, title, [" "], _rollout_rows(plan, plan.rollout))
-    _print_verdict(out, plan, ways)
+        _print_table(out, title, {" ": dict(_rollout_cells(plan, plan.rollout))})
+    _print_verdict(out, plan)
 
 
-def _print_table(out: Any, title: str, columns: list[str], rows: Rows) -> None:
+def _print_table(out: Any, title: str, columns: Mapping[str, Mapping[str, str]]) -> None:
+    """Print columns of cells, by the names of the rows."""
     lines = table(title, "", *columns, right=tuple(columns))
-    lines.show_header = columns != [" "]
-    for name, values in rows:
+    lines.show_header = " " not in columns
+    cells = list(columns.values())
+    for name in cells[0]:
         style = "bold" if name in ("peak", "tokens/s", "a step", "a cycle") else ""
-        lines.add_row(name, *values, style=style)
+        lines.add_row(name, *[column[name] for column in cells], style=style)
     out.print(lines)
 
 
@@ -244,125 +203,77 @@ def _memory(plan: "RunPlan", choice: "Choice") -> dict[str, int]:
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "activations": memory.activations(choice.checkpointed),
-        "activations_without_checkpointing": memory.activations(()),
-        "activations_with_checkpointing": memory.activations(range(memory.layers)),
-        "loss": memory.loss.working,
+        "logits_and_loss": memory.loss.working,
         "kept_for_sampling": plan.kept(choice),
         "teacher": plan.beside,
         "peak": plan.peak(choice),
     }
 
 
-def _memory_rows(plan: "RunPlan", choices: Iterable["Choice"]) -> Rows:
-    columns = [_memory(plan, choice) for choice in choices]
-    rows: Rows = []
-    for part in columns[0]:
-        sizes = [column[part] for column in columns]
-        if any(sizes):
-            name = _NAMES.get(part, part)
-            rows.append((name, [readable(size) for size in sizes]))
-    return rows
-
-
-def _step_rows(plan: "RunPlan", choices: Iterable["Choice"]) -> Rows:
-    rows: Rows = []
-
-    def add(name: str, cell: Callable[["Choice"], str]) -> None:
-        rows.append((name, [cell(choice) for choice in choices]))
-
-    def add_time(name: str, seconds: Callable[["StepWork"], float]) -> None:
-        add(name, lambda choice: _told(plan, _training_time(seconds(choice.step))))
-
-    add("tokens", lambda choice: f"{choice.step.tokens:,.0f}")
-    add(
-        "micro-batches of at most",
-        lambda choice: f"{choice.step.micro_batches} x {choice.micro_batch:,}",
-    )
-    add(
-        "layers checkpointed",
-        lambda choice: f"{len(choice.checkpointed)} of {choice.memory.layers}",
-    )
-    add("work", lambda choice: f"{choice.step.flops / 1e12:,.1f} TFLOP")
-    add("read and written", lambda choice: f"{choice.step.bytes / 1e9:,.0f} GB")
-    add_time("time", lambda step: step.seconds)
-    add("tokens/s", lambda choice: _speed(plan, choice.step.tokens_per_second, 0))
-    steps = plan.steps
-    if steps is None:
+def _step_cells(plan: "RunPlan", choice: "Choice") -> Iterator[tuple[str, str]]:
+    """Yield the rows of an optimiser step."""
+    step = choice.step
+    yield "tokens", f"{step.tokens:,.0f}"
+    yield "micro-batches of at most", f"{step.micro_batches} x {choice.micro_batch:,}"
+    yield "layers checkpointed", f"{len(choice.checkpointed)} of {choice.memory.layers}"
+    yield "work", f"{step.flops / 1e12:,.1f} TFLOP"
+    times = {"time": step.seconds}
+    if plan.steps is None:
         tokens = 1e4 * plan.rows.mean / plan.ranks
-        add_time("per 10,000 rows", lambda step: tokens / step.tokens_per_second)
+        times["per 10,000 rows"] = tokens / step.tokens_per_second
     elif not plan.rollout:  # its own table says more
-        add_time(f"all epochs, {steps} steps", lambda step: steps * step.seconds)
+        times[f"all epochs, {plan.steps} steps"] = plan.steps * step.seconds
     if plan.reference is not None:
-        forward = (
-            plan.reference / plan.now.step.forward_seconds
-        )  # the reference's share of a forward pass
-        add_time("before, the reference's log-probs", lambda step: forward * step.forward_seconds)
-    return rows
+        # the reference's share of a forward pass
+        forward = plan.reference / plan.now.step.forward_seconds
+        times["before, the reference's log-probs"] = forward * step.forward_seconds
+    shares = [training for training, _ in _shares(plan)]
+    yield "tokens/s", _range([step.tokens_per_second * share for share in shares], _WHOLE)
+    for name, seconds in times.items():
+        yield name, _range([seconds / share for share in shares])
 
 
-def _rollout_rows(plan: "RunPlan", rollout: "RolloutPlan") -> Rows:
-    rows: Rows = []
+def _rollout_cells(plan: "RunPlan", rollout: "RolloutPlan") -> Iterator[tuple[str, str]]:
+    """Yield the rows of a step of a recipe that samples."""
+    shares = _shares(plan)
+    plans = [rollout.at(training, sampling) for training, sampling in shares]
 
-    def add(name: str, value: str) -> None:
-        rows.append((name, [value]))
-
-    def add_time(name: str, key: str, unknown: str = "--rows") -> None:
-        if getattr(rollout, key) is None:
-            add(name, f"unknown: set {unknown}")
-        else:
-            add(name, _told(plan, lambda *shares: getattr(rollout.at(*shares), key)))
+    def time(key: str, unknown: str = "--rows") -> str:
+        seconds = [getattr(other, key) for other in plans]
+        return f"unknown: set {unknown}" if math.isnan(seconds[0]) else _range(seconds)
 
     asked, sampling = rollout.asked, rollout.sampling
     prompts = f"{asked.prompts} prompts" if asked.prompts else "prompts"
-    add("answers", f"of {asked.answer:,.0f} tokens to {prompts} of {asked.mean:,.0f}")
+    yield "answers", f"of {asked.answer:,.0f} tokens to {prompts} of {asked.mean:,.0f}"
     if rollout.servers:
-        add("servers", f"{rollout.servers}, each assumed to be one more GPU of this kind")
-    add("slots", f"{sampling.slots}")
+        yield "servers", f"{rollout.servers}, each assumed to be one more GPU of this kind"
+    yield "slots", f"{sampling.slots}"
     if not rollout.servers:
-        add("weights that sampling copies", readable(sampling.layout))
-        add("keys and values", readable(sampling.cache))
-        add("peak while sampling", readable(plan.beside + rollout.peak))
-    if plan.programs:
-        add("programs of conversations, beside it", f"at most {readable(plan.programs)}")
-    if sampling.launches:
-        add("kernels of a decoding step, without graphs", f"{sampling.launches:,}")
-    add("answer tokens/s", _speed(plan, sampling.tokens_per_second, 1))
-    add_time("sampling", "sampling_seconds")
+        yield "keys and values", readable(sampling.cache)
+        yield "peak while sampling", readable(plan.beside + rollout.peak)
+    speeds = [sampling.tokens_per_second * share for _, share in shares]
+    yield "answer tokens/s", _range(speeds, _WHOLE)
+    yield "sampling", time("sampling_seconds")
     if rollout.scoring_seconds:
-        add_time("log-probs before the updates", "scoring_seconds")
-    add_time(
-        "1 update" if plan.steps == 1 else f"{plan.steps or ''} updates".strip(), "updates_seconds"
-    )
-    if plan.teacher:
-        add("the teacher's part of an update", _told(plan, _training_time(plan.teacher.seconds)))
+        yield "log-probs before the updates", time("scoring_seconds")
+    yield f"{plan.steps or 'all'} update(s)", time("updates_seconds")
     if rollout.waiting:
         side, ahead = rollout.waiting
-        add(f"{side} wait", _duration(ahead))
-    add_time(f"a {plan.step_name}", "step_seconds")
+        yield f"{side} wait", _duration(ahead)
+    yield f"a {plan.step_name}", time("step_seconds")
     if rollout.evaluations:
-        add_time("an evaluation", "evaluation_seconds", "eval_prompts to a file")
-    if rollout.run_seconds is not None:
-        add_time(
-            f"{rollout.steps} {plan.step_name}s and {rollout.evaluations} evaluations",
-            "run_seconds",
-        )
-    return rows
+        yield "an evaluation", time("evaluation_seconds", "eval_prompts to a file")
+    if not math.isnan(rollout.run_seconds):
+        whole = f"{rollout.steps} {plan.step_name}s and {rollout.evaluations} evaluations"
+        yield whole, time("run_seconds")
 
 
-def _print_verdict(out: Any, plan: "RunPlan", ways: Ways) -> None:
+def _print_verdict(out: Any, plan: "RunPlan") -> None:
     budget = plan.target.budget[0]
-    best_fits = _best_fits(plan)
-    if not plan.fits:
-        how = ""
-        if ways:
-            how = ": it fits with " + " or ".join(
-                f"{change} (plans {readable(peak)})" for change, peak in ways
-            )
-        elif not best_fits:
-            how = ": neither 16 nor 4 bits, half the length nor 8 times the ranks make it fit; use a smaller model"
-        out.print(f"\n[red]does not fit[/] into {readable(budget)}{how}")
     changes = plan.changes()
-    if changes and best_fits:
+    if not plan.fits:
+        out.print(f"\n[red]does not fit[/] into {readable(budget)}")
+    if changes and plan.highest(plan.best) <= budget:
         gain = plan.now.step.seconds / plan.best.step.seconds
         keys = ", ".join(f"{key}: {value}" for key, value in changes.items())
         out.print(
@@ -370,30 +281,23 @@ def _print_verdict(out: Any, plan: "RunPlan", ways: Ways) -> None:
         )
     elif plan.fits:
         out.print("\nfits; no setting is expected to be faster")
+    else:
+        out.print(f"try {_SMALLER}, more --ranks, or a smaller model")
 
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds < 10 else duration(seconds)
 
 
-def _told(plan: "RunPlan", figure: Figure, text_of: Callable[[float], str] = _duration) -> str:
-    """Format a figure; a computed one becomes the range at the shares that published runs reach."""
-    shares = [(1.0, 1.0)]
+def _shares(plan: "RunPlan") -> list[tuple[float, float]]:
+    """The least and the largest shares of computed speeds that training and sampling may reach; 1 of measured ones."""
     published = plan.target.figures.published
-    if published:
-        shares = list(zip(*published.values(), strict=True))
-    values = sorted(figure(training, sampling) for training, sampling in shares)
-    texts = dict.fromkeys(text_of(value) for value in values)  # equal texts once
+    return [(1.0, 1.0)] if published is None else list(zip(*published.values(), strict=True))
+
+
+def _range(values: Iterable[float], text_of: Callable[[float], str] = _duration) -> str:
+    texts = dict.fromkeys(text_of(value) for value in sorted(values))  # equal texts once
     return " to ".join(texts)
-
-
-def _training_time(seconds: float) -> Figure:
-    return lambda share, _: seconds / share
-
-
-def _speed(plan: "RunPlan", speed: float, kind: int) -> str:
-    """Tokens per second of training (kind 0) or sampling (1)."""
-    return _told(plan, lambda *shares: speed * shares[kind], "{:,.0f}".format)
 
 
 def _content(plan: "RunPlan") -> Json:
@@ -401,7 +305,6 @@ def _content(plan: "RunPlan") -> Json:
     target = plan.target
     return {
         "machine": target.name,
-        "here": target.here,
         "dtype": target.dtype_name,
         "ranks": plan.ranks,
         "parameters": plan.parameters[0],
@@ -420,7 +323,6 @@ def _content(plan: "RunPlan") -> Json:
         "training_seconds": plan.training_seconds,
         "reference_seconds": plan.reference,
         "teacher": plan.teacher and vars(plan.teacher),
-        "programs": plan.programs,
         "rollout": plan.rollout and plan.rollout.content(),
     }
 

@@ -151,9 +151,8 @@ def _computed(func: Any, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> An
     plain = func.is_view or _name(func) in _PLAIN or Tag.pointwise in func.tags
     if "device" in kwargs:
         plain = False
-    devices = {
-        getattr(t, "fake_device", None) for t in inputs if plain
-    }  # reading ``device`` would be an operation
+    # reading ``device`` would be an operation
+    devices = {getattr(t, "fake_device", None) for t in inputs if plain}
     if len(devices) == 1 and None not in devices:
         mode: Any = inputs[0].fake_mode  # type: ignore[attr-defined]
         with suppress(NotImplementedError):  # an operation without a kernel for the meta device
@@ -305,21 +304,18 @@ def on_fake_tensors(module: nn.Module, kernels: Kernels) -> Iterator[tuple[Any, 
 def _set_kernels(fake: nn.Module, kernels: Kernels) -> None:
     """Have a model's modules call the operations that the target's ``kernels`` compute."""
     for _, layer in adapters(fake):
-        if (
-            not isinstance(layer, ExpertLora) and layer._quantize_base
-        ):  # every product dequantises the weight
+        # every product dequantises the weight
+        if not isinstance(layer, ExpertLora) and layer._quantize_base:
             weight = torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device="meta")
             layer.weight = nn.Parameter(weight, requires_grad=False)
             layer._quantize_base = False
     for part in fake.modules():
         if kernels.norm and type(part) is FusedRMSNorm:
             part.__class__ = _KernelNorm
-        kernel = inspect.getattr_static(
-            part, "kernel", None
-        )  # a property would set the kernels of the real layers
-        if kernel == "efficient" or (
-            kernel == "flash" and not kernels.together
-        ):  # a CPU has no efficient kernel
+        # a property would set the kernels of the real layers
+        kernel = inspect.getattr_static(part, "kernel", None)
+        # a CPU has no efficient kernel
+        if kernel == "efficient" or (kernel == "flash" and not kernels.together):
             part.kernel = "fused"  # type: ignore[assignment]
         elif kernel == "auto" and not kernels.together:
             part.kernel = "apart"  # type: ignore[assignment]

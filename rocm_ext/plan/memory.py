@@ -69,18 +69,13 @@ class MemoryPlan:
                 before += layer.kept
         return max(most, before)
 
-    def at_loss(self, checkpointed: Collection[int]) -> int:
-        """Bytes that the layers keep while the loss is computed, with ``checkpointed`` layers."""
-        size = self.layer_costs[-1].entry
-        for i, layer in enumerate(self.layer_costs):
-            size += layer.entry
-            if i not in checkpointed:
-                size += layer.kept
-        return size
-
     def peak(self, checkpointed: Collection[int]) -> int:
         """Peak bytes of a training step with ``checkpointed`` layers."""
-        at_loss = self.at_loss(checkpointed) + self.loss.working
+        at_loss = self.layer_costs[-1].entry + self.loss.working
+        for i, layer in enumerate(self.layer_costs):
+            at_loss += layer.entry
+            if i not in checkpointed:
+                at_loss += layer.kept
         return self.fixed + max(self.activations(checkpointed), at_loss)
 
     def fewest(self, budget: int) -> list[int]:

@@ -27,9 +27,8 @@ from rocm_ext.sampling import Sampling
 from rocm_ext.sampling.slots import SHARE, most_slots, slot_memory, slots_beside
 
 _GAIN = 1.02  # the speed-up that justifies another setting
-_Sequences = tuple[
-    list[int], list[int]
-]  # lengths and shared tokens of the sequences in a micro-batch
+# Lengths and shared tokens of the sequences in a micro-batch
+_Sequences = tuple[list[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -87,14 +86,6 @@ class _Repeated:
     operations: Sequence[Operation]
     times: float
     compiled: bool = False
-
-    @property
-    def flops(self) -> float:
-        return self.times * sum(operation.flops for operation in self.operations)
-
-    @property
-    def bytes(self) -> float:
-        return self.times * sum(operation.bytes for operation in self.operations)
 
 
 _Passes = list[_Repeated]
@@ -238,18 +229,22 @@ class TrainingPlanner:
         gathering = self._gathering()
         forward_seconds = count * max(self._seconds(forward), gathering / 2)
         seconds = count * max(self._seconds(passes), gathering)
-        if (
-            getattr(self.objective, "baseline", None) is not None
-        ):  # KTO's is a separate forward pass
+        # KTO's baseline is a separate forward pass
+        if getattr(self.objective, "baseline", None) is not None:
             passes += forward
             seconds += forward_seconds
         moved = 2 * (plan.adapter + plan.optimizer) + plan.gradients
         update = _Repeated([Operation(0, moved)], 1.0)
+        flops = written = 0.0
+        for kernels in passes:
+            for operation in kernels.operations:
+                flops += kernels.times * operation.flops
+                written += kernels.times * operation.bytes
         return StepWork(
             tokens=tokens,
             micro_batches=count,
-            flops=count * sum(kernels.flops for kernels in passes),
-            bytes=count * sum(kernels.bytes for kernels in passes) + update.bytes,
+            flops=count * flops,
+            bytes=count * written + moved,
             seconds=seconds + self._seconds([update]),
             forward_seconds=forward_seconds,
         )
@@ -285,9 +280,8 @@ class TrainingPlanner:
         lengths: list[int] = []
         shared: list[int] = []
         count = max(1, round(tokens / rows.mean))
-        others = (
-            max(2, round(rows.sequences)) - 1
-        )  # sequences of a row that share the beginning of its first
+        # sequences of a row that share the beginning of its first
+        others = max(2, round(rows.sequences)) - 1
         for i in range(count):  # rows of sequences of equal length, shared tokens included
             size = tokens * (i + 1) // count - tokens * i // count
             common = rows.shared / others
@@ -307,7 +301,6 @@ class TrainingPlanner:
         seconds = [
             kernels.times * self.figures.seconds(kernels.operations, dtype, kernels.compiled)
             for kernels in passes
-            if kernels.times
         ]
         return sum(seconds)  # from Python 3.12 on more exact than a loop
 
@@ -382,7 +375,6 @@ class SamplingPlan:
         cache: bytes of keys and values of all slots.
         working: further bytes.
         tokens_per_second: answer tokens with all slots full.
-        launches: see :class:`SamplingPlanner`.
     """
 
     layout: int
@@ -390,7 +382,6 @@ class SamplingPlan:
     cache: int
     working: int
     tokens_per_second: float
-    launches: int
 
     @property
     def peak(self) -> int:
@@ -403,7 +394,6 @@ class SamplingPlanner:
 
     Attributes:
         layout: bytes of the copied weights.
-        launches: kernels that the host starts in a step. 0 for one graph, or if the cost of a launch is unknown.
 
     Args:
         cfg: config of a recipe that samples.
@@ -430,17 +420,19 @@ class SamplingPlanner:
         if ranks == 1:
             self.layout = copied_bytes(decoder, merge)
         else:  # every rank gathers a copy
-            gathered = (
-                p for p in decoder.parameters() if not p.requires_grad and not stays_quantized(p)
-            )
-            self.layout = sum(p.nbytes for p in gathered)
+            self.layout = 0
+            for p in decoder.parameters():
+                if not p.requires_grad and not stays_quantized(p):
+                    self.layout += p.nbytes
         wanted = device.type == "cuda" and cfg.engine.get("graphs") is not False
         self._graphs = wanted and not decoder.graph_obstacle
         self._decoder.fixed_shapes = self._graphs
-        self.launches = 0
+        self._launching = (
+            0.0  # seconds in which the host starts the kernels of a step without a graph
+        )
         if figures.launch and not self._graphs:
             kernels = Kernels.on(device, "bf16" in figures.flops, cfg.attention)
-            self.launches = launches_of(decoder, merge, device, kernels)
+            self._launching = figures.launch * launches_of(decoder, merge, device, kernels)
         self._cfg = cfg
         self._device = device
         self._asked = asked
@@ -471,16 +463,13 @@ class SamplingPlanner:
             cache=cache,
             working=memory.bytes(slots) - cache,
             tokens_per_second=slots / self.step_seconds(slots),
-            launches=self.launches,
         )
 
     def step_seconds(self, slots: int) -> float:
         """Seconds to decode one token of ``slots`` answers."""
         context = self._asked.mean + self._asked.answer / 2
         computing = decode_seconds(self._decoder, slots, context, self._figures)
-        return max(
-            computing, self.launches * self._figures.launch
-        )  # the device computes behind the host
+        return max(computing, self._launching)  # the device computes behind the host
 
     def seconds(self, prompts: float, samples: int, slots: int) -> float:
         """Seconds to prefill prompts and decode ``samples`` answers per prompt, at least of the longest answer."""

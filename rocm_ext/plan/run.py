@@ -43,7 +43,7 @@ from rocm_ext.plan.workload import Known, Questions, Workload
 class RolloutPlan:
     """The plan of a step, in RAFT a cycle; GRPO's without the groups whose rewards are equal.
 
-    Times are None where the number of prompts or rows is unknown.
+    Times are NaN where the number of prompts or rows is unknown.
 
     Attributes:
         asked: prompts and answers.
@@ -68,49 +68,47 @@ class RolloutPlan:
     keeps: tuple[int, ...]
     steps: int
     evaluations: int
-    sampling_seconds: float | None
-    evaluation_seconds: float | None
+    sampling_seconds: float
+    evaluation_seconds: float
     scoring_seconds: float
-    updates_seconds: float | None
+    updates_seconds: float
 
     @property
-    def step_seconds(self) -> float | None:
+    def training_seconds(self) -> float:
+        """Seconds of a step's training."""
+        return self.scoring_seconds + self.updates_seconds
+
+    @property
+    def step_seconds(self) -> float:
         """Seconds of a step without evaluation. Verification runs at the same time as sampling."""
-        if self.sampling_seconds is None or self.updates_seconds is None:
-            return None
-        training = self.scoring_seconds + self.updates_seconds
         if self.beside:
-            return max(self.sampling_seconds, training)
-        return self.sampling_seconds + training
+            return max(self.sampling_seconds, self.training_seconds)
+        return self.sampling_seconds + self.training_seconds
 
     @property
-    def run_seconds(self) -> float | None:
-        """Seconds of all steps and evaluations; None if one of the times is unknown."""
-        seconds, evaluation = self.step_seconds, self.evaluation_seconds
-        if seconds is None or evaluation is None:
-            return None
-        first = 0.0
+    def run_seconds(self) -> float:
+        """Seconds of all steps and evaluations."""
+        seconds = self.steps * self.step_seconds + self.evaluations * self.evaluation_seconds
         if self.beside:  # nothing trains while the first answers are sampled
-            training = self.scoring_seconds + (self.updates_seconds or 0.0)
-            first = min(self.sampling_seconds or 0.0, training)
-        return self.steps * seconds + first + self.evaluations * evaluation
+            seconds += min(self.sampling_seconds, self.training_seconds)
+        return seconds
 
     @property
     def waiting(self) -> tuple[str, float] | None:
         """The side that waits for the other, and its seconds per step; None unless both work at once."""
-        if not self.beside or self.sampling_seconds is None or self.updates_seconds is None:
+        if not self.beside:
             return None
-        ahead = self.sampling_seconds - self.scoring_seconds - self.updates_seconds
+        ahead = self.sampling_seconds - self.training_seconds
         return ("the training GPUs", ahead) if ahead > 0 else ("the servers", -ahead)
 
     def at(self, training: float, sampling: float) -> "RolloutPlan":
         """Return the plan for these shares of the computed speeds of training and sampling."""
         return replace(
             self,
-            sampling_seconds=self.sampling_seconds and self.sampling_seconds / sampling,
-            evaluation_seconds=self.evaluation_seconds and self.evaluation_seconds / sampling,
+            sampling_seconds=self.sampling_seconds / sampling,
+            evaluation_seconds=self.evaluation_seconds / sampling,
             scoring_seconds=self.scoring_seconds / training,
-            updates_seconds=self.updates_seconds and self.updates_seconds / training,
+            updates_seconds=self.updates_seconds / training,
         )
 
     def kept(self, training_peak: int, budget: int) -> int:
@@ -139,7 +137,7 @@ def _rollout_plan(
     now: Choice,
     budget: int,
     servers: int,
-    updates_seconds: float | None,
+    updates_seconds: float,
 ) -> RolloutPlan:
     """Plan a step, in RAFT a cycle.
 
@@ -167,9 +165,11 @@ def _rollout_plan(
         prompts = 0
     workers = servers or training.ranks
 
-    def seconds(prompts: int | None, samples: int) -> float | None:
-        """Seconds to sample answers to all prompts; None if their number is unknown."""
-        return prompts and sampler.seconds(prompts / workers, samples, slots)
+    def seconds(prompts: int | None, samples: int) -> float:
+        """Seconds to sample answers to all prompts; NaN if their number is unknown."""
+        if prompts is None:
+            return math.nan
+        return sampler.seconds(prompts / workers, samples, slots) if prompts else 0.0
 
     return RolloutPlan(
         asked=asked,
@@ -236,12 +236,11 @@ class RunPlan:
         now: an update as configured.
         best: the fastest update within the budget.
         steps: updates of all epochs, or of a step of a recipe that samples. None if the number of rows is unknown.
-        training_seconds: seconds of these updates. None like ``steps``.
+        training_seconds: seconds of these updates. NaN if their number is unknown.
         rollout: the plan of a step of a recipe that samples; None for other recipes.
         reference: seconds to score all rows once under DPO's reference. None without a reference, or if the number of
             rows is unknown.
         teacher: the teacher of a distillation, if it is another model; else None.
-        programs: bytes of memory shared with the GPU that the programs of conversations may take.
     """
 
     family: str
@@ -253,11 +252,10 @@ class RunPlan:
     now: Choice
     best: Choice
     steps: int | None
-    training_seconds: float | None
+    training_seconds: float
     rollout: RolloutPlan | None
-    reference: float | None = None
-    teacher: TeacherPlan | None = None
-    programs: int = 0
+    reference: float | None
+    teacher: TeacherPlan | None
 
     @property
     def step_name(self) -> str:
@@ -371,7 +369,7 @@ def plan_run(
         teacher = _plan_teacher(teacher_planner, now)
         update_seconds += teacher.seconds
     steps = _steps(cfg, family, planner)
-    training_seconds = None if steps is None else steps * update_seconds
+    training_seconds = math.nan if steps is None else steps * update_seconds
     rollout = None
     if asked:
         servers, sharing = 0, ranks
@@ -397,7 +395,6 @@ def plan_run(
         rollout=rollout,
         reference=_reference(planner, now),
         teacher=teacher,
-        programs=ranks * _programs(cfg, target),
     )
 
 
@@ -430,9 +427,8 @@ def _teacher_planner(
     if family != registry.DISTIL or cfg.teacher == BASE or is_server(cfg.teacher):
         return None
     cfg = OmegaConf.create(cfg)
-    if (
-        cfg.teacher_adapter and not Path(cfg.teacher_adapter).exists()
-    ):  # an earlier run may write it
+    # an earlier run may write it
+    if cfg.teacher_adapter and not Path(cfg.teacher_adapter).exists():
         cfg.teacher_adapter = None
     teacher = teacher_config(cfg, cfg)
     use_shape(teacher)
@@ -512,19 +508,3 @@ def _reference(planner: TrainingPlanner, choice: Choice) -> float | None:
         return None
     passes = 1 if getattr(planner.objective, "baseline", None) is None else 2
     return passes * planner.rows.count / planner.rows_per_step * choice.step.forward_seconds
-
-
-def _programs(cfg: DictConfig, target: Target) -> int:
-    """The most bytes of memory shared with the GPU that a rank's programs take."""
-    environment = cfg.get("environment")
-    runs_programs = environment and environment[COMPONENT].endswith(".Program")
-    if target.profile.memory["of"] != "unified" or not runs_programs:
-        return 0
-    from rocm_ext.environments.program import (
-        MEMORY_MB,
-        MOST_AT_ONCE,
-    )  # imports the verifiers, which Windows lacks
-
-    at_once = environment.get("at_once") or MOST_AT_ONCE
-    memory_mb = environment.get("memory_mb") or MEMORY_MB
-    return int(at_once * memory_mb * 2**20)

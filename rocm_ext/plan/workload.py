@@ -196,7 +196,7 @@ def questions(cfg: DictConfig, known: Known) -> Questions:
         held_out=held_out,
         longest=max(lengths),
         mean=known.row_tokens or fmean(lengths),
-        answer=min(known.answer_tokens or expected_answer(cfg), cfg.max_new_tokens),
+        answer=min(known.answer_tokens or cfg.max_new_tokens / 2, cfg.max_new_tokens),
         source=source,
     )
 
@@ -204,11 +204,6 @@ def questions(cfg: DictConfig, known: Known) -> Questions:
 def _least(*limits: int | None) -> int | None:
     """The least of the limits that are set."""
     return min(filter(None, limits), default=None)
-
-
-def expected_answer(cfg: DictConfig) -> float:
-    """Assumed mean tokens of an answer: half of ``max_new_tokens``."""
-    return cfg.max_new_tokens / 2
 
 
 def longest_answer(cfg: DictConfig) -> int:
@@ -237,9 +232,8 @@ def sampled_rows(cfg: DictConfig, asked: Questions) -> Workload:
     if "prompts_per_step" not in cfg:  # an evaluation with a config of RAFT
         return rows
     groups_per_update = cfg.groups_per_update or cfg.prompts_per_step
-    groups = min(
-        cfg.prompts_per_step, 2 * groups_per_update - 1
-    )  # one group fewer than for two updates
+    # one group fewer than for two updates
+    groups = min(cfg.prompts_per_step, 2 * groups_per_update - 1)
     return replace(rows, most=groups * cfg.samples_per_prompt)
 
 
@@ -262,10 +256,8 @@ def old_logprobs(cfg: DictConfig, dtype: torch.dtype) -> str:
     """
     if cfg.old_logprobs != "auto":
         return cfg.old_logprobs
-    here = cfg.engine[config.COMPONENT] in (
-        "rocm_ext.sampling.LocalEngine",
-        "rocm_ext.sampling.local.LocalEngine",
-    )
+    ours = ("rocm_ext.sampling.LocalEngine", "rocm_ext.sampling.local.LocalEngine")
+    here = cfg.engine[config.COMPONENT] in ours
     return "sampler" if here and dtype == torch.float32 else "trainer"
 
 

@@ -282,7 +282,7 @@ class PromptSet:
             held_out=len(self.held_out),
             longest=max(lengths),
             mean=fmean(lengths),
-            answer=workload.expected_answer(self._cfg),
+            answer=self._cfg.max_new_tokens / 2,
             source="the run's prompts",
         )
 
