@@ -6,13 +6,10 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from tempfile import TemporaryFile
-
-import psutil
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.types import Json
@@ -21,45 +18,32 @@ from rocm_ext.bench.sweep import MARK, Item, Measurement, ProbeReply, Spec
 _STARTING = 120  # seconds in which a child imports torch and opens the device
 
 
-def run(
-    spec: Spec,
-    following: Callable[[list[Measurement]], list[Item]],
-    timeout: float,
-    tell: Callable[[Measurement], None],
-    environ: Mapping[str, str],
-) -> list[Measurement]:
-    """Measure in child processes. Consecutive items of equal environment share one, unless it crashes or hangs.
+@contextlib.contextmanager
+def children(
+    spec: Spec, timeout: float, environ: Mapping[str, str]
+) -> Iterator[Callable[[Item], Measurement]]:
+    """Context with a function that measures an item in a child process; a user's error about the config is raised.
+
+    Consecutive items of equal environment share a child, unless it crashes or hangs.
 
     Args:
         spec: config and limits of the measurements.
-        following: function that returns the next items after the measurements so far; an empty list ends the run.
         timeout: seconds that a measurement may take.
-        tell: called with every measurement.
         environ: environment variables of all children; an item's variables take precedence.
-
-    Returns:
-        The measurements, in the order of the items.
-
-    Raises:
-        UserError: a child refuses the config.
     """
-    done: list[Measurement] = []
+    child: _Child | None = None
     with contextlib.ExitStack() as running:
-        child: _Child | None = None
-        items = following(done)
-        while items:
-            for item in items:
-                if item.skip:
-                    outcome = Measurement(item, "skipped", {}, item.skip)
-                else:
-                    if child is None or child.ended or child.environ != item.environ:
-                        running.close()
-                        child = running.enter_context(_Child(spec, item.environ, environ))
-                    outcome = child.measure(item, timeout)
-                done.append(outcome)
-                tell(outcome)
-            items = following(done)
-    return done
+
+        def measure(item: Item) -> Measurement:
+            nonlocal child
+            if item.skip:
+                return Measurement(item, "skipped", {}, item.skip)
+            if child is None or child.ended or child.environ != item.environ:
+                running.close()
+                child = running.enter_context(_Child(spec, item.environ, environ))
+            return child.measure(item, timeout)
+
+        yield measure
 
 
 class _Child:
@@ -147,36 +131,3 @@ class _Child:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
         self._errors.close()
-
-
-# ---- other programs
-
-
-def clocks() -> tuple[float, float, float]:
-    """The time, and processor time of all programs and of this one with its ended children, all in seconds."""
-    times, own_times = psutil.cpu_times(), os.times()
-    used = times.user + times.system + getattr(times, "nice", 0.0)
-    own = own_times.user + own_times.system + own_times.children_user + own_times.children_system
-    return time.perf_counter(), used, own
-
-
-class OtherPrograms:
-    """The load of other programs since this object was made.
-
-    One busy core of two makes small steps ten times slower when threads wait for one another (measured), and so evenly
-    that quartiles do not show it.
-    """
-
-    WORTH_TELLING = 0.1  # cores
-
-    def __init__(self) -> None:
-        self._began = clocks()
-
-    def cores(self) -> float:
-        """Cores that other programs kept busy on average. 0 on Windows, which hides children's time."""
-        elapsed, used, own = (
-            now - before for now, before in zip(clocks(), self._began, strict=True)
-        )
-        if os.name == "nt":
-            return 0.0
-        return max(0.0, (used - own) / elapsed)

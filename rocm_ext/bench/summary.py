@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from rocm_ext import config
 from rocm_ext.bench.probes import longest_row, probe_config
-from rocm_ext.bench.sweep import GAIN, TUNABLE, Measurement, Sweep, Winner, in_words, smallest
+from rocm_ext.bench.sweep import GAIN, TUNABLE, Measurement, Winner, in_words, smallest
 from rocm_ext.losses import objective_of
 from rocm_ext.machine.profile import load_profile
 from rocm_ext.model.attention import choose_attention
@@ -93,10 +93,10 @@ def _planned_seconds(
     return planner.choice(count * longest, range(step.result["checkpointed"]), 0).step.seconds
 
 
-def winners(measurements: Sequence[Measurement], sweep: Sweep) -> list[Winner]:
-    """The fastest settings, if the difference exceeds the noise."""
+def winners(measurements: Sequence[Measurement], of_training: Sequence[Winner]) -> list[Winner]:
+    """The fastest settings, if the difference exceeds the noise; the sweep has found those ``of_training``."""
     decoded = _ok(measurements, "decoding")
-    won = [*_library(measurements), *sweep.winners(measurements)]
+    won = [*_library(measurements), *of_training]
     if len(decoded) > 1:
         slots = smallest(decoded, "slots").item.values["slots"]
         won.append(Winner("engine.slots", slots, in_words(decoded, "slots")))

@@ -6,7 +6,7 @@ values so far. It misses pairs of keys that pay off only together; most of them 
 checkpointing anew for every measurement.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -64,11 +64,6 @@ class Item:
     values: Values
     environ: dict[str, str] = field(default_factory=dict)
     skip: str = ""
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """The identity of the item."""
-        return self.probe, tuple(sorted(self.values.items())), tuple(self.environ.items())
 
 
 class ProbeResult(TypedDict, total=False):
@@ -189,44 +184,24 @@ class Sweep:
             return len(self._device)
         return len(self._device) + len(self._rows) + sum(map(len, self._values.values()))
 
-    def following(self, done: Iterable[Measurement]) -> list[Item]:
-        """The next items; none if all is done or no number of rows could be measured."""
-        done = list(done)
-        known = {row.item.key for row in done}
-        stages, _ = self._walk(done)
-        for stage in stages:
-            new = [item for item in stage if item.key not in known]
-            if new:
-                return new
-        return []
+    def run(self, measure: Callable[[Item], Measurement]) -> list[Winner]:
+        """Measure all items, each key of the config around the best values so far.
 
-    def winners(self, done: Iterable[Measurement]) -> list[Winner]:
-        """The best number of rows, and the values that are faster than the configured ones beyond the noise."""
-        return self._walk(done)[1]
-
-    def _walk(self, done: Iterable[Measurement]) -> tuple[list[list[Item]], list[Winner]]:
-        """The items of all stages and the winners. A stage varies a key around the best values of the stages before."""
-        measured = {}
-        for row in done:
-            if row.item.probe == "training" and row.status == "ok":
-                measured[row.item.key] = row
-
-        def outcomes(stage: list[Item]) -> list[Measurement]:
-            return [measured[item.key] for item in stage if item.key in measured]
-
-        sizes = [Item("training", {"rows": rows, "compile": False}) for rows in self._rows]
-        stages = [self._device, sizes]
+        Returns:
+            The best number of rows, and the values that are faster than the configured ones beyond the noise.
+        """
+        for item in self._device:
+            measure(item)
         won: list[Winner] = []
-        tried = outcomes(sizes)
+        sizes = [Item("training", {"rows": rows, "compile": False}) for rows in self._rows]
+        tried = _succeeded(measure, sizes)
         if not tried:
-            return stages, won
+            return won
         best = smallest(tried, "rows")
         if len(tried) > 1:
             won.append(Winner("batch_size", best.item.values["rows"], in_words(tried, "rows")))
         for key, values in self._values.items():
-            stage = self._stage(key, values, best)
-            stages.append(stage)
-            tried = outcomes(stage)
+            tried = _succeeded(measure, self._others(key, values, best))
             if not tried:
                 continue
             wanted = self._configured(key)
@@ -245,12 +220,12 @@ class Sweep:
             if key == FOUR_BITS and "quantize_base" in self._locked:
                 reason += "; the profile's lock opens with hardware_overrides=[quantize_base]"
             won.append(Winner(key, best.item.values[key], reason))
-        return stages, won
+        return won
 
     def _configured(self, key: str) -> Any:
         return OmegaConf.select(self._cfg, key, default=False)
 
-    def _stage(self, key: str, values: Sequence[Any], best: Measurement) -> list[Item]:
+    def _others(self, key: str, values: Sequence[Any], best: Measurement) -> list[Item]:
         """Training steps with the other values of ``key`` than that of the best steps so far."""
         current = self._configured(key)
         if key == "dtype":
@@ -258,15 +233,20 @@ class Sweep:
         elif key == "compile":
             current = False
         lock = self._locked.get(key)
-        stage = []
+        items = []
         for value in values:
             if value == current:
                 continue
             skip = ""
             if lock and value not in (lock.value, *lock.also):
                 skip = f"locked here: {lock.reason} (--risky measures it)"
-            stage.append(Item("training", {**best.item.values, key: value}, skip=skip))
-        return stage
+            items.append(Item("training", {**best.item.values, key: value}, skip=skip))
+        return items
+
+
+def _succeeded(measure: Callable[[Item], Measurement], items: Iterable[Item]) -> list[Measurement]:
+    outcomes = [measure(item) for item in items]
+    return [outcome for outcome in outcomes if outcome.status == "ok"]
 
 
 def dtypes(machine: Machine) -> list[str]:

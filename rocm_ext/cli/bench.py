@@ -16,6 +16,7 @@ from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
 from omegaconf import OmegaConf
 from rich.markup import escape
 
@@ -23,7 +24,7 @@ from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import replace_text
-from rocm_ext.bench.sweep import PROBES, Measurement, Spec, Sweep, Winner
+from rocm_ext.bench.sweep import PROBES, Item, Measurement, Spec, Sweep, Winner
 from rocm_ext.cli._common import (
     add_force,
     add_json,
@@ -43,6 +44,7 @@ from rocm_ext.machine.detect import detect
 from rocm_ext.machine.environment import environment_for
 from rocm_ext.machine.profile import choose_profile, load_profile
 
+_LOOK = 1.0  # seconds in which the load of other programs is measured
 _UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "tokens/s": (1.0, "tokens/s")}
 
 
@@ -94,23 +96,32 @@ def run(args: Namespace) -> None:
     print(f"{machine}; model of {name}; budget {gib(budget)} ({why})", file=sys.stderr)
     from rocm_ext.bench import runner
 
+    # One busy core of two makes small steps ten times slower when threads wait for one another (measured), and so
+    # evenly that quartiles do not show it.
+    busy = psutil.cpu_percent(_LOOK) / 100 * psutil.cpu_count()
+    if busy > 0.1:
+        slow = (
+            f"other programs use {busy:.1f} cores, so these speeds will be too low; better end them"
+        )
+        print(f"warning: {slow}", file=sys.stderr)
     measured: list[Measurement] = []
 
-    def note(measurement: Measurement) -> None:
-        measured.append(measurement)
-        outcome = f"{measurement.item.probe} {_describe(measurement)}: {_outcome(measurement)}"
-        print(f"[{len(measured)}/{sweep.most}] {outcome}", file=sys.stderr, flush=True)
-
     spec = Spec(name, overrides, budget, 0.3 if args.quick else 1.0)
-    others = runner.OtherPrograms()
     with TemporaryDirectory() as folder:
         variables = environment_for(profile, machine, os.environ)
         environ = {name: variable.value for name, variable in variables.items()}
-        environ["PYTORCH_TUNABLEOP_FILENAME"] = (
-            f"{folder}/tunableop.csv"  # else in the current folder
-        )
-        runner.run(spec, sweep.following, args.timeout, note, environ)
-    busy = others.cores()
+        # else in the current folder
+        environ["PYTORCH_TUNABLEOP_FILENAME"] = f"{folder}/tunableop.csv"
+        with runner.children(spec, args.timeout, environ) as measure_in_child:
+
+            def measure(item: Item) -> Measurement:
+                measurement = measure_in_child(item)
+                measured.append(measurement)
+                outcome = f"{item.probe} {_describe(measurement)}: {_outcome(measurement)}"
+                print(f"[{len(measured)}/{sweep.most}] {outcome}", file=sys.stderr, flush=True)
+                return measurement
+
+            of_training = sweep.run(measure)
     import torch
 
     from rocm_ext.bench import summary
@@ -118,7 +129,7 @@ def run(args: Namespace) -> None:
     from rocm_ext.model.download import use_shape
 
     use_shape(cfg)
-    winners = summary.winners(measured, sweep)
+    winners = summary.winners(measured, of_training)
     dtype, _ = pick_dtype(cfg.dtype, machine)
     device = torch.device("cpu" if cfg.device == "cpu" else "cuda")
     content = {
@@ -129,7 +140,6 @@ def run(args: Namespace) -> None:
         "rows": [asdict(measurement) for measurement in measured],
         "config": name,
         "quick": args.quick,
-        "cores_of_other_programs": round(busy, 2),
     }
     if args.json:
         print_json(content)
@@ -145,9 +155,6 @@ def run(args: Namespace) -> None:
         print(f"wrote {output}; `rocm-ext plan` and `hardware: auto` use it", file=sys.stderr)
     else:
         print(f"{output} was not written: it needs gemm and bandwidth", file=sys.stderr)
-    if busy > others.WORTH_TELLING:
-        warning = f"warning: other programs used {busy:.1f} cores, so these speeds are too low"
-        print(f"{warning}. End them and measure again", file=sys.stderr)
 
 
 def _output(args: Namespace) -> Path | None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from rocm_ext import config
 from rocm_ext.base.log import log
 from rocm_ext.bench import child, probes, runner, summary
 from rocm_ext.bench.probes import Bench
-from rocm_ext.bench.sweep import FOUR_BITS, PROBES, Item, Measurement, Spec, Sweep
+from rocm_ext.bench.sweep import FOUR_BITS, PROBES, Item, Measurement, Spec, Sweep, Winner
 from rocm_ext.cli import main
 from rocm_ext.machine import bench_file
 from rocm_ext.machine.detect import Machine, detect
@@ -37,16 +38,16 @@ def job(budget: int = 4 * GIB) -> Spec:
 # ------------------------------------------------------------------------------------ probes that go wrong
 @pytest.mark.wide
 def test_a_crash_or_a_hang_is_a_row_and_the_rest_goes_on(monkeypatch):
-    """Of the measurements of :mod:`tests.kit.probes`, at the end and as they come."""
+    """Of the measurements of :mod:`tests.kit.probes`."""
     of_one = ("environment", "segfault", "hang", "noise", "raise", "out of memory", "exit", "fine")
     one, other = {"PROBED": "5"}, {"PROBED": "7"}
     items = [Item("bad", {"how": how}, one) for how in of_one]
     items.insert(2, Item("bad", {"how": "segfault"}, one, skip="locked here: hangs"))
     items.insert(0, Item("bad", {"how": "environment"}, other))
-    told: list[Measurement] = []
     monkeypatch.setattr(runner, "subprocess", FORKS)
     monkeypatch.setitem(probes.PROBES, "bad", bad_probes.measure)
-    rows = runner.run(job(), lambda done: [] if done else items, 2, told.append, {})
+    with runner.children(job(), 2, {}) as measure:
+        rows = [measure(item) for item in items]
     ends = [
         "ok",
         "ok",
@@ -67,7 +68,6 @@ def test_a_crash_or_a_hang_is_a_row_and_the_rest_goes_on(monkeypatch):
         == "RuntimeError: HIP error: invalid device function Compile with TORCH_USE_HIP_DSA"
     )
     assert rows[8].detail == "exit code 3: the driver is gone"
-    assert sorted(map(str, told)) == sorted(map(str, rows))
     assert [row.result["value"] for row in rows[:2]] == [7.0, 5.0], "of their environment"
     assert rows[3].detail == "locked here: hangs"
 
@@ -117,35 +117,14 @@ def test_a_training_step_with_other_settings(train):
     assert small["result"]["planned_memory"] < whole["result"]["planned_memory"]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows does not report the time of children")
-def test_other_programs_are_noticed(monkeypatch):
-    first = runner.clocks()
-    code = "import time\nwhile time.process_time() < 1: pass\nprint('done', flush=True); input()"
-    program = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    program.stdout.readline()
-    running = runner.clocks()
-    program.communicate(b"\n")
-    ended = runner.clocks()
-    assert running[1] - first[1] > 0.9, "whatever else runs, this program took a second"
-    assert running[2] - first[2] < 0.9, "a child that runs counts as another program"
-    assert ended[2] - first[2] > 0.9, "a child that has ended counts as our own"
-
-    readings = iter([(0, 100, 5), (10, 125, 10), (20, 115, 20)])
-    monkeypatch.setattr(runner, "clocks", lambda: next(readings))
-    others = runner.OtherPrograms()
-    assert others.cores() == 2.0, "25 s in 10 s, 5 of them our own"
-    assert others.cores() == 0.0, "all 15 s were our own"
-
-
 # ------------------------------------------------------------------------------------------- what is measured
 def test_machines_get_their_own_measurements():
     halo = Machine(
         "rocm", "Linux", "2.11.0+rocm7.2", "rocm", 120 * GIB, True, arch="gfx1151", unified=True
     )
     locked = load_profile("strix_halo").locked
-    items = sweep(halo, locked=locked, probes=PROBES).following([])
+    items = asked(sweep(halo, locked=locked, probes=PROBES))
+    assert "training" not in {item.probe for item in items[:-5]}, "training comes last"
     gemm = [item for item in items if item.probe == "gemm"]
     switches = (
         "ROCBLAS_USE_HIPBLASLT",
@@ -157,13 +136,13 @@ def test_machines_get_their_own_measurements():
         ("TunableOp", None, None),
     }
     assert {item.values["dtype"] for item in gemm} == {"bf16", "fp16", "fp32"}
-    assert {item.probe for item in items} == {*PROBES} - {"training"}, "training comes last"
+    assert {item.probe for item in items} == {*PROBES}
     assert [item.values["num_workers"] for item in items if item.probe == "loader"] == [0], (
         "workers are locked"
     )
     card = Machine("cuda", "Linux", "2.11.0", "cuda", 80 * GIB, True, arch="sm_90", gpu_count=1)
     copies = [
-        [item.values["what"] for item in sweep(machine, probes=("bandwidth",)).following([])]
+        [item.values["what"] for item in asked(sweep(machine, probes=("bandwidth",)))]
         for machine in (halo, card, replace(card, gpu_count=8))
     ]
     assert [len(each) for each in copies] == [4, 4, 5]
@@ -326,8 +305,29 @@ def sweep(machine=None, quick=False, locked=None, probes=("training",), **change
     return Sweep(cfg, machine or detect(), locked or {}, quick, probes)
 
 
+def asked(swept: Sweep) -> list[Item]:
+    """The items of a sweep whose measurements all fail."""
+    items: list[Item] = []
+
+    def measure(item: Item) -> Measurement:
+        items.append(item)
+        return Measurement(item, "failed", {})
+
+    swept.run(measure)
+    return items
+
+
 def won(*rows: Measurement, **changes) -> dict:
-    return {winner.key: winner.value for winner in summary.winners(rows, sweep(**changes))}
+    """The settings that win by these measurements; the others fail."""
+
+    def measure(item: Item) -> Measurement:
+        for row in rows:
+            if (row.item.probe, row.item.values) == (item.probe, item.values):
+                return row
+        return Measurement(item, "failed", {})
+
+    of_training = sweep(**changes).run(measure)
+    return {winner.key: winner.value for winner in summary.winners(rows, of_training)}
 
 
 def test_the_smallest_of_equally_fast_sizes_wins():
@@ -385,58 +385,63 @@ def speed_of(values: dict, four_bits: float) -> float:
     )
 
 
-def simulate(swept: Sweep, fails: tuple = (), four_bits: float = 0.5) -> list[Measurement]:
-    """The measurements of a whole sweep on this machine; the values in ``fails`` crash."""
+def simulate(
+    swept: Sweep, fails: tuple = (), four_bits: float = 0.5
+) -> tuple[list[Measurement], dict[str, Winner]]:
+    """The measurements and winners of a whole sweep on this machine; the values in ``fails`` crash."""
     done: list[Measurement] = []
-    while items := swept.following(done):
-        assert len(done) < swept.most
-        for item in items:
-            if item.skip:
-                done.append(Measurement(item, "skipped", {}, item.skip))
-            elif set(fails) & set(item.values.values()):
-                done.append(Measurement(item, "crashed", {}, "signal 11"))
-            else:
-                speed = speed_of(item.values, four_bits)
-                done.append(row("training", speed, environ=item.environ, **item.values))
-                done[-1].result["dtype"] = item.values.get("dtype", "fp32")
-    return done
+
+    def measure(item: Item) -> Measurement:
+        if item.skip:
+            done.append(Measurement(item, "skipped", {}, item.skip))
+        elif set(fails) & set(item.values.values()):
+            done.append(Measurement(item, "crashed", {}, "signal 11"))
+        else:
+            speed = speed_of(item.values, four_bits)
+            done.append(row("training", speed, environ=item.environ, **item.values))
+            done[-1].result["dtype"] = item.values.get("dtype", "fp32")
+        return done[-1]
+
+    winners = swept.run(measure)
+    assert len(done) <= swept.most
+    return done, {winner.key: winner for winner in winners}
 
 
 def test_each_key_is_varied_around_the_fastest_so_far():
     mi300 = Machine("rocm", "Linux", "2.11.0", "rocm", 190 * GIB, True, arch="gfx942")
-    swept = sweep(mi300)
-    done = simulate(swept)
+    done, winners = simulate(sweep(mi300))
     assert len(done) < 25, "all combinations would be hundreds"
-    sizes = [each.item.values["rows"] for each in simulate(sweep(mi300, quick=True, batch_size=2))]
+    few, _ = simulate(sweep(mi300, quick=True, batch_size=2))
+    sizes = [each.item.values["rows"] for each in few]
     assert sizes[:3] == [1, 2, 4], "the configured size is measured, too"
     fastest = {"batch_size": 4, "dtype": "fp16", "attention": "eager", "compile": "max-autotune"}
-    assert {winner.key: winner.value for winner in swept.winners(done)} == fastest
+    assert {key: winner.value for key, winner in winners.items()} == fastest
 
 
 def test_a_sweep_goes_on_past_what_is_locked_or_crashes():
     mi50 = Machine("rocm", "Linux", "2.9.1", "rocm", 30 * GIB, False, arch="gfx906")
     swept = sweep(mi50, locked=load_profile("mi50").locked)
-    done = simulate(swept, fails=("flash", "efficient", 16))
+    done, winners = simulate(swept, fails=("flash", "efficient", 16))
     assert {each.item.values["compile"] for each in done if each.status == "skipped"} == {
         True,
         "max-autotune",
     }
     fastest = {"batch_size": 4, "dtype": "fp16", "attention": "eager"}
-    assert {winner.key: winner.value for winner in swept.winners(done)} == fastest
-    assert simulate(swept, fails=(1, 2, 4, 8, 16))[-1].item.values == {"rows": 16, "compile": False}
+    assert {key: winner.value for key, winner in winners.items()} == fastest
+    done, winners = simulate(swept, fails=(1, 2, 4, 8, 16))
+    assert (done[-1].item.values, winners) == ({"rows": 16, "compile": False}, {})
 
 
 def test_four_bits_are_measured_where_they_are_locked():
     halo = Machine("rocm", "Linux", "2.11.0", "rocm", 120 * GIB, True, arch="gfx1151")
     swept = sweep(halo, locked=load_profile("strix_halo").locked)
-    done = simulate(swept, four_bits=1.2)
+    done, winners = simulate(swept, four_bits=1.2)
     (measured,) = [
         each
         for each in done
         if FOUR_BITS in each.item.values and each.item.values["compile"] is False
     ]
     assert (measured.status, measured.item.values["rows"]) == ("ok", 4)
-    winners = {winner.key: winner for winner in swept.winners(done)}
     assert winners[FOUR_BITS].value is True
     assert winners[FOUR_BITS].reason.endswith("hardware_overrides=[quantize_base]")
 
@@ -499,3 +504,28 @@ def test_bad_input_is_one_line(arguments, found, monkeypatch, capsys, tmp_path):
     captured = capsys.readouterr()
     assert found in captured.err
     assert "Traceback" not in captured.err
+
+
+@pytest.fixture
+def copies_alone(monkeypatch) -> list[Item]:
+    """Answer measurements of copies with a figure; the list gets what was to be measured."""
+    items: list[Item] = []
+
+    def measure(item: Item) -> Measurement:
+        items.append(item)
+        return row(item.probe, 1000, **item.values)
+
+    monkeypatch.setattr(runner, "children", lambda *_: nullcontext(measure))
+    return items
+
+
+def test_a_bench_without_figures_replaces_no_file(tmp_path, copies_alone, monkeypatch, capsys):
+    path = tmp_path / "bench.json"
+    path.write_text("precious")
+    assert main(["bench", "--quick", "--only", "bandwidth", "--output", str(path), "--force"]) == 0
+    assert f"{path} was not written: it needs gemm and bandwidth" in capsys.readouterr().err
+    monkeypatch.setenv("ROCM_EXT_BENCH", str(path))
+    assert main(["bench", "--quick", "--only", "bandwidth", "epochs=1"]) == 0
+    assert "To keep these: --output FILE" in capsys.readouterr().err
+    assert {item.probe for item in copies_alone} == {"bandwidth"}
+    assert path.read_text() == "precious"

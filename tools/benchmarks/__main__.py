@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import rocm_ext
-from rocm_ext.bench.runner import OtherPrograms
 from tools.benchmarks import cycle, distil, dpo, grpo, peers, sampling, sft, training
+from tools.benchmarks.others import OtherPrograms
 from tools.benchmarks.protocol import Failed
 from tools.benchmarks.table import NAMES as WORKS
 from tools.benchmarks.table import key, table
