@@ -3,7 +3,7 @@
 The answer shows equivalence instead of assuming it: "no significant difference" would accept any setting that was
 tried for too short. Losses count as the same only if the 95 % interval of their difference lies within a
 tolerance (two one-sided tests, Schuirmann 1987). They count as different only if the interval excludes zero and the
-difference exceeds the tolerance. In all other cases the answer is how many more steps it takes, roughly.
+difference exceeds the tolerance. In all other cases the answer is that it takes more steps.
 """
 
 import math
@@ -33,74 +33,33 @@ Pair = tuple[float, float]  # A's value, B's
 _Columns = tuple[np.ndarray, np.ndarray]  # A's values, B's
 _Losses = tuple[str, float, float]  # name of a loss, A's value, B's
 Settings = Mapping[str, tuple[object, object]]  # settings that differ, with A's value and B's
-_UNKNOWN = Interval(math.nan)
 
+_UNKNOWN = Interval(math.nan)
 _WARM_UP = 10  # steps at a run's beginning that do not show its speed: compilation, caches, clocks
 _TEMPLATE = ("chat_template", "chat_template_args", "chat_template_date")
-_DATA = (
-    *(
-        "dataset",
-        "dataset_val",
-        "validation_fraction",
-        "tokenizer",
-        "data_seed",
-        "shuffle",
-        "too_long",
-        "bad_rows",
-    ),
-    *_TEMPLATE,
-)
+_ROWS = ("dataset", "dataset_val", "validation_fraction", "data_seed", "shuffle", "too_long")
+_DATA = (*_ROWS, "bad_rows", "tokenizer", *_TEMPLATE)
 _CROSS_ENTROPIES = {  # components of one function
     "rocm_ext.losses.CrossEntropy",
     "torchtune.modules.loss.CEWithChunkedOutputLoss",
     "torch.nn.CrossEntropyLoss",
 }
-_CHUNKS = (
-    "loss.chunk_tokens",
-    "loss.num_output_chunks",
-)  # they decide memory and speed, not the loss
+# They decide memory and speed, not the loss
+_CHUNKS = ("loss.chunk_tokens", "loss.num_output_chunks")
 # What decides the meaning of a held-out score, and what an answer may be
 _JUDGED_BY = ("verifier", "environment", "eval_prompts")
-_ANSWERED_WITH = (
-    "max_new_tokens",
-    "stop_strings",
-    "max_turns",
-    "max_environment_tokens",
-    *_TEMPLATE,
-)
-_STEP_SIZE = (
-    "sequences_per_step",
-    "gradient_accumulation_steps",
-    "batch_size",
-    "max_steps_per_epoch",
-)
+_LIMITS = ("max_new_tokens", "stop_strings", "max_turns", "max_environment_tokens")
+_ANSWERED_WITH = (*_LIMITS, *_TEMPLATE)
+_ROWS_OF_STEP = ("sequences_per_step", "gradient_accumulation_steps", "batch_size")
+_STEP_SIZE = (*_ROWS_OF_STEP, "max_steps_per_epoch")
 _ROLLOUT_SIZE = ("prompts_per_step", "samples_per_prompt", "refill")
 _PATHS = ("source", "data_files", "path", "_path", "_file", "_dir")  # settings that are paths
 _NOTICED = 0.1  # relative difference of speeds; runs with equal settings differ by as much
 _SLOW = 0.85  # share of A's speed; chance does not explain less
 _SAVED = 0.95  # share of A's memory; a user may accept less speed for less memory
-_PATIENCE = 100  # times the present steps; advice to run more would help nobody
 
 
 @dataclass
-class _Quality:
-    """Whether B trains as well as A.
-
-    Attributes:
-        state: ``same``, ``worse`` or ``unknown``.
-        text: the reason; it follows "B is 2.00x as fast, ".
-        difference, p, measured, notes: as in :class:`Comparison`.
-    """
-
-    state: str = "unknown"
-    text: str = ""
-    difference: Interval = _UNKNOWN
-    p: float = math.nan
-    measured: dict[str, Pair] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class Comparison:
     """The answer of :func:`compare`, and its reasons.
 
@@ -109,26 +68,26 @@ class Comparison:
         settings: differing settings by name: A's value, B's.
         speed: B's speed over A's: ratio of median tokens/s after warm-up; for RAFT and GRPO, sampled tokens per second
             of sampling and training, since fewer answers are less work.
+        measured: values of A and B by name.
         difference: of SFT and DPO runs, B's loss less A's, relative to A's, over the last half of the common steps: in
             the first half, runs may not have diverged yet. Of RAFT and GRPO runs, the share of held-out prompts that B
             got right less A's share.
         p: p-value that both are right equally often (exact McNemar test); NaN for losses.
-        measured: values of A and B by name.
         notes: messages for the reader.
-        answer: ``take``, ``reject`` or ``unknown``.
-        text: the reason, in one line.
+        answer: ``take``, ``reject`` or ``unknown``; until the speed is considered, whether B trains as well as A.
+        text: the reason, in one line; until then, it follows "B is 2.00x as fast, ".
     """
 
     a: Path
     b: Path
-    settings: dict[str, tuple[object, object]]
+    settings: Settings
     speed: Interval
-    difference: Interval
-    p: float
     measured: dict[str, Pair]
-    notes: list[str]
-    answer: str
-    text: str
+    difference: Interval = _UNKNOWN
+    p: float = math.nan
+    notes: list[str] = field(default_factory=list)
+    answer: str = "unknown"
+    text: str = ""
 
 
 class _Common:
@@ -158,7 +117,6 @@ def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float
         UserError: the runs are the same folder, of different models, or of different recipes.
     """
     refuse(_mismatches(a, b))
-    settings = a.differing_settings(b)
     speed, measured = _speed(a, b)
     lost_a, lost_b = _lost_losses(a), _lost_losses(b)
     measured |= {
@@ -166,34 +124,19 @@ def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float
         "losses not finite": (lost_a, lost_b),
         "times resumed": (_pauses(a), _pauses(b)),
     }
-    if a.family in SAMPLED:
-        quality = _by_scores(a, b, settings, score_tolerance)
-    else:
-        quality = _by_losses(a, b, settings, tolerance)
-        if (
-            quality.state == "unknown" and a.evaluations and b.evaluations
-        ):  # the losses decide nothing
-            by_losses = quality
-            quality = _by_scores(a, b, settings, score_tolerance)
-            quality.measured = by_losses.measured | quality.measured
-            quality.notes = by_losses.notes
+    compared = Comparison(a.path, b.path, a.differing_settings(b), speed, measured)
+    if a.family not in SAMPLED:
+        _by_losses(compared, a, b, tolerance)
+    undecided = compared.answer == "unknown" and a.evaluations and b.evaluations
+    if a.family in SAMPLED or undecided:
+        _by_scores(compared, a, b, score_tolerance)
     if lost_b > lost_a:
-        quality.state = "worse"
-        quality.text = f"{lost_b} losses of B are not finite"
+        compared.answer = "reject"
+        compared.text = f"{lost_b} losses of B are not finite"
     saved = b.peak_memory / a.peak_memory if a.peak_memory > 0 else math.nan
-    answer, text = _answer(speed, saved, quality)
-    return Comparison(
-        a=a.path,
-        b=b.path,
-        settings=settings,
-        speed=speed,
-        difference=quality.difference,
-        p=quality.p,
-        measured=measured | quality.measured,
-        notes=quality.notes + _notes(a, b),
-        answer=answer,
-        text=text,
-    )
+    _consider_speed(compared, saved)
+    compared.notes += _notes(a, b)
+    return compared
 
 
 def _mismatches(a: RunFolder, b: RunFolder) -> Iterator[str]:
@@ -246,29 +189,28 @@ def _notes(a: RunFolder, b: RunFolder) -> list[str]:
     return notes
 
 
-def _answer(speed: Interval, saved: float, quality: _Quality) -> tuple[str, str]:
-    """The answer and its reason; ``saved``: B's peak of memory over A's, NaN if unknown."""
+def _consider_speed(compared: Comparison, saved: float) -> None:
+    """Put speed and memory into the answer; ``saved``: B's peak of memory over A's, NaN if unknown."""
+    speed, trains = compared.speed, compared.answer
     fast = _speed_in_words(speed)
     slower = speed.value <= _SLOW and speed.high < 1
-    if quality.state == "worse":
-        return "reject", f"{fast}, but {quality.text}: do not take it"
-    if slower and not saved < _SAVED:
-        return "reject", f"{fast} and saves no memory: do not take it"
-    if quality.state == "unknown":
-        return "unknown", f"{fast}, but {quality.text}"
-    if math.isnan(speed.value):
-        return "unknown", f"{fast}; {quality.text}"
-    if slower:
-        return (
-            "reject",
-            f"{fast}, {quality.text}: do not take it, unless for its {saved:.2f}x of A's memory",
-        )
-    if speed.value < 1 - _NOTICED:
-        return (
-            "unknown",
-            f"{fast}, a difference that one pair of runs does not prove: repeat the runs",
-        )
-    return "take", f"{fast}, {quality.text}: take it"
+    answer, text = "take", f"{fast}, {compared.text}: take it"
+    if trains == "reject":
+        answer, text = "reject", f"{fast}, but {compared.text}: do not take it"
+    elif slower and not saved < _SAVED:
+        answer, text = "reject", f"{fast} and saves no memory: do not take it"
+    elif trains == "unknown":
+        answer, text = "unknown", f"{fast}, but {compared.text}"
+    elif math.isnan(speed.value):
+        answer, text = "unknown", f"{fast}; {compared.text}"
+    elif slower:
+        unless = f"unless for its {saved:.2f}x of A's memory"
+        answer, text = "reject", f"{fast}, {compared.text}: do not take it, {unless}"
+    elif speed.value < 1 - _NOTICED:
+        why = "a difference that one pair of runs does not prove: repeat the runs"
+        answer, text = "unknown", f"{fast}, {why}"
+    compared.answer = answer
+    compared.text = text
 
 
 def _speed_in_words(speed: Interval) -> str:
@@ -345,8 +287,9 @@ def _timed_steps(run: RunFolder) -> Columns:
 # ---- SFT and DPO: losses
 
 
-def _by_losses(a: RunFolder, b: RunFolder, settings: Settings, tolerance: float) -> _Quality:
-    """By the validation losses, and by the training losses if these can be compared."""
+def _by_losses(compared: Comparison, a: RunFolder, b: RunFolder, tolerance: float) -> None:
+    """Decide by the validation losses, and by the training losses if these can be compared."""
+    settings = compared.settings
     steps = _Common(a.steps, b.steps)
     loss_a, loss_b = steps["loss"]
     finite = np.isfinite(loss_a) & np.isfinite(loss_b)
@@ -358,19 +301,18 @@ def _by_losses(a: RunFolder, b: RunFolder, settings: Settings, tolerance: float)
     functions = _functions_differ(a, settings)
     obstacle = functions or _rows_differ(steps, settings) or _rate_differs(steps)
     seeds_differ = "seed" in settings
-    quality = _Quality()
     if seeds_differ:
-        quality.notes.append(
+        compared.notes.append(
             "the seeds differ, so part of any difference is chance: give both runs the same seed"
         )
     if obstacle:
-        quality.notes.append(f"training losses cannot be compared: {obstacle}")
+        compared.notes.append(f"training losses cannot be compared: {obstacle}")
     else:
         half = len(loss_a) // 2
         name = f"loss, last {len(loss_a) - half:,} of {len(loss_a):,} common steps"
         last_a, last_b = loss_a[half:], loss_b[half:]
-        quality.measured[name] = _finite(np.mean, last_a), _finite(np.mean, last_b)
-        quality.difference = relative_difference(last_a, last_b)
+        compared.measured[name] = _finite(np.mean, last_a), _finite(np.mean, last_b)
+        compared.difference = relative_difference(last_a, last_b)
     validation = None
     if not obstacle:
         validation = _last_validation(a, b)
@@ -378,41 +320,37 @@ def _by_losses(a: RunFolder, b: RunFolder, settings: Settings, tolerance: float)
         validation = _best_validations(a, b)
     if validation is not None:
         name, val_a, val_b = validation
-        quality.measured[name] = val_a, val_b
+        compared.measured[name] = val_a, val_b
         higher = val_b / val_a - 1
         if higher > tolerance:
-            quality.state = "worse"
-            quality.text = f"its {name} is {_percent(higher)} higher"
+            compared.answer = "reject"
+            compared.text = f"its {name} is {_percent(higher)} higher"
             if seeds_differ:
-                quality.state = "unknown"
-                quality.text += ", which different seeds can cause"
-            return quality
+                compared.answer = "unknown"
+                compared.text += ", which different seeds can cause"
+            return
         if obstacle:
-            quality.state = "same"
-            quality.text = f"{name} the same within {_percent(tolerance)}"
+            compared.answer = "take"
+            compared.text = f"{name} the same within {_percent(tolerance)}"
             if higher < -tolerance:
-                quality.text = f"{name} {_percent(-higher)} lower"
-            return quality
+                compared.text = f"{name} {_percent(-higher)} lower"
+            return
     if obstacle:
-        quality.text = f"losses cannot be compared: {obstacle}"
+        compared.text = f"losses cannot be compared: {obstacle}"
     elif len(loss_a) < 2 * BATCHES:
-        quality.text = f"{len(loss_a)} common steps are too few; it takes at least {2 * BATCHES}"
+        compared.text = f"{len(loss_a)} common steps are too few; it takes at least {2 * BATCHES}"
     else:
         validated = validation is not None
-        quality.state, quality.text = _judge(
-            quality.difference, len(loss_a), tolerance, seeds_differ, validated
+        compared.answer, compared.text = _judge(
+            compared.difference, tolerance, seeds_differ, validated
         )
-    return quality
 
 
-def _judge(
-    difference: Interval, steps: int, tolerance: float, seeds: bool, validated: bool
-) -> tuple[str, str]:
-    """What the difference of training losses shows: state and text of a quality.
+def _judge(difference: Interval, tolerance: float, seeds: bool, validated: bool) -> tuple[str, str]:
+    """What the difference of training losses shows: answer and text of a comparison.
 
     Args:
         difference: over the last half of the steps.
-        steps: number of common steps.
         tolerance: relative difference that does not matter.
         seeds: whether the seeds differ.
         validated: whether the validation loss is known to be no higher.
@@ -423,57 +361,33 @@ def _judge(
     if difference.within(tolerance):
         if not difference.excludes(0):
             bound = max(abs(difference.low), abs(difference.high))
-            return "same", f"loss the same within {_percent(bound)}"
+            return "take", f"loss the same within {_percent(bound)}"
         way = "higher" if difference.value > 0 else "lower"
-        return "same", f"loss {_percent(size)} {way}, within the tolerance of {limit}"
+        return "take", f"loss {_percent(size)} {way}, within the tolerance of {limit}"
     if not difference.excludes(0) or size <= tolerance:
-        advice = _advice(difference, steps, tolerance)
-        return (
-            "unknown",
-            f"it is not clear yet whether its loss is the same within {limit} {interval}: {advice}",
-        )
+        unclear = f"it is not clear yet whether its loss is the same within {limit} {interval}"
+        return "unknown", f"{unclear}: run more steps"
     if seeds:
-        return (
-            "unknown",
-            f"its loss differs by {100 * difference.value:+.1f} %, which different seeds can cause",
-        )
+        differs = f"its loss differs by {100 * difference.value:+.1f} %"
+        return "unknown", f"{differs}, which different seeds can cause"
     if difference.value > 0:
-        return "worse", f"its loss is {_percent(size)} higher {interval}"
+        return "reject", f"its loss is {_percent(size)} higher {interval}"
     if validated:
-        return "same", f"loss {_percent(size)} lower {interval}"
+        return "take", f"loss {_percent(size)} lower {interval}"
     # a mask that fails to hide labels, or rows that are cut off, look like this
     lower = f"training loss {_percent(size)} lower {interval}"
     return "unknown", f"{lower}, which a faster setting does not explain: set validation_fraction"
 
 
-def _advice(difference: Interval, steps: int, tolerance: float) -> str:
-    """How many more steps it takes, roughly.
-
-    The interval narrows with the square root of the steps' number. A difference under the tolerance must be shown to
-    stay there, one above it to exclude zero.
-    """
-    size = abs(difference.value)
-    half = (difference.high - difference.low) / 2
-    needed = tolerance - size if size < tolerance else size
-    growth = (half / max(needed, 1e-9)) ** 2
-    missing = math.ceil(min(1e12, steps * (growth - 1)))
-    if missing > _PATIENCE * steps:
-        return "more steps alone will not decide"
-    return f"run about {max(missing, 1):,} more steps"
-
-
 def _functions_differ(run: RunFolder, settings: Settings) -> str:
     """Why the losses of the two runs are different functions. Empty if they are the same."""
-    differing = [key for key in _named(settings, ("loss",)) if key not in _CHUNKS]
-    if (
-        _CROSS_ENTROPIES.issuperset(settings.get("loss._component_", ()))
-        and "loss._component_" in differing
-    ):
-        differing.remove("loss._component_")
+    same = set(_CHUNKS)
+    if _CROSS_ENTROPIES.issuperset(settings.get("loss._component_", ())):
+        same.add("loss._component_")
+    differing = [key for key in _named(settings, ("loss",)) if key not in same]
     start = "checkpointer.adapter_checkpoint"
-    if (
-        run.family == DPO and start in settings
-    ):  # its losses measure against the model that the run began with
+    # DPO's losses measure against the model that the run began with
+    if run.family == DPO and start in settings:
         differing.append(start)
     if not differing:
         return ""
@@ -491,9 +405,9 @@ def _rows_differ(steps: _Common, settings: Settings) -> str:
     known = np.isfinite(tokens_a) & np.isfinite(tokens_b)
     other = np.flatnonzero(known & (tokens_a != tokens_b))
     if len(other):
-        return (
-            f"from step {steps.steps[other[0]]} on the runs see different rows{_because(settings)}"
-        )
+        why = _named(settings, _DATA + _STEP_SIZE)
+        because = f" (different {', '.join(why)})" if why else ""
+        return f"from step {steps.steps[other[0]]} on the runs see different rows{because}"
     proven = known.all() and len(set(tokens_a)) > 1
     differing = []
     for key in _named(settings, _DATA):
@@ -503,11 +417,6 @@ def _rows_differ(steps: _Common, settings: Settings) -> str:
     if not differing:
         return ""
     return f"the runs see different rows (different {', '.join(differing)})"
-
-
-def _because(settings: Settings) -> str:
-    differing = _named(settings, _DATA + _STEP_SIZE)
-    return f" (different {', '.join(differing)})" if differing else ""
 
 
 def _named(settings: Settings, names: Collection[str]) -> list[str]:
@@ -559,29 +468,28 @@ def _percent(share: float) -> str:
 # ---- RAFT and GRPO: held-out scores
 
 
-def _by_scores(a: RunFolder, b: RunFolder, settings: Settings, tolerance: float) -> _Quality:
-    """By the last cycle or step that both runs evaluated, or by two evaluations of ``rocm-ext eval``.
+def _by_scores(compared: Comparison, a: RunFolder, b: RunFolder, tolerance: float) -> None:
+    """Decide by the last cycle or step that both runs evaluated, or by two evaluations of ``rocm-ext eval``.
 
     B is not worse if the interval of the gain lies above ``-tolerance``; it is worse if that is not so and chance
     does not explain the difference.
     """
-    quality = _Quality()
+    settings = compared.settings
     of_b = {evaluation.number: evaluation for evaluation in held_out(b)}
     both = [evaluation for evaluation in held_out(a) if evaluation.number in of_b]
     for scored_a in first_and_last(both):
         scored_b = of_b[scored_a.number]
         share_a, *_ = scored_a.scores.passed
         share_b, *_ = scored_b.scores.passed
-        quality.measured[f"held-out pass@1, {scored_a.after}"] = share_a, share_b
+        compared.measured[f"held-out pass@1, {scored_a.after}"] = share_a, share_b
     evaluations = a.is_evaluation and b.is_evaluation
-    if not both or not (
-        scored_a.number or evaluations
-    ):  # before training, settings can affect sampling alone
-        quality.text = f"no trained {a.unit} of both runs has held-out scores yet (eval_prompts)"
-        return quality
+    # before training, settings can affect sampling alone
+    if not both or not (scored_a.number or evaluations):
+        compared.text = f"no trained {a.unit} of both runs has held-out scores yet (eval_prompts)"
+        return
     limits = _named(settings, _ANSWERED_WITH)
     if limits:
-        quality.notes.append(
+        compared.notes.append(
             f"the held-out answers were sampled with different {', '.join(limits)}"
         )
     right_a, right_b = scored_a.greedy(), scored_b.greedy()
@@ -597,27 +505,26 @@ def _by_scores(a: RunFolder, b: RunFolder, settings: Settings, tolerance: float)
     elif right_a.keys() != right_b.keys():
         obstacle = "they are of different prompts"
     if obstacle:
-        quality.text = f"held-out scores cannot be compared: {obstacle}"
-        return quality
+        compared.text = f"held-out scores cannot be compared: {obstacle}"
+        return
     b_only, a_only = gained_and_lost(right_a, right_b)
     gain = paired_gain(a_only, b_only, len(right_a))
-    quality.difference = gain
-    quality.p = mcnemar(a_only, b_only)
-    points = f"{100 * gain.value:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f}; p = {quality.p:.2g})"
+    compared.difference = gain
+    compared.p = mcnemar(a_only, b_only)
+    points = f"{100 * gain.value:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f}; p = {compared.p:.2g})"
     name = "held-out pass@1" if evaluations else f"held-out pass@1 after {scored_a.after}"
     if gain.low > -tolerance:
-        quality.state = "same"
-        quality.text = f"{name} {points}"
-    elif gain.high < 0 or (quality.p < 0.05 and gain.value < 0):
-        quality.state = "worse"
-        quality.text = f"its {name} is worse, {points}"
+        compared.answer = "take"
+        compared.text = f"{name} {points}"
+    elif gain.high < 0 or (compared.p < 0.05 and gain.value < 0):
+        compared.answer = "reject"
+        compared.text = f"its {name} is worse, {points}"
     else:
-        quality.text = (
+        compared.text = (
             f"{name} {points} does not show whether it is worse by {100 * tolerance:g} points"
         )
         room = tolerance + gain.value
         if room > 0.001:
             half = (gain.high - gain.low) / 2
             prompts = math.ceil(len(right_a) * (half / room) ** 2)
-            quality.text += f": about {prompts:,} prompts are needed"
-    return quality
+            compared.text += f": about {prompts:,} prompts are needed"

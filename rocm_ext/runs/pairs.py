@@ -10,13 +10,6 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.registry import SAMPLED
 from rocm_ext.runs.folder import RunFolder
 
-_RIGHT_OR_WRONG = (
-    "CORRECT",
-    "WRONG",
-    "UNPARSED",
-    "TIMEOUT",
-)  # an ERROR says nothing about the answer
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -67,14 +60,11 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
             verdict = names.pop(key, None)
             tokens = record.get("tokens")
             text = record.get("text")
-            if (
-                verdict is None
-                or not isinstance(tokens, list)
-                or not isinstance(text, str)
-                or not text.strip()
-            ):
+            if verdict is None or not isinstance(tokens, list):
                 continue
-            if verdict not in _RIGHT_OR_WRONG:
+            if not isinstance(text, str) or not text.strip():
+                continue
+            if verdict == "ERROR":  # it says nothing about the answer
                 left_out["ERROR"] += 1
             elif "messages" in record:  # an answer to more than the prompt
                 left_out["conversation"] += 1
@@ -107,12 +97,9 @@ def choose_pairs(
     for answer in answers:
         by_prompt[answer.prompt_id].append(answer)
 
-    def drawn(pair: tuple[Answer, Answer]) -> bytes:
-        return _drawn(seed, *pair)
-
     def closeness(pair: tuple[Answer, Answer]) -> tuple[int, bytes]:
         right, wrong = pair
-        return abs(right.tokens - wrong.tokens), drawn(pair)
+        return abs(right.tokens - wrong.tokens), _drawn(seed, *pair)
 
     pairs: list[tuple[Answer, Answer]] = []
     for of_prompt in by_prompt.values():
@@ -124,7 +111,7 @@ def choose_pairs(
                 pairs.append(pair)
                 paired.update(pair)
     if limit is not None and len(pairs) > limit:
-        kept = set(sorted(pairs, key=drawn)[:limit])
+        kept = set(sorted(pairs, key=lambda pair: _drawn(seed, *pair))[:limit])
         pairs = [pair for pair in pairs if pair in kept]
     return pairs
 
