@@ -41,12 +41,15 @@ def register() -> None:
             named = _names_us(sys.argv, table)
             if problem and named:
                 sys.exit(problem)
-            if sys.argv[1:2] == ["ls"] and not any(word.startswith("-") for word in sys.argv[2:]):
-                _list(table, sys.argv[2:])
+            command, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
+            if command == "ls" and not any(word.startswith("-") for word in arguments):
+                _list(table, arguments)
                 sys.exit()
             _add_recipes(table)
-            if problem := _FIRST.get(" ".join(sys.argv[1:2]), lambda *_: None)(sys.argv[2:], table):
-                sys.exit(f"error: {problem}")
+            if command in _FIRST:
+                problem = _FIRST[command](arguments, table)
+                if problem:
+                    sys.exit(f"error: {problem}")
             if not named:
                 if not {"-h", "--help"}.isdisjoint(sys.argv):
                     leave_out_warnings()
@@ -122,11 +125,7 @@ def _unknown_recipe(arguments: list[str], _: Mapping[str, registry.Recipe]) -> s
     from torchtune._recipe_registry import get_all_recipes
 
     known = {recipe.name for recipe in get_all_recipes()}
-    if (
-        not arguments
-        or not known.isdisjoint(arguments)
-        or not {"-h", "--help"}.isdisjoint(arguments)
-    ):
+    if not arguments or not {*known, "-h", "--help"}.isdisjoint(arguments):
         return None
     from torch.distributed.run import get_args_parser  # only here: it takes long
 
@@ -139,40 +138,33 @@ def _unknown_recipe(arguments: list[str], _: Mapping[str, registry.Recipe]) -> s
     return None  # `tune` itself reports what is wrong
 
 
-def _file_in_the_way(arguments: list[str], table: Mapping[str, registry.Recipe]) -> str | None:
-    """The message about the file that `tune cp ARGUMENTS` would overwrite with one of ours. ``--force``, which
-    torchtune does not know, allows it."""
-    names = [argument for argument in arguments if not argument.startswith("-")]
-    if len(names) != 2 or not _names_us(["tune", "cp", names[0]], table):
-        return None
-    suffix, target = ".py" if names[0] in table else ".yaml", Path(names[1])
-    target = target.with_suffix(suffix) if target.name else target  # as torchtune does
-    target = target / f"{names[0]}{suffix}" if target.is_dir() else target
-    if not (force := {"-f", "--force"}).isdisjoint(arguments):
-        sys.argv[2:] = [argument for argument in arguments if argument not in force]
-    elif target.exists() and {"-n", "--no-clobber"}.isdisjoint(arguments):
-        return f"{target} exists; name another file, or add --force to replace it"
-    return None
-
-
 def _copy(arguments: list[str], table: Mapping[str, registry.Recipe]) -> str | None:
-    """Answer `tune cp ARGUMENTS` with torchtune's code, before torchtune imports the rest of itself."""
-    if problem := _file_in_the_way(arguments, table):
-        return problem
+    """Answer `tune cp ARGUMENTS` with torchtune's code, before torchtune imports the rest of itself. A file that one of
+    ours would overwrite ends it, unless ``--force`` allows it, which torchtune does not know."""
     from torchtune._cli.cp import Copy
     from torchtune._recipe_registry import get_all_recipes
 
-    known = {
-        name
-        for recipe in get_all_recipes()
-        for name in (recipe.name, *(c.name for c in recipe.configs))
-    }
+    known = set()
+    for recipe in get_all_recipes():
+        known.add(recipe.name)
+        known.update(config.name for config in recipe.configs)
     names = [argument for argument in arguments if not argument.startswith("-")]
     if names and names[0] not in known:
         return f"there is no recipe or config {names[0]}{nearest(names[0], known, '; `tune ls` lists them')}"
+    if len(names) == 2 and _names_us(["tune", "cp", names[0]], table):
+        suffix = ".py" if names[0] in table else ".yaml"
+        target = Path(names[1])
+        if target.name:
+            target = target.with_suffix(suffix)  # as torchtune does
+        if target.is_dir():
+            target /= names[0] + suffix
+        force = {"-f", "--force"}
+        if target.exists() and {*force, "-n", "--no-clobber"}.isdisjoint(arguments):
+            return f"{target} exists; name another file, or add --force to replace it"
+        arguments = [argument for argument in arguments if argument not in force]
     parser = argparse.ArgumentParser(prog="tune")
     Copy.create(parser.add_subparsers())
-    args = parser.parse_args(sys.argv[1:])
+    args = parser.parse_args(["cp", *arguments])
     args.func(args)
     sys.exit()
 
@@ -203,11 +195,10 @@ def _list(table: Mapping[str, registry.Recipe], words: Sequence[str]) -> None:
     def chosen(lines: Iterable[str]) -> list[str]:
         return [line for line in lines if all(word in line for word in words)]
 
-    theirs = chosen(
-        f"{recipe.name:40} {config.name}"
-        for recipe in get_all_recipes()
-        for config in recipe.configs
-    )
+    lines = []
+    for recipe in get_all_recipes():
+        lines += [f"{recipe.name:40} {config.name}" for config in recipe.configs]
+    theirs = chosen(lines)
     heading, *ours = registry.listing(table.values())
     ours = chosen(ours)
     if not theirs and not ours:
@@ -217,9 +208,7 @@ def _list(table: Mapping[str, registry.Recipe], words: Sequence[str]) -> None:
     if ours:
         print(heading, *ours, sep="\n")
     print(
-        "\nStart one with `tune run RECIPE --config CONFIG`; hardware=NAME is for another machine. Memory is"
-    )
-    print(
+        "\nStart one with `tune run RECIPE --config CONFIG`; hardware=NAME is for another machine. Memory is\n"
         "computed, for one GPU: from the least, where the run can recompute layers, to what is fastest."
     )
 
@@ -228,12 +217,7 @@ def _add_recipes(table: Mapping[str, registry.Recipe]) -> None:
     from torchtune._recipe_registry import _ALL_RECIPES, Config, Recipe
 
     for recipe in table.values():
-        configs = [
-            # torchtune joins these to its folder, and joining an absolute path yields that path
-            Config(name=path.stem, file_path=str(path))
-            for path in recipe.configs
-        ]
-        entry = Recipe(
-            name=recipe.name, file_path=str(recipe.file), configs=configs, supports_distributed=True
-        )
+        # torchtune joins these to its folder, and joining an absolute path yields that path
+        configs = [Config(path.stem, str(path)) for path in recipe.configs]
+        entry = Recipe(recipe.name, str(recipe.file), configs, supports_distributed=True)
         _ALL_RECIPES.append(entry)
