@@ -3,7 +3,7 @@
 The answer shows equivalence instead of assuming it: "no significant difference" would accept any setting that was
 tried for too short. Losses count as the same only if the 95 % interval of their difference lies within a
 tolerance (two one-sided tests, Schuirmann 1987). They count as different only if the interval excludes zero and the
-difference exceeds the tolerance. In all other cases the answer is that it takes more steps.
+difference exceeds the tolerance. In all other cases the answer is how many more steps it takes, roughly.
 """
 
 import math
@@ -56,6 +56,7 @@ _ROLLOUT_SIZE = ("prompts_per_step", "samples_per_prompt", "refill")
 _PATHS = ("source", "data_files", "path", "_path", "_file", "_dir")  # settings that are paths
 _NOTICED = 0.1  # relative difference of speeds; runs with equal settings differ by as much
 _SLOW = 0.85  # share of A's speed; chance does not explain less
+_PATIENCE = 100  # times the present steps; advice to run more would help nobody
 _SAVED = 0.95  # share of A's memory; a user may accept less speed for less memory
 
 
@@ -342,15 +343,18 @@ def _by_losses(compared: Comparison, a: RunFolder, b: RunFolder, tolerance: floa
     else:
         validated = validation is not None
         compared.answer, compared.text = _judge(
-            compared.difference, tolerance, seeds_differ, validated
+            compared.difference, len(loss_a), tolerance, seeds_differ, validated
         )
 
 
-def _judge(difference: Interval, tolerance: float, seeds: bool, validated: bool) -> tuple[str, str]:
+def _judge(
+    difference: Interval, steps: int, tolerance: float, seeds: bool, validated: bool
+) -> tuple[str, str]:
     """What the difference of training losses shows: answer and text of a comparison.
 
     Args:
         difference: over the last half of the steps.
+        steps: number of common steps.
         tolerance: relative difference that does not matter.
         seeds: whether the seeds differ.
         validated: whether the validation loss is known to be no higher.
@@ -366,7 +370,7 @@ def _judge(difference: Interval, tolerance: float, seeds: bool, validated: bool)
         return "take", f"loss {_percent(size)} {way}, within the tolerance of {limit}"
     if not difference.excludes(0) or size <= tolerance:
         unclear = f"it is not clear yet whether its loss is the same within {limit} {interval}"
-        return "unknown", f"{unclear}: run more steps"
+        return "unknown", f"{unclear}: {_advice(difference, steps, tolerance)}"
     if seeds:
         differs = f"its loss differs by {100 * difference.value:+.1f} %"
         return "unknown", f"{differs}, which different seeds can cause"
@@ -377,6 +381,22 @@ def _judge(difference: Interval, tolerance: float, seeds: bool, validated: bool)
     # a mask that fails to hide labels, or rows that are cut off, look like this
     lower = f"training loss {_percent(size)} lower {interval}"
     return "unknown", f"{lower}, which a faster setting does not explain: set validation_fraction"
+
+
+def _advice(difference: Interval, steps: int, tolerance: float) -> str:
+    """How many more steps it takes, roughly.
+
+    The interval narrows with the square root of the steps' number. A difference under the tolerance must be shown to
+    stay there, one above it to exclude zero.
+    """
+    size = abs(difference.value)
+    half = (difference.high - difference.low) / 2
+    needed = tolerance - size if size < tolerance else size
+    growth = (half / max(needed, 1e-9)) ** 2
+    missing = math.ceil(min(1e12, steps * (growth - 1)))
+    if missing > _PATIENCE * steps:
+        return "more steps alone will not decide"
+    return f"run about {max(missing, 1):,} more steps"
 
 
 def _functions_differ(run: RunFolder, settings: Settings) -> str:
