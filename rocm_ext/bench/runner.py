@@ -111,9 +111,8 @@ class _Child:
             return "closed its output and does not end"
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").split("\n")
-        words = [line.strip() for line in lines if line.strip()]
-        return f"{how}: {words[-1]}" if words else how
+        lines = self._errors.read().decode(errors="replace").strip().split("\n")
+        return f"{how}: {lines[-1]}" if lines[-1] else how
 
     def __enter__(self) -> "_Child":
         return self

@@ -59,7 +59,7 @@ def add_vocabulary(writer: Any, source: Source, layout: Layout) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_splitting(path, content))
     tokens, types = _tokens(content, layout.vocabulary)
-    merges = [_joined(merge) for merge in model["merges"]]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     writer.add_token_list(tokens)
     if not merges_by_scores:
         writer.add_token_merges(merges)
@@ -122,10 +122,6 @@ def _scores(merges: Sequence[str], tokens: Sequence[str]) -> list[float]:
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", ""), rank)
     return [-float(ranks.get(token, len(ranks))) for token in tokens]
-
-
-def _joined(merge: Any) -> str:
-    return merge if isinstance(merge, str) else " ".join(merge)
 
 
 def _tokens(content: Json, size: int) -> tuple[list[str], list[int]]:
