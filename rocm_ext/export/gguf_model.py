@@ -173,7 +173,12 @@ def write_adapter(source: Source, out: Path) -> None:
     gguf = library()
     writer = _writer(source, names, gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    factors = _factors(merged)
+    # A [..., r, in] and B [..., out, r] by the names of the weights; experts have a first dimension
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, update in merged.linear.items():
+        factors[name] = update[LORA_A], update[LORA_B]
+    for name, (a, b, layer) in merged.experts.items():
+        factors[name] = expert_factors(a, b, layer.experts)
     # llama.cpp's factor is alpha / r, with the file's alpha and the weight's r
     alphas = {}
     for name, (a, _) in factors.items():
@@ -185,14 +190,6 @@ def write_adapter(source: Source, out: Path) -> None:
         if alphas[name] != alpha:
             factors[name] = a, b * (alphas[name] / alpha)
     _write(out, writer, list(_of_adapter(layout, names, factors)))
-
-
-def _factors(merged: MergedWeights) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return A [..., r, in] and B [..., out, r] by the names of the weights; experts have a first dimension."""
-    factors = {name: (update[LORA_A], update[LORA_B]) for name, update in merged.linear.items()}
-    for name, (a, b, layer) in merged.experts.items():
-        factors[name] = expert_factors(a, b, layer.experts)
-    return factors
 
 
 def _of_adapter(
