@@ -12,6 +12,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -131,8 +132,9 @@ def _unknown_recipe(arguments: list[str], _: Mapping[str, registry.Recipe]) -> s
 
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
         name = get_args_parser().parse_known_args(arguments)[0].training_script
-        top = os.path.splitext(name)[0].replace("\\", "/").replace("/", ".").partition(".")[0]
-        if not Path(name).exists() and PathFinder.find_spec(top, [*sys.path, os.getcwd()]) is None:
+        top = re.split(r"[/\\.]", name)[0]
+        module = PathFinder.find_spec(top, [*sys.path, os.getcwd()])
+        if module is None and not Path(name).exists():
             near = "" if name.endswith(".py") else nearest(name, known)
             return f"there is no recipe {name}, neither in `tune ls` nor as a file here{near}"
     return None  # `tune` itself reports what is wrong

@@ -377,9 +377,8 @@ def new_model(seed: int) -> TransformerDecoder:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = qwen2(**SHAPE)
-        torch.nn.init.normal_(
-            model.tok_embeddings.weight, std=0.02
-        )  # tied: torch's 1.0 is too much
+        # tied: torch's 1.0 is too much
+        torch.nn.init.normal_(model.tok_embeddings.weight, std=0.02)
     return model
 
 
@@ -464,9 +463,8 @@ def write_tokenizer(folder: Path, rows: Sequence[Row]) -> None:
         texts += [message["content"] for message in row["messages"]]
     texts.append("<tool_response>")  # the rows alone have too few words to fill the vocabulary
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.model.save(
-        str(folder)
-    )  # vocab.json and merges.txt have no special tokens, like Qwen's
+    # vocab.json and merges.txt have no special tokens, like Qwen's
+    tokenizer.model.save(str(folder))
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in special]
     )

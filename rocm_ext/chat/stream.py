@@ -7,10 +7,9 @@ from rocm_ext.data.encoder import TextEncoder, to_text
 
 _DIM, _PLAIN = "\033[2m", "\033[0m"
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_OPEN, _CLOSE = (
-    "<think>",
-    "</think>",
-)  # around reasoning; other models' marks are special tokens, which no text shows
+# Around reasoning; other models' marks are special tokens, which no text shows
+_OPEN = "<think>"
+_CLOSE = "</think>"
 
 
 class TextStream:
@@ -26,9 +25,8 @@ class TextStream:
         self._bytes = encoder.byte_tokens if isinstance(encoder, TextEncoder) else frozenset()
         self._tokens: list[int] = []
         self._settled = 0  # tokens whose text was returned; it ends with a complete character
-        self._anchor = (
-            0  # decoding begins here; decoders strip the space in front of a text's first word
-        )
+        # decoding begins here; decoders strip the space in front of a text's first word
+        self._anchor = 0
 
     def add(self, token: int) -> str:
         """Return the text that is complete with ``token``: often the token's text, sometimes nothing."""

@@ -104,15 +104,12 @@ def _overview(argv: list[str]) -> NoReturn:
         formatter_class=RawDescriptionHelpFormatter,
     )
     about = "print the versions of this library, torchtune and torch"
-    versions = {
-        "torchtune-rocm": rocm_ext.__version__,
-        **pins.installed(),
-    }  # importing torch would take seconds
-    named = [
-        f"{name} {versions[name] or 'is not installed'}"
-        for name in ("torchtune-rocm", "torchtune", "torch")
-    ]
-    parser.add_argument("--version", action="version", version="\n".join(named), help=about)
+    # importing torch would take seconds
+    installed = pins.installed()
+    versions = [f"torchtune-rocm {rocm_ext.__version__}"]
+    for name in ("torchtune", "torch"):
+        versions.append(f"{name} {installed[name] or 'is not installed'}")
+    parser.add_argument("--version", action="version", version="\n".join(versions), help=about)
     parser.parse_known_args(argv)  # --help and --version end here
     for word in argv:
         if not word.startswith("-"):

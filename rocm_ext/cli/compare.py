@@ -26,11 +26,8 @@ from rocm_ext.cli._common import (
 from rocm_ext.runs.compare import compare
 from rocm_ext.runs.folder import RunFolder
 
-_ANSWERS = {
-    "take": (0, "green"),
-    "reject": (1, "red"),
-    "unknown": (3, "yellow"),
-}  # exit code, colour
+# Exit code and colour of an answer
+_ANSWERS = {"take": (0, "green"), "reject": (1, "red"), "unknown": (3, "yellow")}
 
 
 def add(parser: ArgumentParser) -> None:

@@ -101,9 +101,8 @@ def run(args: Namespace) -> None:
                 ) from error
         screen = _browser(args, counters.notes) if args.web else _terminal(args)
         show = stack.enter_context(screen)
-        due = (
-            time.monotonic() + 0.1
-        )  # the first processor load covers the time since the counters were opened
+        # the first processor load covers the time since the counters were opened
+        due = time.monotonic() + 0.1
         for _ in range(args.count or sys.maxsize):
             time.sleep(max(0.0, due - time.monotonic()))
             due = max(due + args.interval, time.monotonic())
@@ -137,10 +136,8 @@ def _terminal(args: Namespace) -> Iterator[_Show]:
     elif not sys.stdout.isatty():
         yield lambda reading, run: print(_line(reading, run), flush=True)
     else:
-        with (
-            _ended_by_sigterm(),
-            Live(console=console(), auto_refresh=False) as live,
-        ):  # Live restores the cursor
+        # Live restores the cursor
+        with _ended_by_sigterm(), Live(console=console(), auto_refresh=False) as live:
             yield lambda reading, run: live.update(
                 _screen(reading, run, args.interval), refresh=True
             )

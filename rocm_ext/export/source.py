@@ -154,9 +154,8 @@ def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: b
     if not cfg.checkpointer.checkpoint_dir:
         raise UserError(f"{adapter} does not name its base model; set --base-model")
     if peft.base_model.endswith(SUFFIX) and not Path(cfg.checkpointer.checkpoint_dir).exists():
-        cfg.checkpointer.checkpoint_dir = cfg.model.checkpoint_dir = (
-            peft.base_model
-        )  # its folder has left the cache
+        # its folder has left the cache
+        cfg.checkpointer.checkpoint_dir = cfg.model.checkpoint_dir = peft.base_model
     use_downloaded(cfg, _HERE)
     folder = Path(cfg.checkpointer.checkpoint_dir)
     if not (folder / CONFIG).is_file():
@@ -183,10 +182,12 @@ def write_merged(source: Source, out: Path, card: Callable[[], str]) -> None:
     refuse_merging(source.base, UNMERGED)
     if out.exists() and (not out.name or not out.is_dir() or any(out.iterdir())):  # "." has no name
         raise UserError(f"{out} exists; choose a new folder")
-    text, stops = card(), ids_in(source.base, EOS)  # before anything is written
-    more = (
-        [number for number in source.tokenizer.stop_tokens if number not in stops] if stops else []
-    )
+    # before anything is written
+    text = card()
+    stops = ids_in(source.base, EOS)
+    more = []
+    if stops:
+        more = [number for number in source.tokenizer.stop_tokens if number not in stops]
 
     def complete(folder: Path) -> None:
         (folder / "README.md").write_text(text, encoding="utf-8")
@@ -203,12 +204,10 @@ def _of_folder(folder: str, peft: PeftConfig | None = None) -> dict[str, Any]:
     """Return :class:`Source`'s ``cfg`` for a model's folder."""
     model: dict[str, object] = {config.COMPONENT: FROM_CHECKPOINT, "checkpoint_dir": folder}
     if peft is not None:
-        model |= {
-            "lora_rank": peft.rank,
-            "lora_alpha": peft.alpha,
-            "use_dora": False,
-        }  # merging needs no layers
-        model |= {"target_parameters": list(peft.parameters)} if peft.parameters else {}
+        # merging needs no layers
+        model |= {"lora_rank": peft.rank, "lora_alpha": peft.alpha, "use_dora": False}
+        if peft.parameters:
+            model["target_parameters"] = list(peft.parameters)
     defaults = config.defaults(SFT)
     return {
         "model": model,

@@ -372,9 +372,8 @@ def plan_run(
     training_seconds = math.nan if steps is None else steps * update_seconds
     rollout = None
     if asked:
-        servers, sharing = 0, ranks
-        if not samples_here:
-            servers, sharing = max(1, len(cfg.engine.get("urls") or [])), 1
+        servers = 0 if samples_here else max(1, len(cfg.engine.get("urls") or []))
+        sharing = 1 if servers else ranks
         sampler = SamplingPlanner(
             cfg, decoder, target.device, asked, ranks=sharing, figures=target.figures
         )

@@ -8,13 +8,8 @@ from rocm_ext.report.charts import Chart, Table
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import ROWS
 
-COLUMNS = {
-    "min": "min",
-    "median": "median",
-    "p95": "95 %",
-    "max": "max",
-    "total": "total",
-}  # columns of lengths
+# Columns of lengths
+COLUMNS = {"min": "min", "median": "median", "p95": "95 %", "max": "max", "total": "total"}
 _EQUAL = {
     "repeated": "equal an earlier row",
     "trained_on": "are training rows, too",

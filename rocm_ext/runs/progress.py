@@ -40,9 +40,8 @@ def progress(out: Path) -> LatestValues:
     """
     if not out.is_dir():
         return {"problem": f"{out} is a file" if out.exists() else f"{out} does not exist"}
-    summary = read_json(
-        out / "summary.json", []
-    )  # a file may be unreadable while the run writes it
+    # a file may be unreadable while the run writes it
+    summary = read_json(out / "summary.json", [])
     config = read_yaml(out / "config.yaml", [])
     lines = _last_lines(out / "metrics.jsonl")
     cycles = begun_cycles(out)

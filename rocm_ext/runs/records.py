@@ -194,9 +194,8 @@ class Readings(JsonLines, list[Record]):
 Share = tuple[float, float, float]  # a share, and the ends of its 95 % interval
 
 
-PassAtK = TypedDict(
-    "PassAtK", {"pass": float, "interval": list[float]}
-)  # pass@k with its 95 % interval
+# pass@k with its 95 % interval
+PassAtK = TypedDict("PassAtK", {"pass": float, "interval": list[float]})
 
 
 class EvalScores(TypedDict):
