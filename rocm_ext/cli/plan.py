@@ -7,15 +7,17 @@ and no data. Exits with 1 if the config does not fit.
 
 import math
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
 from rich.markup import escape
 
 from rocm_ext import config
 from rocm_ext.base import registry
-from rocm_ext.base.log import duration
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.log import duration, log
 from rocm_ext.base.types import Json
 from rocm_ext.cli._common import (
     add_config,
@@ -39,10 +41,8 @@ if TYPE_CHECKING:
     from rocm_ext.plan.planner import Choice
     from rocm_ext.plan.run import RolloutPlan, RunPlan
 
-_SMALLER = (
-    "dtype=bf16 or fp16, model.quantize_base=nf4, half the tokenizer.max_seq_len or max_new_tokens"
-)
 _WHOLE = "{:,.0f}".format
+_Ways = dict[str, int]  # changes that make a run fit, with the peak in bytes
 
 
 def add(parser: ArgumentParser) -> None:
@@ -74,20 +74,28 @@ def run(args: Namespace) -> int:
         profile, args.chip = find_chip(args.machine, hardware)
         args.overrides.insert(0, f"hardware={profile}")
     recipe = config.recipe_of(args.config, args.overrides)
-    cfg = _load(args, recipe)
+    cfg = _load(args, recipe, args.overrides)
     if registry.extended(recipe) == registry.GRPO and not args.json:
         print(describe(filled(cfg)))
-    plan = _plan(args, recipe, cfg)
+    plan = _plan(args, recipe, cfg, args.ranks)
+    ways: _Ways = {}
+    if not plan.fits and not _best_fits(plan):
+        ways = _ways_to_fit(args, recipe, cfg, plan)
     if args.json:
-        print_json(_content(plan))
+        fits_with = [{"change": change, "peak": peak} for change, peak in ways.items()]
+        print_json({**_content(plan), "fits_with": fits_with})
     else:
-        _print(args.config, plan)
+        _print(args.config, plan, ways)
     return 0 if plan.fits else 1
 
 
-def _load(args: Namespace, recipe: registry.Recipe) -> Any:
-    """Load the config, and check it."""
-    cfg = config.load(recipe, args.config, args.overrides)
+def _best_fits(plan: "RunPlan") -> bool:
+    return plan.highest(plan.best) <= plan.target.budget[0]
+
+
+def _load(args: Namespace, recipe: registry.Recipe, overrides: Sequence[str]) -> Any:
+    """Load the config with ``overrides``, and check it."""
+    cfg = config.load(recipe, args.config, overrides)
     system = load_profile(cfg.hardware).match.get("system", "")
     registry.check_system(recipe, system)
     check_config(cfg, registry.extended(recipe))
@@ -95,7 +103,8 @@ def _load(args: Namespace, recipe: registry.Recipe) -> Any:
     return cfg
 
 
-def _plan(args: Namespace, recipe: registry.Recipe, cfg: Any) -> "RunPlan":
+def _plan(args: Namespace, recipe: registry.Recipe, cfg: Any, ranks: int) -> "RunPlan":
+    """Plan the run of a config on so many ranks."""
     from rocm_ext.plan.run import plan_run
     from rocm_ext.plan.workload import Known
 
@@ -111,10 +120,46 @@ def _plan(args: Namespace, recipe: registry.Recipe, cfg: Any) -> "RunPlan":
         detect(),
         family=family,
         bench=args.bench,
-        ranks=args.ranks,
+        ranks=ranks,
         known=known,
         chip=args.chip,
     )
+
+
+def _ways_to_fit(args: Namespace, recipe: registry.Recipe, cfg: Any, plan: "RunPlan") -> _Ways:
+    """Return the first two changes that make the run fit: keys of the config, or more ranks."""
+    log.info("does not fit; planning other settings ...")
+    overrides = []
+    if plan.target.dtype_name == "fp32":
+        overrides.append("dtype=bf16" if "bf16" in plan.target.figures.flops else "dtype=fp16")
+    if "quantize_base" not in cfg.model:
+        overrides.append("model.quantize_base=nf4")
+    if plan.teacher and cfg.get("teacher_quantize_base") is False:
+        overrides.append("teacher_quantize_base=nf4")
+    for key in ("tokenizer.max_seq_len", "max_new_tokens"):
+        length = OmegaConf.select(cfg, key)
+        if isinstance(length, int):
+            overrides.append(f"{key}={length // 2}")
+    changes = [(override, [override], args.ranks) for override in overrides]
+    for ranks in (2 * args.ranks, 4 * args.ranks, 8 * args.ranks):
+        changes.append((f"--ranks {ranks}", [], ranks))
+    ways: _Ways = {}
+    for name, more, ranks in changes:
+        try:
+            changed = _load(args, recipe, [*args.overrides, *more])
+            other = _plan(args, recipe, changed, ranks)
+        except UserError:  # this machine or this model does not allow it
+            continue
+        if not _best_fits(other):
+            continue
+        choice = other.now
+        if not other.fits:
+            choice = other.best
+            name += "".join(f" {key}={value}" for key, value in other.changes().items())
+        ways[name] = other.highest(choice)
+        if len(ways) == 2:
+            break
+    return ways
 
 
 def _check_sizes(args: Namespace, cfg: Any) -> None:
@@ -134,7 +179,7 @@ def _check_sizes(args: Namespace, cfg: Any) -> None:
         )
 
 
-def _print(name: str, plan: "RunPlan") -> None:
+def _print(name: str, plan: "RunPlan", ways: _Ways) -> None:
     out = console()
     figures = plan.target.figures
     total, trainable = plan.parameters
@@ -179,7 +224,7 @@ def _print(name: str, plan: "RunPlan") -> None:
         }
         title = titles.get(plan.family, "A step")
         _print_table(out, title, {" ": dict(_rollout_cells(plan, plan.rollout))})
-    _print_verdict(out, plan)
+    _print_verdict(out, plan, ways)
 
 
 def _print_table(out: Any, title: str, columns: Mapping[str, Mapping[str, str]]) -> None:
@@ -251,6 +296,8 @@ def _rollout_cells(plan: "RunPlan", rollout: "RolloutPlan") -> Iterator[tuple[st
     if not rollout.servers:
         yield "keys and values", readable(sampling.cache)
         yield "peak while sampling", readable(plan.beside + rollout.peak)
+    if plan.programs:
+        yield "programs of conversations, beside it", f"at most {readable(plan.programs)}"
     speeds = [sampling.tokens_per_second * share for _, share in shares]
     yield "answer tokens/s", _range(speeds, _WHOLE)
     yield "sampling", time("sampling_seconds")
@@ -268,12 +315,19 @@ def _rollout_cells(plan: "RunPlan", rollout: "RolloutPlan") -> Iterator[tuple[st
         yield whole, time("run_seconds")
 
 
-def _print_verdict(out: Any, plan: "RunPlan") -> None:
+def _print_verdict(out: Any, plan: "RunPlan", ways: _Ways) -> None:
     budget = plan.target.budget[0]
     changes = plan.changes()
+    best_fits = _best_fits(plan)
     if not plan.fits:
-        out.print(f"\n[red]does not fit[/] into {readable(budget)}")
-    if changes and plan.highest(plan.best) <= budget:
+        how = ""
+        if ways:
+            sizes = [f"{change} (plans {readable(peak)})" for change, peak in ways.items()]
+            how = f": it fits with {' or '.join(sizes)}"
+        elif not best_fits:
+            how = ": neither 16 nor 4 bits, half the length nor 8 times the ranks make it fit; use a smaller model"
+        out.print(f"\n[red]does not fit[/] into {readable(budget)}{how}")
+    if changes and best_fits:
         gain = plan.now.step.seconds / plan.best.step.seconds
         keys = ", ".join(f"{key}: {value}" for key, value in changes.items())
         out.print(
@@ -281,8 +335,6 @@ def _print_verdict(out: Any, plan: "RunPlan") -> None:
         )
     elif plan.fits:
         out.print("\nfits; no setting is expected to be faster")
-    else:
-        out.print(f"try {_SMALLER}, more --ranks, or a smaller model")
 
 
 def _duration(seconds: float) -> str:
@@ -323,6 +375,7 @@ def _content(plan: "RunPlan") -> Json:
         "training_seconds": plan.training_seconds,
         "reference_seconds": plan.reference,
         "teacher": plan.teacher and vars(plan.teacher),
+        "programs": plan.programs,
         "rollout": plan.rollout and plan.rollout.content(),
     }
 

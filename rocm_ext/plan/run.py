@@ -241,6 +241,7 @@ class RunPlan:
         reference: seconds to score all rows once under DPO's reference. None without a reference, or if the number of
             rows is unknown.
         teacher: the teacher of a distillation, if it is another model; else None.
+        programs: bytes of memory shared with the GPU that the programs of conversations may take.
     """
 
     family: str
@@ -256,6 +257,7 @@ class RunPlan:
     rollout: RolloutPlan | None
     reference: float | None
     teacher: TeacherPlan | None
+    programs: int
 
     @property
     def step_name(self) -> str:
@@ -394,6 +396,7 @@ def plan_run(
         rollout=rollout,
         reference=_reference(planner, now),
         teacher=teacher,
+        programs=ranks * _programs(cfg, target),
     )
 
 
@@ -507,3 +510,17 @@ def _reference(planner: TrainingPlanner, choice: Choice) -> float | None:
         return None
     passes = 1 if getattr(planner.objective, "baseline", None) is None else 2
     return passes * planner.rows.count / planner.rows_per_step * choice.step.forward_seconds
+
+
+def _programs(cfg: DictConfig, target: Target) -> int:
+    """The most bytes of memory shared with the GPU that a rank's programs take."""
+    environment = cfg.get("environment")
+    runs_programs = environment and environment[COMPONENT].endswith(".Program")
+    if target.profile.memory["of"] != "unified" or not runs_programs:
+        return 0
+    # here, because it imports the verifiers, which Windows lacks
+    from rocm_ext.environments.program import MEMORY_MB, MOST_AT_ONCE
+
+    at_once = environment.get("at_once") or MOST_AT_ONCE
+    memory_mb = environment.get("memory_mb") or MEMORY_MB
+    return int(at_once * memory_mb * 2**20)

@@ -50,6 +50,32 @@ SERVERS = "engine={_component_: rocm_ext.sampling.OpenAIEngine, urls: [http://a/
 
 @as_configured
 @pytest.mark.wide
+@pytest.mark.parametrize(
+    ("hardware", "more", "gib"),
+    [
+        ("strix_halo", "", 64),
+        ("strix_halo", ", at_once: 3", 3),
+        ("strix_halo", ", memory_mb: 2048", 128),
+        ("mi300x", "", 0),
+    ],
+)
+def test_programs_take_memory_that_the_gpu_shares(capsys, hardware, more, gib):
+    program = (
+        f"environment={{_component_: rocm_ext.environments.Program, command: [python, -V]{more}}}"
+    )
+    found = plan(
+        capsys,
+        *POCKET,
+        f"hardware={hardware}",
+        "verifier=null",
+        "max_environment_tokens=9",
+        program,
+    )
+    assert found["programs"] == gib << 30
+
+
+@as_configured
+@pytest.mark.wide
 def test_where_memory_is_short_the_sampler_keeps_less(capsys, monkeypatch):
     arguments = (
         *POCKET,

@@ -407,12 +407,15 @@ def test_what_does_not_fit_ends_with_1(capsys):
     found = plan(capsys, *arguments, code=1)
     assert found["fits"] is False
     assert found["dtype"] == "fp32"
-    assert found["configured"]["memory"]["peak"] > found["budget"]
+    half, packed = found["fits_with"]
+    assert (half["change"], packed["change"]) == ("dtype=fp16", "model.quantize_base=nf4")
+    assert packed["peak"] < half["peak"] <= found["budget"] < found["configured"]["memory"]["peak"]
+    assert plan(capsys, *arguments, half["change"])["configured"]["memory"]["peak"] == half["peak"]
     assert main(["plan", *arguments]) == 1
-    said = capsys.readouterr().out
-    assert "does not fit into 28.8 GiB" in said
-    assert "try dtype=bf16 or fp16, model.quantize_base=nf4" in said
-    assert plan(capsys, *arguments, "dtype=fp16")["fits"]
+    assert (
+        "does not fit into 28.8 GiB: it fits with dtype=fp16 (plans 17.6 GiB) or"
+        in capsys.readouterr().out
+    )
 
 
 @as_configured
