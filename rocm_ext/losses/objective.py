@@ -380,5 +380,5 @@ def _nll(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Any]:
     nll = -log_probabilities.gather(-1, index).squeeze(-1)
     # d nll / d logits = softmax - onehot; the logits stay intact, because a head such as tanh needs its output again
     probabilities = log_probabilities.exp_()
-    minus_one = torch.full_like(nll[:, None], -1.0)
+    minus_one = probabilities.new_full((len(targets), 1), -1.0)
     return nll, probabilities.scatter_add_(-1, index, minus_one)

@@ -578,7 +578,7 @@ def _rope_of(files: Sequence[GgufFile], keys: Metadata, config: Json, proportion
             "factor": factor,
             "partial_rotary_factor": 2 * turned / width,
         }
-        computed = _first_dimensions(width, turned, factor)
+        same = torch.equal(factors, _first_dimensions(width, turned, factor))
     else:
         family = "Llama 3"
         rope |= {
@@ -589,7 +589,8 @@ def _rope_of(files: Sequence[GgufFile], keys: Metadata, config: Json, proportion
             "original_max_position_embeddings": 8192,
         }
         computed = _factors(width, read_rope({"rope_parameters": rope}, 1))
-    if not fits or not torch.allclose(computed, factors, 1e-4):
+        same = torch.allclose(computed, factors, 1e-4)
+    if not fits or not same:
         raise UserError(
             f"{path}: {_FACTORS} are not {family}'s; put the model's config.json beside the file"
         )
@@ -895,16 +896,16 @@ def _back_to_windows(every: int, values: Metadata, config: Json) -> Json:
     return {"layer_types": _kinds(config["num_hidden_layers"], every, "sliding_attention")}
 
 
-def _back_to_gemma(values: Metadata, config: Json) -> Json:
-    """Return the entries that Gemma 3 and 4 have."""
-    base = values.get("rope_freq_base_swa", 10_000.0)
+def _back_to_gemma(values: Metadata, config: Json, base: float) -> Json:
+    """Return the entries that Gemma 3 and 4 have; ``base`` is RoPE's in sliding layers."""
     sliding = {"rope_type": "default", "rope_theta": base}
     ropes = {"full_attention": config["rope_parameters"], "sliding_attention": sliding}
     return _back_to_windows(6, values, config) | {"rope_parameters": ropes}
 
 
 def _back_to_gemma_3(values: Metadata, config: Json) -> Json:
-    return _back_to_gemma(values, config) | {
+    base = values.get("rope_freq_base_swa", 10_000.0)
+    return _back_to_gemma(values, config, base) | {
         "query_pre_attn_scalar": _gemma_3_scale(SimpleNamespace(**config)),
         "final_logit_softcapping": config.get("final_logit_softcapping") or None,
     }
@@ -927,7 +928,7 @@ def _back_to_gemma_4(values: Metadata, config: Json) -> Json:
     widths = values["feed_forward_length"]
     if not isinstance(widths, list):
         widths = [widths]
-    layers = _back_to_gemma(values, config)
+    layers = _back_to_gemma(values, config, values["rope_freq_base_swa"])
     heads = values["head_count_kv"]
     if not isinstance(heads, list):
         heads = [heads] * len(layers["layer_types"])
