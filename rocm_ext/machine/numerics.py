@@ -1,5 +1,6 @@
 """Chooses the dtype to compute in, and tests that the device computes correctly in it."""
 
+import difflib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import conv1d, pad, scaled_dot_product_attention
 
-from rocm_ext.base.errors import UserError, nearest, one_line
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.machine.detect import Machine
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -48,7 +49,9 @@ def pick_dtype(requested: str, machine: Machine) -> tuple[torch.dtype, str]:
             f"{where} has no native bf16; fp16 needs loss scaling, so it is never automatic",
         )
     if requested not in DTYPES:
-        raise UserError(f"dtype={requested} is unknown{nearest(requested, [*DTYPES, 'auto'])}")
+        near = difflib.get_close_matches(str(requested), [*DTYPES, "auto"], n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"dtype={requested} is unknown; use bf16, fp16, fp32 or auto{hint}")
     if requested == "bf16" and not machine.bf16:
         if machine.backend != "cpu":
             raise UserError(
