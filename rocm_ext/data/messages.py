@@ -81,7 +81,7 @@ def _is_call(message: Row) -> bool:
 
 
 def _to_turn(message: Any, blank: bool) -> Turn:
-    expect(message, Mapping, "expected an object with role and content")
+    expect(message, Mapping, "it must be an object with role and content")
     role = role_of(message)
     if role is None:
         unknown = message.get("role", message.get("from"))
