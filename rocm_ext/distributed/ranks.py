@@ -75,7 +75,7 @@ class Ranks:
     mesh: DeviceMesh | None = None
 
     @classmethod
-    def from_env(cls, device: torch.device, timeout: float = 86400.0) -> "Ranks":
+    def from_env(cls, device: torch.device, timeout: float = 7200.0) -> "Ranks":
         """Join the process group that torchrun describes in the environment; without torchrun, use one rank.
 
         Args:
