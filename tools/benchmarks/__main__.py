@@ -18,13 +18,14 @@ import torch
 
 import rocm_ext
 from tools.benchmarks import cycle, distil, dpo, grpo, peers, sampling, sft, training
-from tools.benchmarks.others import OtherPrograms
-from tools.benchmarks.protocol import Failed
+from tools.benchmarks.protocol import Failed, clocks
 from tools.benchmarks.table import NAMES as WORKS
 from tools.benchmarks.table import key, table
 from tools.benchmarks.training import BACKED
 from tools.benchmarks.work import Task
 
+# Cores. One busy core of two makes small steps ten times slower, evenly, so that quartiles do not show it.
+BUSY = 0.1
 STOCK, BEST, PACKED = "torchtune as shipped", "torchtune compiled", "torchtune packed"
 TRL = "TRL + PEFT"
 PLAIN, TRL_FIRST = "torchtune", "TRL + PEFT, reference first"  # of DPO
@@ -62,7 +63,8 @@ COMPARE = {
 def main() -> None:
     """Run the comparisons, print the table, and exit with 1 if one failed."""
     args = parse()
-    others, rows, failures = OtherPrograms(), [], 0
+    start, used = clocks()
+    rows, failures = [], 0
     try:
         for said, compare in comparisons(args):
             print(said, file=sys.stderr, flush=True)
@@ -76,9 +78,10 @@ def main() -> None:
             print(f"    took {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print("interrupted; results so far:", file=sys.stderr)
-    busy = others.cores()
+    end, used_at_end = clocks()
+    busy = (used_at_end - used) / (end - start)
     print(f"{machine()}, {date.today()}\n\n{table(rows)}")
-    if busy > others.WORTH_TELLING:
+    if busy > BUSY:
         print(
             f"warning: other programs used {busy:.1f} cores during the benchmark", file=sys.stderr
         )
@@ -90,7 +93,7 @@ def main() -> None:
 def write_figures(path: Path, rows: Sequence[dict[str, Any]], rounds: int, busy: float) -> None:
     """Write the comparisons of ``rows`` to ``path``, a line each; its other comparisons stay."""
     common = {"rounds": rounds, "date": str(date.today()), "version": rocm_ext.__version__}
-    if busy > OtherPrograms.WORTH_TELLING:
+    if busy > BUSY:
         common["note"] = f"other programs used {busy:.1f} cores"
     before = json.loads(path.read_text()) if path.exists() else {"machine": machine(), "rows": []}
     kept = {key(row): row for row in before["rows"]}
