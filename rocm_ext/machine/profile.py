@@ -475,20 +475,14 @@ def chips_of(
         The chips whose name is in ``name``, else all of the architecture.
     """
     device = _joined(name or "")
-    likely: list[str] = []
-    most = 0  # letters of a chip's name that are in the device's
+    matching_letters = {}  # of a chip's name, by chip
     for chip_name, chip in profile.chips.items():
-        if chip.arch != arch:
-            continue
-        letters = 0
-        for known in map(_short, (chip_name, *chip.also)):
-            if known in device:
-                letters = max(letters, len(known))
-        if letters > most:
-            most = letters
-            likely = []
-        if letters == most:
-            likely.append(chip_name)
+        if chip.arch == arch:
+            known = map(_short, (chip_name, *chip.also))
+            matching = [len(text) for text in known if text in device]
+            matching_letters[chip_name] = max(matching, default=0)
+    most = max(matching_letters.values(), default=0)
+    likely = [chip_name for chip_name, letters in matching_letters.items() if letters == most]
     if memory:
         size = memory / 2**30
         likely.sort(key=lambda chip_name: abs(profile.chips[chip_name].memory - size))

@@ -343,16 +343,17 @@ def stored_format(folder: Path) -> StoredFormat | None:
 
 
 def _stored_format(config: ModelConfig) -> StoredFormat | None:
-    settings = method = known = None
-    for part in (config, config.get("text_config")):
-        for key in QUANTISED:
-            if isinstance(part, Mapping) and not settings:
-                settings = part.get(key)
-    if not settings:
+    found = [config.get(key) for key in QUANTISED]
+    text_config = config.get("text_config")
+    if isinstance(text_config, Mapping):
+        found += [text_config.get(key) for key in QUANTISED]
+    settings = next(filter(None, found), None)
+    if settings is None:
         return None
-    with explain_errors("quantization_config cannot be read"):
-        if isinstance(settings, Mapping):
-            method = settings.get("quant_method")
+    method = known = None
+    if isinstance(settings, Mapping):
+        method = settings.get("quant_method")
+        with explain_errors("quantization_config cannot be read"):
             known = _known_format(settings)
     if known is None:
         raise UserError(

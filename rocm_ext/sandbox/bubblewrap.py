@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import threading
@@ -177,22 +178,10 @@ def command_line(
 
 
 def _namespaces(mode: Mode) -> list[str]:
-    options = [
-        "--unshare-ipc",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-    ]
-    options += [
-        "--die-with-parent",
-        "--new-session",
-        "--clearenv",
-        "--hostname",
-        "sandbox",
-        "--cap-drop",
-        "ALL",
-    ]
+    options = shlex.split(
+        "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try "
+        "--die-with-parent --new-session --clearenv --hostname sandbox --cap-drop ALL"
+    )
     if mode.real_id:  # setpriv changes the id inside, which drops both capabilities
         return [*options, "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [*options, "--unshare-user", "--uid", "65534", "--gid", "65534"]
