@@ -4,6 +4,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from statistics import quantiles
 from tempfile import TemporaryDirectory
@@ -53,8 +54,17 @@ _LONGEST = 2048  # tokens of a training row, unless the config says less
 _CHECKPOINTED = "_checkpoint_wrapped_module"  # attribute of torch's wrapper of a layer
 
 
-class Skipped(UserError):
-    """A probe takes more memory than the budget."""
+class Skipped(Exception):
+    """A probe cannot measure this here; the message says why."""
+
+
+@contextmanager
+def _skipping() -> Iterator[None]:
+    """Context in which a UserError is about something that cannot be measured here, so that the probe is skipped."""
+    try:
+        yield
+    except UserError as error:
+        raise Skipped(str(error)) from error
 
 
 class Bench:
@@ -85,7 +95,8 @@ class Bench:
     @cached_property
     def decoder(self) -> Any:
         """The config's model with random weights, for sampling."""
-        self.shape.check_sampling()
+        with _skipping():
+            self.shape.check_sampling()
         self.require(frozen_bytes(self.shape) + copied_bytes(self.shape))
         decoder = build_model(self.cfg.model, self.dtype, 0, self.device)
         choose_attention(decoder, self.cfg.attention)
@@ -123,7 +134,7 @@ def measure(bench: Bench, item: Item) -> ProbeReply:
     try:
         result = PROBES[item.probe](bench, item.values)
         return {"status": "ok", "result": result}
-    except UserError as reason:  # this machine or this model does not allow it
+    except Skipped as reason:
         return {"status": "skipped", "detail": str(reason)}
     except torch.OutOfMemoryError as error:
         return {"status": "out of memory", "detail": one_line(error)[:200]}
@@ -345,8 +356,10 @@ def training(bench: Bench, values: Values) -> ProbeResult:
     runtime = Runtime.open(cfg)
     longest, count = longest_row(cfg), values["rows"]
     rows = random_rows(count, longest, longest, 256)
+    # the machine may lack a kernel of attention
+    may_skip = _skipping() if "attention" in values else nullcontext()
     try:
-        with TemporaryDirectory() as folder:
+        with may_skip, TemporaryDirectory() as folder:
             cfg.output_dir = folder
             learner = ProbeLearner(cfg, runtime, bench.spec.budget)
             learner.setup(workload.describe(rows, count, "random"))

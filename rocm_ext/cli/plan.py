@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rocm_ext.plan.planner import Choice
     from rocm_ext.plan.run import RolloutPlan, RunPlan
 
+_NAMES = {"loss": "logits and loss", "kept_for_sampling": "kept for sampling"}  # in the table
 _WHOLE = "{:,.0f}".format
 _Ways = dict[str, int]  # changes that make a run fit, with the peak in bytes
 
@@ -201,7 +202,7 @@ def _print(name: str, plan: "RunPlan", ways: _Ways) -> None:
     ]
     columns = {}
     for name, sizes in memory.items():
-        columns[name] = {part.replace("_", " "): readable(sizes[part]) for part in used}
+        columns[name] = {_NAMES.get(part, part): readable(sizes[part]) for part in used}
     _print_table(out, "Memory per rank while training", columns)
     budget, reason = plan.target.budget
     out.print(f"budget {readable(budget)}: {escape(reason)}\n")
@@ -248,7 +249,7 @@ def _memory(plan: "RunPlan", choice: "Choice") -> dict[str, int]:
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "activations": memory.activations(choice.checkpointed),
-        "logits_and_loss": memory.loss.working,
+        "loss": memory.loss.working,
         "kept_for_sampling": plan.kept(choice),
         "teacher": plan.beside,
         "peak": plan.peak(choice),
@@ -304,6 +305,9 @@ def _rollout_cells(plan: "RunPlan", rollout: "RolloutPlan") -> Iterator[tuple[st
     if rollout.scoring_seconds:
         yield "log-probs before the updates", time("scoring_seconds")
     yield f"{plan.steps or 'all'} update(s)", time("updates_seconds")
+    if plan.teacher:
+        seconds = [plan.teacher.seconds / training for training, _ in shares]
+        yield "the teacher's part of an update", _range(seconds)
     if rollout.waiting:
         side, ahead = rollout.waiting
         yield f"{side} wait", _duration(ahead)
@@ -357,6 +361,7 @@ def _content(plan: "RunPlan") -> Json:
     target = plan.target
     return {
         "machine": target.name,
+        "here": target.here,
         "dtype": target.dtype_name,
         "ranks": plan.ranks,
         "parameters": plan.parameters[0],

@@ -252,12 +252,15 @@ def _check_recipe(
     if family:
         fits = fits[: fits.index(family) + 1]
     why = ""
-    stated = [run.get("recipe"), on_command_line.get("recipe")]
+    stated = []
+    for name_of_recipe in (run.get("recipe"), on_command_line.get("recipe")):
+        if name_of_recipe is not None:
+            stated.append(str(name_of_recipe))
     others = []
-    for name_of_recipe in map(str, filter(None, stated)):
+    for name_of_recipe in stated:
         if name_of_recipe not in fits:  # the running recipe's file may be in any folder
             others.append(registry.find(name_of_recipe, folder))
-    if guess and family and not any(stated):
+    if guess and family and not stated:
         known = defaults(recipe)
         other = _guessed(read(find(name)), on_command_line)
         theirs = defaults(other).keys() - known

@@ -98,11 +98,14 @@ class Ranks:
             if interface is not None:
                 os.environ[_GLOO] = interface
         patience = timedelta(seconds=timeout)
-        store = _meet()
-        store.set_timeout(patience)
-        dist.init_process_group(
-            backend, timeout=patience, store=store, rank=rank(), world_size=world_size()
-        )
+        if several_machines():
+            store = _meet()
+            store.set_timeout(patience)
+            dist.init_process_group(
+                backend, timeout=patience, store=store, rank=rank(), world_size=world_size()
+            )
+        else:  # torchrun ends all ranks of its machine if one ends
+            dist.init_process_group(backend, timeout=patience)
         mesh = init_device_mesh(device.type, (world_size(),))
         return cls(device, rank(), world_size(), mesh)
 
@@ -215,21 +218,25 @@ class Ranks:
 
 
 def _meet() -> dist.Store:
-    """torchrun's store, once every rank has come.
+    """torchrun's store, once the ranks of all machines have come.
 
     Raises:
-        UserError: a rank is missing.
+        UserError: a rank is missing, or machine 0 has left.
     """
     store = next(dist.rendezvous("env://", timeout=timedelta(seconds=_MEET)))[0]
     keys = [f"rocm_ext/rank/{number}" for number in range(world_size())]
     store.set(keys[rank()], "")
+    missing: list[str] = []
     try:
         store.wait(keys)
-    except dist.DistStoreError as error:
+    except dist.DistStoreError:
         missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
+    except dist.DistNetworkError as error:
+        raise UserError("machine 0 has left; look at the messages there") from error
+    if missing:
         raise UserError(
             f"no sign of rank {', '.join(missing)} for {_MEET:.0f} s; look at the messages on the other machines"
-        ) from error
+        )
     return store
 
 

@@ -74,13 +74,15 @@ def check_fit(objective: Objective, columns: Collection[str], pairs: bool) -> No
     if SIDE not in columns:
         return
     kind = "pairs"
+    bad = "rejected"
     fitting: type[Objective] = Preference
     if not pairs:
         kind = "single answers with a label"
+        bad = "bad"
         fitting = UnpairedPreference
     problem = ""
     if SIDE not in objective.columns:
-        problem = "would train on the bad answers, too; start dpo_rocm, or"
+        problem = f"would train on the {bad} answers, too; start dpo_rocm, or"
     elif pairs == isinstance(objective, UnpairedPreference):
         problem = "is not for them;"
     if problem:

@@ -211,12 +211,12 @@ def foreign_config(folder: Path, trust_remote_code: bool = False) -> ModelConfig
 def _opened(folder: Path) -> Iterator[ModelConfig]:
     """Context with the content of a folder's ``config.json``; errors inside get the file's name."""
     path = folder / CONFIG
-    if not path.is_file():
-        raise UserError(
-            f"no model in {folder}: {CONFIG} is missing; {how_to_download(folder)} "
-            f"(`rocm-ext plan` needs only {CONFIG})"
-        )
     with explain_errors(f"cannot read {path}"):
+        if not path.exists():
+            raise UserError(
+                f"no model in {folder}: {CONFIG} is missing; {how_to_download(folder)} "
+                f"(`rocm-ext plan` needs only {CONFIG})"
+            )
         config = json_object(path.read_bytes())
     if config is None:
         raise UserError(f"{path} is damaged: expected a JSON object; download the file again")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchtune.modules.low_precision.nf4_linear import linear_nf4  # torchao's, wherever it has it
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from rocm_ext.base.errors import UserError, explain_errors, nearest, refuse
+from rocm_ext.base.errors import UserError, nearest, one_line, refuse
 from rocm_ext.base.types import Json
 from rocm_ext.config.model_folder import names_layer
 from rocm_ext.model.token_rows import TokenRows, token_rows
@@ -281,11 +281,13 @@ def adapted_linear(
 ) -> nn.Module:
     """Build the layer ``name``; ``kind`` is torchtune's class with all settings but the sizes."""
     rank, alpha = sizes.of(name)
-    with explain_errors(
-        f"quantize_base: {name} [{out_dim}, {in_dim}] cannot be stored in 4 bits",
-        "; leave it out of target_modules, or set quantize_base: fp8 or False",
-    ):
+    try:
         return kind(in_dim, out_dim, rank=rank, alpha=alpha, use_bias=use_bias)
+    except (AssertionError, NotImplementedError) as error:
+        raise UserError(
+            f"quantize_base: {name} [{out_dim}, {in_dim}] cannot be stored in 4 bits ({one_line(error)}); leave it out "
+            "of target_modules, or set quantize_base: fp8 or False"
+        ) from error
 
 
 def merged_linear(

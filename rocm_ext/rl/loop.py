@@ -246,7 +246,7 @@ class Loop(RLRecipe, ABC):
         trainer: class that updates the adapter.
 
     Attributes:
-        recipe: name of the recipe, or of the one that it extends.
+        recipe: name of the recipe of this library whose values are checked. Empty for a recipe that extends none.
         trainer_cls: class that updates the adapter, unless the caller brings another.
         steps: steps of the run.
         prompts_per_step: prompts that a step asks at first, at most.
@@ -255,7 +255,7 @@ class Loop(RLRecipe, ABC):
         entropy_steps: newest steps whose mean entropy ``min_entropy`` limits.
     """
 
-    recipe: str
+    recipe = ""
     trainer_cls = PolicyTrainer
     entropy_steps = 3  # one step alone is noisy
 
@@ -265,7 +265,8 @@ class Loop(RLRecipe, ABC):
         learner: type[Learner] = Learner,
         trainer: type[PolicyTrainer] | None = None,
     ) -> None:
-        check_sampled_values(cfg, self.recipe)
+        if self.recipe:
+            check_sampled_values(cfg, self.recipe)
         super().__init__(cfg, learner)
         check_values(self.training_config())
         self.trainer_cls = trainer or self.trainer_cls

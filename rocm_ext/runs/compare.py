@@ -130,6 +130,7 @@ def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float
         _by_losses(compared, a, b, tolerance)
     undecided = compared.answer == "unknown" and a.evaluations and b.evaluations
     if a.family in SAMPLED or undecided:
+        compared.difference = _UNKNOWN
         _by_scores(compared, a, b, score_tolerance)
     if lost_b > lost_a:
         compared.answer = "reject"

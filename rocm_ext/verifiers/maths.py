@@ -266,9 +266,10 @@ def _close(value: Fraction, gold: Fraction, tolerance: float) -> bool:
 def _by_number(gold: str, answer: str, tolerance: float) -> bool | None:
     """Whether two decimal numbers are equal; None if one is no number. If only one is, ``2,74`` counts as 2.74."""
     expected = number(gold)
-    if expected is not None:
-        answer = re.sub(r"\A[A-Za-z](?:_\w)?\s*=", "", answer)
-    found = number(answer)
+    if expected is None:
+        found = number(answer)
+    else:
+        found = number(re.sub(r"\A[A-Za-z](?:_\w)?\s*=", "", answer))
     if found is None and expected is not None:
         found = number(answer.replace(",", "."))
     elif expected is None and found is not None:

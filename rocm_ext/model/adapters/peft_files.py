@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -133,9 +134,9 @@ class PeftConfig(Sizes):
                 not compute a setting; the message names it.
         """
         path = folder / ADAPTER_CONFIG
-        if not path.is_file():
-            raise UserError(f"no adapter in {folder}: {ADAPTER_CONFIG} is missing")
         with explain_errors(f"cannot read the adapter in {folder}"):
+            if not path.exists():
+                raise UserError(f"no adapter in {folder}: {ADAPTER_CONFIG} is missing")
             config = json_object(path.read_bytes())
         if config is None:
             raise UserError(
@@ -296,8 +297,11 @@ def _option(key: str, value) -> str:
 
 
 def _last(name: str) -> str:
-    name = hub_name(Path(name)) or name
+    """The model's own name, without its owner; a folder of the hub's cache is models--OWNER--NAME/snapshots/..."""
     parts = [part for part in re.split(r"[/\\]", name) if part.strip(".")]
+    cached = [part for part in parts if part.startswith("models--")]
+    if cached:
+        return cached[-1].rsplit("--", 1)[-1].lower()
     return parts[-1].lower() if parts else ""
 
 
@@ -518,14 +522,24 @@ def _shapes_fit(
     return a[0] == inner and b[1] == inner
 
 
+def _load(file: Path) -> Any:
+    """Read a file of torch; its own message would advise to run the code that the file holds."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError:
+        raise ValueError("it is no file of tensors") from None
+
+
 def _finite_tensors(source: Path) -> dict[str, Tensor]:
     """Read the tensors of a PEFT folder or of torchtune's file."""
-    weights = source / ADAPTER_WEIGHTS
-    if not source.is_file() and not weights.is_file():
-        raise UserError(f"no adapter in {source}: expected {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG}")
     with explain_errors(f"cannot read the adapter in {source}", "; expected a PEFT folder"):
-        if source.is_file():
-            state = torch.load(source, map_location="cpu", weights_only=True)
+        weights = source if source.is_file() else source / ADAPTER_WEIGHTS
+        if not weights.exists():
+            raise UserError(
+                f"no adapter in {source}: expected {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG}"
+            )
+        if weights == source:
+            state = _load(source)
         else:
             state = load_file(weights)
     if not isinstance(state, dict) or not all(isinstance(part, Tensor) for part in state.values()):

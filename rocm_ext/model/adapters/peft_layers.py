@@ -189,7 +189,9 @@ def is_old(peft_version: str) -> bool:
 
 
 def _numbers(release: str) -> list[int]:
-    return [int(number) for number in re.findall("[0-9]+", release)[:3]]
+    """The first three numbers; a part such as the ``1rc1`` of a release candidate counts as 0."""
+    parts = release.split(".")[:3]
+    return [int(part) if part.isascii() and part.isdigit() else 0 for part in parts]
 
 
 # ---- tensors

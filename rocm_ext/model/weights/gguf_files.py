@@ -29,6 +29,15 @@ _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's type
 _TYPES = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
           14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
           23: "IQ4_XS", 39: "MXFP4"}  # fmt: skip
+_OTHERS = {
+    19: "IQ1_S",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    40: "NVFP4",
+    41: "Q1_0",
+    42: "Q2_0",
+}  # not unpacked here; fmt: skip
 _SCALARS = {
     0: "<B",
     1: "<b",
@@ -116,10 +125,12 @@ class GgufFile:
         if self._file.read(4) != b"GGUF":
             raise UserError(f"{self.path} is no GGUF file")
         version, tensors, keys = self._fields("<IQQ")
-        if version not in (2, 3):
+        if version in (2 << 24, 3 << 24):
             raise UserError(
-                f"{self.path} is of GGUF's version {version}; expected a little-endian file of version 2 or 3"
+                f"{self.path} is big-endian; gguf-convert-endian of the package gguf writes a little-endian file"
             )
+        if version not in (2, 3):
+            raise UserError(f"{self.path} is of GGUF's version {version}; expected 2 or 3")
         self._expect(max(tensors, keys) <= _MOST)
         metadata = {}
         for _ in range(keys):
@@ -146,9 +157,10 @@ class GgufFile:
         if kind in _PLAIN:
             return Place(shape, "", _PLAIN[kind], begin)
         if kind not in _TYPES:
+            found = _OTHERS.get(kind, kind)
             expected = ", ".join(_TYPES.values())
             raise UserError(
-                f"{self.path}: {name} is of ggml's type {kind}; expected F32, F16, BF16, {expected}"
+                f"{self.path}: {name} is of ggml's type {found}; expected F32, F16, BF16, {expected}"
             )
         blocks = _TYPES[kind]
         values, _ = BLOCKS[blocks]

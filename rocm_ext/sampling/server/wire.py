@@ -281,11 +281,11 @@ def top_logprob(answer: Json) -> float | None:
     logprobs = choice.get("logprobs")
     tops = logprobs.get("top_logprobs") if isinstance(logprobs, dict) else None
     values: list[Any] = []
-    for by_token in dicts(tops)[:1]:
-        values += by_token.values()
-    for entry in _entries(choice)[:1]:
-        for top in dicts(entry.get("top_logprobs")):
-            values.append(top.get("logprob"))
+    if isinstance(tops, list) and tops and isinstance(tops[0], dict):
+        values += tops[0].values()
+    else:
+        for entry in _entries(choice)[:1]:
+            values += [top.get("logprob") for top in dicts(entry.get("top_logprobs"))]
     numbers = [float(max(value, _LEAST)) for value in values if _is_logprob(value)]
     return max(numbers, default=None)
 

@@ -123,6 +123,9 @@ class CodeClass(type):
 class CodeCollection(CodeClass):
     """The type of the stand-ins for the code's classes that have items, such as enumerations."""
 
+    def __bool__(cls):
+        return True
+
 
 class ErrorClass(type):
     """The type of the stand-ins for the code's exception classes."""
@@ -445,6 +448,9 @@ class TypeInData:
 
     def __hash__(self):
         return hash(self.kind)
+
+    def __repr__(self):
+        return repr(self.kind)
 
 
 class Method:
