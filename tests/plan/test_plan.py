@@ -20,7 +20,7 @@ from rocm_ext.machine.bench_file import machine_key
 from rocm_ext.machine.detect import detect
 from rocm_ext.model.attention import choose_attention
 from rocm_ext.model.build import Weights, build_model, load_weights
-from rocm_ext.plan import costs, speeds, workload
+from rocm_ext.plan import costs, memory, speeds, workload
 from rocm_ext.plan.costs import CostCounter, Kernels, Operation, simulate
 from rocm_ext.plan.planner import TrainingPlanner
 from rocm_ext.plan.speeds import Figures, measure_cpu
@@ -500,3 +500,15 @@ def test_bad_input_is_one_line(arguments, found, capsys, tmp_path):
     captured = capsys.readouterr()
     assert found in captured.err
     assert len(captured.err.strip().splitlines()) == 1
+
+
+def test_fewest_checkpointed_layers(folders, tmp_path):
+    planned = planner(folders, tmp_path).memory(1024)
+    for count in range(planned.layers + 1):
+        layers = memory.spread(count, planned.layers)
+        assert len(set(layers)) == count
+        assert planned.fewest(planned.peak(layers)) == memory.spread(
+            len(planned.fewest(planned.peak(layers))), 3
+        )
+        assert len(planned.fewest(planned.peak(layers))) <= count
+    assert planned.fewest(10**15) == []

@@ -1,7 +1,9 @@
 """Metric loggers get everything, and optimisers of other libraries work."""
 
 import shutil
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -69,3 +71,21 @@ def test_8_bit_optimiser_of_torchao_steps_and_resumes(folder, tmp_path, monkeypa
     assert metrics(tmp_path / "part") == losses
     name = Path("adapter") / "adapter_model.safetensors"
     assert (tmp_path / "part" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_weights_and_biases_gets_validations_and_the_config(folder, tmp_path, monkeypatch):
+    """A resumed run of theirs has a config that differs in resume_from_checkpoint, which they refuse by default."""
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    finetune(
+        folder,
+        tmp_path / "out",
+        metric_logger={"_component_": f"{LOGGERS}.WandBLogger"},
+        **VALIDATED,
+    )
+    logged = [call.args[0] for call in wandb.log.call_args_list]
+    assert [line["global_step"] for line in logged if "val_loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["global_step"] for line in logged if "loss" in line] == [4]
+    update = wandb.config.update.call_args
+    assert (update.args[0]["model"]["lora_rank"], update.kwargs) == (4, {"allow_val_change": True})
+    assert wandb.finish.called

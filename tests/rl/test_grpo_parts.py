@@ -547,10 +547,11 @@ class Trainer(PolicyTrainer):
     def skip_updates(self, count):
         self.skipped += count
 
-    def train(self, groups, each=2, **counts):
+    def train(self, groups, each=2, share=1.0):
         names = [f"prompt {i // each}" for i in range(groups * each)]
         tokens = [np.arange(3)] * len(names)
-        return self.train_on(Rows(tokens, tokens, [(3,)] * len(names), counts), names)
+        rows = Rows(tokens, tokens, [(3,)] * len(names), {}, trained_share=share)
+        return self.train_on(rows, names)
 
 
 @pytest.mark.parametrize("groups", [1, 3, 4, 5, 7, 8, 11, 16])
@@ -571,12 +572,9 @@ def test_an_update_keeps_its_groups_as_others_go_flat(groups):
     assert trainer.seen == [set(range(2 * groups))]
 
 
-@pytest.mark.parametrize(
-    ("counts", "answers"),
-    [({"answers": 40, "trained": 16}, 20), ({"answers": 8, "trained": 8}, 8), ({}, 8)],
-)
-def test_a_mean_over_answers_counts_untrained_ones(counts, answers):
-    """Two updates of 8 sequences each: of 40 answers, of 8 of two sequences each, of all that there are."""
+@pytest.mark.parametrize(("share", "answers"), [(0.4, 20), (1.0, 8)])
+def test_a_mean_over_answers_counts_untrained_ones(share, answers):
+    """Two updates of 8 sequences each: of 40 answers, and of all that there are."""
     trainer = Trainer(prompts_per_step=16, groups_per_update=4)
-    assert trainer.train(8, **counts)["informative_answers"] == 8
+    assert trainer.train(8, share=share)["informative_answers"] == 8
     assert trainer.answers == [answers, answers]

@@ -783,3 +783,23 @@ def test_graphs_change_no_sample():
             expected = sample(on_gpu, ask(TEXTS, 8), WARM, graphs=False)
             assert_same(sample(on_gpu, ask(TEXTS, 8), WARM, graphs=True), expected)
             assert_same(answers_of(session, ask(TEXTS, 8), WARM), expected)
+
+
+def test_slots_are_nearly_always_busy(small, caches):
+    with sampler_of(small) as decoder:
+        session = LocalSession(decoder, Words(), lambda: GIB, slots=16)
+        requests = ask(prompts(*range(1, 21)), 10)
+        lengths, sampled = [], []
+        for completion in session.generate(requests, Sampling(24)):
+            lengths.append(len(completion.tokens))
+            sampled.append(session.stats()["tokens"])
+            if (
+                len(lengths) == 100
+            ):  # answered prompts, one in progress and perhaps some already prefilled
+                assert caches.alive(caches.prefixes) < 0.4 * len(caches.prefixes)
+        stats = session.stats()
+    assert len(lengths) == 200
+    assert stats["tokens"] == sum(lengths)
+    assert stats["occupancy"] > 0.9
+    assert sampled[0] < 0.05 * stats["tokens"]
+    assert sampled[100] == pytest.approx(stats["tokens"] / 2, rel=0.1)
