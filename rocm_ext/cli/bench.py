@@ -152,9 +152,17 @@ def run(args: Namespace) -> None:
         )
     elif content["figures"]:
         replace_text(output, json.dumps(content, indent=2) + "\n")
-        print(f"wrote {output}; `rocm-ext plan` and `hardware: auto` use it", file=sys.stderr)
+        print(_written(output), file=sys.stderr)
     else:
         print(f"{output} was not written: it needs gemm and bandwidth", file=sys.stderr)
+
+
+def _written(output: Path) -> str:
+    """Say who reads the file: plan and ``hardware: auto`` look at one path only."""
+    path = bench_path()
+    if path is not None and output.absolute() == path.absolute():
+        return f"wrote {output}; `rocm-ext plan` and `hardware: auto` use it"
+    return f"wrote {output}; for `rocm-ext plan` and `hardware: auto` set ROCM_EXT_BENCH={output}"
 
 
 def _output(args: Namespace) -> Path | None:

@@ -437,7 +437,7 @@ def _class_of(kind: str, file: GgufFile) -> str:
 
 
 def _problem_of(key: str, value) -> str:
-    """Return the error in a number or numbers of the metadata. Empty if there is none."""
+    """Say what is wrong with a value of the metadata. An empty text means nothing."""
     values = value if isinstance(value, list) else [value]
     kinds = {type(value) for value in values}
     if key == "sliding_window_pattern":
