@@ -24,7 +24,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 HAS_GPU_TORCH := import torch, sys; sys.exit(not (torch.version.hip or torch.version.cuda))
 # pip cannot choose torchao by torch's version: 0.18 needs torch 2.10.
-FITS := import sys; from rocm_ext.base.pins import wrong_pins; sys.exit(wrong_pins())
+FITS := import sys; from rocm_ext.base.packages import wrong_pins; sys.exit(wrong_pins())
 
 .PHONY: setup demo gpu test pytest test-all constraints ci test-torch test-real lint docs pictures tables configs dist clean
 

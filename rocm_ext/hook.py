@@ -18,7 +18,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rocm_ext.base import deferred, pins, registry
+from rocm_ext.base import deferred, packages, registry
 from rocm_ext.base.errors import nearest
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def register() -> None:
         deferred.bridge()
         tune, script = _is_tune(), _script()
         if tune:
-            problem = pins.wrong_pins()
+            problem = packages.wrong_pins()
             table = registry.recipes()
             named = _names_us(sys.argv, table)
             if problem and named:
@@ -56,7 +56,7 @@ def register() -> None:
                     leave_out_warnings()
                 return
         elif script.endswith((*_RECIPES, *_COMMANDS)):
-            if problem := pins.wrong_pins():
+            if problem := packages.wrong_pins():
                 sys.exit(problem)
         elif registry.DECIDED not in os.environ:
             return

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from tqdm import tqdm
 
+from rocm_ext.base.heartbeat import beat
 from rocm_ext.base.process import survive_terminal
-from rocm_ext.base.supervised import beat
 
 log = logging.getLogger("rocm_ext")
 

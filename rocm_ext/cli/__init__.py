@@ -14,7 +14,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from typing import NoReturn
 
 import rocm_ext
-from rocm_ext.base import deferred, pins
+from rocm_ext.base import deferred, packages
 from rocm_ext.base.errors import UserError, nearest
 
 _COMMANDS = {
@@ -105,7 +105,7 @@ def _overview(argv: list[str]) -> NoReturn:
     )
     about = "print the versions of this library, torchtune and torch"
     # importing torch would take seconds
-    installed = pins.installed()
+    installed = packages.installed()
     versions = [f"torchtune-rocm {rocm_ext.__version__}"]
     for name in ("torchtune", "torch"):
         versions.append(f"{name} {installed[name] or 'is not installed'}")

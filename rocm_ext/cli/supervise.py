@@ -35,6 +35,7 @@ from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import append_line, disk_errors, read_lines
+from rocm_ext.base.heartbeat import APART, NOTES, RETRY
 from rocm_ext.base.log import duration
 from rocm_ext.base.process import (
     adopt_orphans,
@@ -43,13 +44,12 @@ from rocm_ext.base.process import (
     stop_signals,
     survive_terminal,
 )
-from rocm_ext.base.supervised import APART, NOTES, RETRY
 from rocm_ext.base.types import Json
 from rocm_ext.cli._common import count, note, number, options, refuse_first
 from rocm_ext.runs.progress import position, slowest_step
 
 LOG = "supervise.log"  # in output_dir: the run's output
-_NOTES = ".supervised"  # in output_dir: see rocm_ext.base.supervised
+_NOTES = ".supervised"  # in output_dir: see rocm_ext.base.heartbeat
 _POLL = 0.2  # seconds between two looks at the run
 _PATIENCE = 900.0  # seconds: a shorter silence ends no run, because torch may be compiling
 _BUSY = (

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError, nearest, one_line, refuse
 from rocm_ext.base.log import log
-from rocm_ext.base.nested import flatten
+from rocm_ext.base.structure import flatten
 from rocm_ext.base.types import Config
 from rocm_ext.config import references
 from rocm_ext.config.components import COMPONENT, component_faults, leaves

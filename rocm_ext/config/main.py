@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from rocm_ext.base import registry, supervised
+from rocm_ext.base import heartbeat, registry
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import log, setup_logging
 from rocm_ext.base.process import end_with_parent, stop_signals, survive_terminal, tell_launcher
@@ -77,7 +77,7 @@ def guarded(action: Callable[[], Any]) -> int:
     try:
         action()
     except UserError as error:
-        supervised.note(error=str(error), code=error.code)
+        heartbeat.note(error=str(error), code=error.code)
         if not tell_launcher(f"error: {error}"):
             where = "" if rank is None else f"[rank {rank}] "
             print(f"{where}error: {error}", file=sys.stderr)
@@ -91,7 +91,7 @@ def guarded(action: Callable[[], Any]) -> int:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    supervised.note(complete=int(rank or 0), ranks=ranks)
+    heartbeat.note(complete=int(rank or 0), ranks=ranks)
     return 0
 
 

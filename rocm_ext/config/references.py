@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.resolvers.oc import env
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.nested import flatten
+from rocm_ext.base.structure import flatten
 from rocm_ext.base.types import Config
 
 _NO_TEXT = "{name} is computed from a variable of the environment; refer to one itself, as in ${{oc.env:NAME}}"

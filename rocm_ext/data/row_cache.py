@@ -20,9 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import replace_folder
+from rocm_ext.base.heartbeat import beating
 from rocm_ext.base.importing import COMPONENT
 from rocm_ext.base.log import log, warn
-from rocm_ext.base.supervised import beating
 from rocm_ext.base.types import Json
 from rocm_ext.config.components import WEIGHT
 from rocm_ext.data.loading import local_files

@@ -16,9 +16,9 @@ from torch.utils.data import ConcatDataset, Dataset
 from tqdm import tqdm
 
 from rocm_ext.base.errors import UserError, explain_errors, one_line
+from rocm_ext.base.heartbeat import beat
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.log import log, warn
-from rocm_ext.base.supervised import beat
 from rocm_ext.base.types import Row
 from rocm_ext.config.components import WEIGHT, without
 from rocm_ext.data.loading import about_bad_rows

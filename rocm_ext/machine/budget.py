@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.supervised import RETRY
+from rocm_ext.base.heartbeat import RETRY
 from rocm_ext.machine.detect import Machine, parse_version, shared_memory
 from rocm_ext.machine.profile import Profile
 from rocm_ext.machine.sysfs import host_memory

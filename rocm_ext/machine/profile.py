@@ -14,7 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from rocm_ext.base.errors import UserError, nearest, one_line
-from rocm_ext.base.nested import parse
+from rocm_ext.base.structure import parse
 from rocm_ext.base.types import Config
 from rocm_ext.machine.detect import UNIFIED, Machine, parse_version
 

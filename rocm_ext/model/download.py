@@ -14,9 +14,9 @@ from huggingface_hub.utils import GatedRepoError, HFValidationError, RepositoryN
 from omegaconf import DictConfig
 
 from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.heartbeat import beating
 from rocm_ext.base.hub import hub_name, in_cache, is_hub_name
 from rocm_ext.base.log import log
-from rocm_ext.base.supervised import beating
 from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.model.families import CONFIG

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.heartbeat import beat
 from rocm_ext.base.log import Progress
-from rocm_ext.base.supervised import beat
 from rocm_ext.base.types import Json, Row
 from rocm_ext.data.prompts import Prompt
 from rocm_ext.distributed.ranks import Ranks

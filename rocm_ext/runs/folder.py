@@ -18,8 +18,8 @@ import numpy as np
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import read_lines
-from rocm_ext.base.nested import flatten
 from rocm_ext.base.registry import DPO, GRPO, RAFT, SAMPLED, SFT, TITLES
+from rocm_ext.base.structure import flatten
 from rocm_ext.base.types import Json
 from rocm_ext.machine.counters import HARDWARE_LOG
 from rocm_ext.runs.answers import AnswerLog

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.heartbeat import beat
 from rocm_ext.base.kinds import NULL, check, integer
 from rocm_ext.base.log import log
-from rocm_ext.base.supervised import beat
 from rocm_ext.data.encoder import to_text
 from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.machine.budget import gib

@@ -13,8 +13,8 @@ from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError, one_line
+from rocm_ext.base.heartbeat import beat
 from rocm_ext.base.log import log, warn
-from rocm_ext.base.supervised import beat
 from rocm_ext.data.batches import Layout, MicroBatch, micro_batch_budget, width_multiple
 from rocm_ext.data.rows import Rows, check_vocabulary, concatenated
 from rocm_ext.data.tokenizer import ChatTokenizer

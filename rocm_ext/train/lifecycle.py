@@ -16,7 +16,7 @@ import psutil
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rocm_ext.base import supervised
+from rocm_ext.base import heartbeat
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.log import duration, log, warn
 from rocm_ext.base.process import stop_signals, survive_terminal
@@ -261,12 +261,12 @@ def run(recipe: RunnableRecipe) -> None:
             on_cpu = "can't allocate memory" in str(error)
             if not (on_cpu or isinstance(error, torch.OutOfMemoryError)):
                 raise
-            raise UserError(_out_of_memory(recipe, error), supervised.RETRY) from error
+            raise UserError(_out_of_memory(recipe, error), heartbeat.RETRY) from error
         except Interrupted as stop:
             log.info("stopped %s, all saved; continue with resume_from_checkpoint=True", stop.where)
             recipe.cleanup()
             if not stop.signum:
-                supervised.note(segment=stop.where)
+                heartbeat.note(segment=stop.where)
             raise SystemExit(128 + stop.signum if stop.signum else 0) from None
         recipe.cleanup()
         log.info("done in %s", duration(time.monotonic() - began))

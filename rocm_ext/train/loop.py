@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rocm_ext.base import registry, supervised
+from rocm_ext.base import heartbeat, registry
 from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import append_line, read_lines, replace_folder, replace_text
 from rocm_ext.base.log import log
@@ -269,7 +269,7 @@ class Training:
         Raises:
             Interrupted: another process evaluates, or goes on after the evaluation.
         """
-        apart = supervised.APART in os.environ
+        apart = heartbeat.APART in os.environ
         if apart and self.step > self._began_at:
             self.save_checkpoint()
             raise Interrupted(f"before {name}")

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 import rocm_ext
 from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.files import disk_errors
-from rocm_ext.base.nested import flatten
+from rocm_ext.base.structure import flatten
 from rocm_ext.config import references
 from rocm_ext.distributed.ranks import Ranks, local_rank, machine_index, several_machines
 

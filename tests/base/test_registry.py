@@ -12,7 +12,7 @@ import torchtune._recipe_registry as torchtune_registry
 from torchtune._cli.tune import main as tune_command
 
 from rocm_ext import cli, hook
-from rocm_ext.base import pins, registry
+from rocm_ext.base import packages, registry
 
 SHIPPED = Path(__file__).parents[2] / "recipe_configs"
 TITLES = tuple(registry.TITLES)
@@ -167,7 +167,7 @@ def test_other_programs_load_next_to_nothing():
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    base = {f"rocm_ext.base{name}" for name in ("", ".deferred", ".errors", ".pins", ".registry")}
+    base = {f"rocm_ext.base{name}" for name in ("", ".deferred", ".errors", ".packages", ".registry")}
     ours = {"rocm_ext", "rocm_ext.hook", *base}
     assert set(run.stdout.split()) == ours
 
@@ -261,8 +261,8 @@ def test_right_pins_are_those_of_the_package(installed):
         tuple(sorted(line.split(",")))
         for line in importlib.metadata.requires("torchtune-rocm") or []
     }
-    low, below = pins.TORCHAO_PIN
-    assert (f"torchtune=={pins.TORCHTUNE_PIN}",) in requires
+    low, below = packages.TORCHAO_PIN
+    assert (f"torchtune=={packages.TORCHTUNE_PIN}",) in requires
     assert {(f"<{below}", f"torchao>={low}"), (f">={low}", f"torchao<{below}")} & requires
     older = {"torch": "2.9.1+rocm6.3", "torchao": "0.17.0"}
     for versions in (
@@ -273,11 +273,11 @@ def test_right_pins_are_those_of_the_package(installed):
         older,
     ):
         installed(**versions)
-        assert pins.wrong_pins() is None
+        assert packages.wrong_pins() is None
     installed(**older | {"torchao": "0.18.0"})  # older torch needs older torchao
     assert (
         "needs torchtune==0.6.1 and torchao>=0.13,<0.18 with torch 2.9.1+rocm6.3; found"
-        in pins.wrong_pins()
+        in packages.wrong_pins()
     )
 
 

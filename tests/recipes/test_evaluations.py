@@ -13,7 +13,7 @@ import pytest
 from rocm_ext.recipes import dpo_rocm
 from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune, main
 
-from rocm_ext.base import supervised
+from rocm_ext.base import heartbeat
 from rocm_ext.base.errors import UserError
 from rocm_ext.rl.records import PhaseRecords
 from rocm_ext.train.trainer import Trainer
@@ -196,8 +196,8 @@ def test_the_best_adapter_is_kept(make, folder, tmp_path):
 def test_apart(make, undisturbed, tmp_path, monkeypatch):
     """Where each process trains or evaluates, the run goes on in the next one."""
     out, notes = tmp_path / "out", tmp_path / "notes"
-    monkeypatch.setenv(supervised.APART, "1")
-    monkeypatch.setenv(supervised.NOTES, str(notes))
+    monkeypatch.setenv(heartbeat.APART, "1")
+    monkeypatch.setenv(heartbeat.NOTES, str(notes))
     notes.touch()
     for _ in range(12):
         before = notes.read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.base.nested import parse
+from rocm_ext.base.structure import parse
 from rocm_ext.machine.detect import Torch
 
 NAME = "rocm-ext.json"

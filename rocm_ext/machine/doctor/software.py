@@ -5,7 +5,7 @@ A check returns its finding; None, where it does not apply. A check of several t
 
 from collections.abc import Iterator
 
-from rocm_ext.base.pins import wrong_pins
+from rocm_ext.base.packages import wrong_pins
 from rocm_ext.machine.budget import gib
 from rocm_ext.machine.doctor.facts import Facts
 from rocm_ext.machine.doctor.hardware import within_limits

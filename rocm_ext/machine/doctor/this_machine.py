@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from rocm_ext.base import pins
+from rocm_ext.base import packages
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.nested import parse
+from rocm_ext.base.structure import parse
 from rocm_ext.base.types import Json
 from rocm_ext.machine.detect import VISIBLE_VARIABLES
 from rocm_ext.machine.doctor.facts import Facts
@@ -60,7 +60,7 @@ def live_facts() -> Facts:
         container=any((ROOT / path).exists() for path in (".dockerenv", "run/.containerenv")),
         rootless="rootless=1" in read_text(ROOT / "run/.containerenv").split(),
         environment={name: os.environ[name] for name in _variables() if name in os.environ},
-        packages=pins.installed(),
+        packages=packages.installed(),
         commands=tuple(filter(shutil.which, COMPILERS)),
         disk_free=_disk_free(),
         memory_limit=_memory_limit(),

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.base.files import json_object
+from rocm_ext.base.heartbeat import beat
 from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.log import log
-from rocm_ext.base.supervised import beat
 from rocm_ext.model.families import foreign_config, read_architecture, stored_format
 from rocm_ext.model.names import EMBEDDINGS_WEIGHT, OUTPUT_WEIGHT, Names, NativeNames
 from rocm_ext.model.weights import llama_cpp

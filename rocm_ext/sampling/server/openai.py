@@ -17,9 +17,9 @@ import torch
 
 from rocm_ext.base import openai_http as http
 from rocm_ext.base.errors import UserError, one_line, require_known
+from rocm_ext.base.heartbeat import RETRY
 from rocm_ext.base.kinds import Kind, check, integer, number
 from rocm_ext.base.log import log
-from rocm_ext.base.supervised import RETRY
 from rocm_ext.base.types import Json
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.sampling.engine import Request, Sampling

@@ -9,7 +9,7 @@ import numpy as np
 
 from rocm_ext.base import openai_http as http
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.supervised import RETRY, beat
+from rocm_ext.base.heartbeat import RETRY, beat
 from rocm_ext.base.types import Json
 from rocm_ext.sampling.server.wire import base_models, dicts
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from rocm_ext.base import openai_http as http
 from rocm_ext.base.errors import UserError, explain_errors
+from rocm_ext.base.heartbeat import RETRY, beat
 from rocm_ext.base.log import duration, log
-from rocm_ext.base.supervised import RETRY, beat
 from rocm_ext.base.types import Json
 from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rocm_ext.sampling.engine import Completion, Request, Sampling
