@@ -11,13 +11,14 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import psutil
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
 
 from rocm_ext import config
@@ -40,9 +41,9 @@ from rocm_ext.cli._common import (
 from rocm_ext.config.checks.training import check_values
 from rocm_ext.machine.bench_file import bench_path, machine_key
 from rocm_ext.machine.budget import gib, memory_budget
-from rocm_ext.machine.detect import detect
+from rocm_ext.machine.detect import Machine, detect
 from rocm_ext.machine.environment import environment_for
-from rocm_ext.machine.profile import choose_profile, load_profile
+from rocm_ext.machine.profile import Profile, choose_profile, load_profile
 
 _LOOK = 1.0  # seconds in which the load of other programs is measured
 _UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "tokens/s": (1.0, "tokens/s")}
@@ -74,71 +75,23 @@ def run(args: Namespace) -> None:
             f"{' '.join(probes)} is no key=value; for more probes: --only A --only B",
         )
     )
-    machine = detect()
-    profile = load_profile(choose_profile(machine)[0])
-    name = args.config or profile.bench_config
-    # the machine's profile overrules a config for another machine
-    overrides = (f"hardware={profile.name}", *args.overrides)
-    recipe = config.recipe_of(name, args.overrides)
-    registry.extended(recipe)
-    cfg = OmegaConf.create(config.trainer_config(config.load(recipe, name, overrides)))
-    check_values(cfg)
-    if cfg.device == "cpu":  # even where there is a GPU: its speeds are not measured
-        if machine.backend != "cpu" and not args.output:
-            raise UserError(
-                "hardware=cpu on a machine with a GPU: add --output FILE; bench.json is for the GPU"
-            )
-        machine = replace(machine, backend="cpu", arch=None, name=None, unified=False)
-    profile = load_profile(cfg.hardware)
-    budget, why = memory_budget(profile, machine)
-    locked = {} if args.risky else profile.locked
-    sweep = Sweep(cfg, machine, locked, args.quick, args.only or PROBES)
-    print(f"{machine}; model of {name}; budget {gib(budget)} ({why})", file=sys.stderr)
-    from rocm_ext.bench import runner
-
-    # One busy core of two makes small steps ten times slower when threads wait for one another (measured), and so
-    # evenly that quartiles do not show it.
-    busy = psutil.cpu_percent(_LOOK) / 100 * psutil.cpu_count()
-    if busy > 0.1:
-        slow = (
-            f"other programs use {busy:.1f} cores, so these speeds will be too low; better end them"
-        )
-        print(f"warning: {slow}", file=sys.stderr)
-    measured: list[Measurement] = []
-
-    spec = Spec(name, overrides, budget, 0.3 if args.quick else 1.0)
-    with TemporaryDirectory() as folder:
-        variables = environment_for(profile, machine, os.environ)
-        environ = {name: variable.value for name, variable in variables.items()}
-        # else in the current folder
-        environ["PYTORCH_TUNABLEOP_FILENAME"] = f"{folder}/tunableop.csv"
-        with runner.children(spec, args.timeout, environ) as measure_in_child:
-
-            def measure(item: Item) -> Measurement:
-                measurement = measure_in_child(item)
-                measured.append(measurement)
-                outcome = f"{item.probe} {_describe(measurement)}: {_outcome(measurement)}"
-                print(f"[{len(measured)}/{sweep.most}] {outcome}", file=sys.stderr, flush=True)
-                return measurement
-
-            of_training = sweep.run(measure)
-    import torch
-
+    model = _model(args)
+    budget, why = memory_budget(model.profile, model.machine)
+    print(
+        f"{model.machine}; model of {model.name}; budget {gib(budget)} ({why})",
+        file=sys.stderr,
+    )
+    measured, of_training = _measure(model, budget, args)
     from rocm_ext.bench import summary
-    from rocm_ext.machine.numerics import pick_dtype
-    from rocm_ext.model.download import use_shape
 
-    use_shape(cfg)
     winners = summary.winners(measured, of_training)
-    dtype, _ = pick_dtype(cfg.dtype, machine)
-    device = torch.device("cpu" if cfg.device == "cpu" else "cuda")
     content = {
         "date": date.today().isoformat(),
-        "machine": machine_key(machine),
-        "figures": summary.figures(measured, cfg, dtype, device),
+        "machine": machine_key(model.machine),
+        "figures": _figures(model, measured),
         "settings": {winner.key: winner.value for winner in winners},
         "rows": [asdict(measurement) for measurement in measured],
-        "config": name,
+        "config": model.name,
         "quick": args.quick,
     }
     if args.json:
@@ -155,6 +108,91 @@ def run(args: Namespace) -> None:
         print(_written(output), file=sys.stderr)
     else:
         print(f"{output} was not written: it needs gemm and bandwidth", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The config whose model is measured, with its overrides, on this machine."""
+
+    name: str
+    overrides: tuple[str, ...]
+    cfg: DictConfig
+    machine: Machine
+    profile: Profile
+
+
+def _model(args: Namespace) -> _Model:
+    """Load the config, and check that bench.json may have the speeds of its device."""
+    machine = detect()
+    profile = load_profile(choose_profile(machine)[0])
+    name = args.config or profile.bench_config
+    # the machine's profile overrules a config for another machine
+    overrides = (f"hardware={profile.name}", *args.overrides)
+    recipe = config.recipe_of(name, args.overrides)
+    registry.extended(recipe)
+    cfg = OmegaConf.create(config.trainer_config(config.load(recipe, name, overrides)))
+    check_values(cfg)
+    if cfg.device == "cpu":  # even where there is a GPU: its speeds are not measured
+        if machine.backend != "cpu" and not args.output:
+            raise UserError(
+                "hardware=cpu on a machine with a GPU: add --output FILE; bench.json is for the GPU"
+            )
+        machine = replace(machine, backend="cpu", arch=None, name=None, unified=False)
+    return _Model(name, overrides, cfg, machine, load_profile(cfg.hardware))
+
+
+def _measure(model: _Model, budget: int, args: Namespace) -> tuple[list[Measurement], list[Winner]]:
+    """Run the sweep in child processes, with progress; return its measurements and the best of training."""
+    locked = {} if args.risky else model.profile.locked
+    sweep = Sweep(model.cfg, model.machine, locked, args.quick, args.only or PROBES)
+    from rocm_ext.bench import runner
+
+    _warn_of_load()
+    measured: list[Measurement] = []
+    spec = Spec(model.name, model.overrides, budget, 0.3 if args.quick else 1.0)
+    variables = environment_for(model.profile, model.machine, os.environ)
+    environ = {name: variable.value for name, variable in variables.items()}
+    with TemporaryDirectory() as folder:
+        # else in the current folder
+        environ["PYTORCH_TUNABLEOP_FILENAME"] = f"{folder}/tunableop.csv"
+        with runner.children(spec, args.timeout, environ) as measure_in_child:
+
+            def measure(item: Item) -> Measurement:
+                measurement = measure_in_child(item)
+                measured.append(measurement)
+                outcome = f"{item.probe} {_describe(measurement)}: {_outcome(measurement)}"
+                print(f"[{len(measured)}/{sweep.most}] {outcome}", file=sys.stderr, flush=True)
+                return measurement
+
+            return measured, sweep.run(measure)
+
+
+def _warn_of_load() -> None:
+    """Warn if other programs use cores.
+
+    One busy core of two makes small steps ten times slower when threads wait for one another (measured), and so evenly
+    that quartiles do not show it.
+    """
+    busy = psutil.cpu_percent(_LOOK) / 100 * psutil.cpu_count()
+    if busy > 0.1:
+        slow = (
+            f"other programs use {busy:.1f} cores, so these speeds will be too low; better end them"
+        )
+        print(f"warning: {slow}", file=sys.stderr)
+
+
+def _figures(model: _Model, measured: Sequence[Measurement]) -> dict[str, Any]:
+    """Return the speeds that plan uses, for the dtype and device of the config."""
+    import torch
+
+    from rocm_ext.bench import summary
+    from rocm_ext.machine.numerics import pick_dtype
+    from rocm_ext.model.download import use_shape
+
+    use_shape(model.cfg)
+    dtype, _ = pick_dtype(model.cfg.dtype, model.machine)
+    device = torch.device("cpu" if model.cfg.device == "cpu" else "cuda")
+    return summary.figures(measured, model.cfg, dtype, device)
 
 
 def _written(output: Path) -> str:
