@@ -99,8 +99,10 @@ class Regex(Verifier):
     def __call__(self, completion: str, row: Row) -> Result:
         pattern = _pattern(row[self.field] if self.field else self.pattern)
         try:
-            search = pattern.fullmatch if self.full else pattern.search
-            match = search(completion.strip() if self.full else completion, timeout=self.timeout)
+            if self.full:
+                match = pattern.fullmatch(completion.strip(), timeout=self.timeout)
+            else:
+                match = pattern.search(completion, timeout=self.timeout)
         except TimeoutError:
             return timeout(f"the search took more than {self.timeout:g} s")
         if match is None:

@@ -88,9 +88,8 @@ def fenced_code(text: str, language: str) -> tuple[list[list[str]], bool]:
     uses the same character, is at least as long, is indented by less than four columns more and has no tag. An unclosed
     block ends with the text. A block's lines lose the indent of its fence.
     """
-    # by whether the blocks are closed, and tagged
-    groups: dict[tuple[bool, bool], list[str]]
-    groups = {(True, True): [], (False, True): [], (True, False): [], (False, False): []}
+    tagged: list[str] = []  # closed blocks
+    untagged: list[str] = []
     lines: list[str] = []
     tags = ("", *TAGS[language])
     fence = tag = indent = ""
@@ -108,13 +107,14 @@ def fenced_code(text: str, language: str) -> tuple[list[list[str]], bool]:
             continue
         closes = bare.startswith(fence) and not bare.strip(fence[0])
         if closes and line.index(bare) < len(indent) + 4:
-            groups[True, bool(tag)] += _block(lines, indent, tag in tags)
+            closed = tagged if tag else untagged
+            closed += _block(lines, indent, tag in tags)
             fence = ""
         else:
             lines.append(line)
-    if fence:
-        groups[False, bool(tag)] += _block(lines, indent, tag in tags)
-    return [group for group in groups.values() if group], fenced
+    unclosed = _block(lines, indent, tag in tags) if fence else []
+    groups = [tagged, unclosed, untagged] if tag else [tagged, untagged, unclosed]
+    return list(filter(None, groups)), fenced
 
 
 def _block(lines: list[str], indent: str, ours: bool) -> list[str]:
