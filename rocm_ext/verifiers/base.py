@@ -51,7 +51,8 @@ class Result:
         object.__setattr__(self, "verdict", Verdict(self.verdict))
         object.__setattr__(self, "detail", short(self.detail))
         values = self.parts.values() if isinstance(self.parts, Mapping) else [None]
-        if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
+        are_numbers = all(isinstance(value, (int, float)) for value in values)
+        if not (are_numbers and all(map(math.isfinite, values))):
             raise ValueError(
                 f"the parts of a reward must be numbers by their names, found {self.parts!r}"
             )

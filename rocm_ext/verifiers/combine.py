@@ -39,7 +39,7 @@ class _Several(Verifier):
         for i, name in enumerate(names):
             if names.count(name) > 1:
                 self.names[i] = f"{name} {i + 1}"
-        needs: dict[str, None] = {}  # in order
+        needs: dict[str, None] = {}  # a dict keeps the order
         for verifier in self.verifiers:
             needs |= dict.fromkeys(verifier.needs)
         self.needs = tuple(needs)
@@ -128,8 +128,9 @@ class Weighted(_Several):
         super().__init__(verifiers)
         count = len(self.verifiers)
         listed = isinstance(weights, (list, tuple)) and len(weights) == count
-        numbers = listed and all(type(w) in (int, float) and 0 <= w < math.inf for w in weights)
-        if not (numbers and sum(weights) > 0):
+        numbers = listed and all(type(weight) in (int, float) for weight in weights)
+        in_range = numbers and all(0 <= weight < math.inf for weight in weights)
+        if not (in_range and sum(weights) > 0):
             raise UserError(f"Weighted needs {count} weights >= 0, not all 0; found {weights!r}")
         if not (0 < threshold <= 1):
             raise UserError(f"Weighted: threshold must be in (0, 1], found {threshold}")
@@ -144,10 +145,12 @@ class Weighted(_Several):
         for name, reward, result in zip(self.names, rewards, results, strict=True):
             why = f" ({result.detail})" if result.detail else ""
             details.append(f"{name} {reward:g}{why}")
-        failed = [result.verdict for result in results if result.verdict is not Verdict.CORRECT]
-        verdict = next(iter(failed), Verdict.WRONG)  # all may say CORRECT with partial rewards
-        correct = mean >= self.threshold - 1e-9
-        return Result(Verdict.CORRECT if correct else verdict, min(1.0, mean), "; ".join(details))
+        if mean >= self.threshold - 1e-9:
+            verdict = Verdict.CORRECT
+        else:
+            others = (result.verdict for result in results if result.verdict is not Verdict.CORRECT)
+            verdict = next(others, Verdict.WRONG)  # all may say CORRECT with partial rewards
+        return Result(verdict, min(1.0, mean), "; ".join(details))
 
 
 def _one_by_one(verifier: Verifier, completions: Sequence[str], row: Row) -> list[Result]:

@@ -62,24 +62,28 @@ class RewardFunction(Verifier):
             raise UserError(
                 f"RewardFunction: {function} is a class; expected a function, or an object with __call__"
             )
-        # for messages and parts
+        # messages and names of parts use it
         self.__name__ = getattr(self.function, "__name__", type(self.function).__name__)
         self.conversational = conversational
         self.batch_size = batch_size
         self.groups = groups
-        parameters = inspect.signature(self.function).parameters.values()
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        required = [p.name for p in named if p.default is p.empty]
-        for name in required:
-            if name in TRAINERS:
+        self._takes_all = False
+        self._named: dict[str, bool] = {}  # parameter -> whether it is required
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            required = parameter.default is parameter.empty
+            if parameter.kind is parameter.VAR_KEYWORD:
+                self._takes_all = True
+            elif parameter.kind is parameter.VAR_POSITIONAL:
+                continue
+            elif name not in TRAINERS:
+                self._named[name] = required
+            elif required:
                 raise UserError(
                     f"RewardFunction: the function needs {name}, which only a trainer has"
                 )
-        # parameter -> whether it is required
-        self._named = {p.name: p.name in required for p in named if p.name not in TRAINERS}
         given = ("prompts", "completions", *LOGGERS)
-        self.needs = tuple(name for name in required if name not in given)
+        required_names = [name for name, required in self._named.items() if required]
+        self.needs = tuple(name for name in required_names if name not in given)
 
     def check_row(self, row: Row) -> None:
         super().check_row(row)
@@ -168,17 +172,21 @@ async def _result_of(awaitable: Awaitable[Any]) -> Any:
 
 def _finite(parts: Mapping[Any, Any]) -> dict[str, float]:
     """The parts as numbers, without None, NaN and infinities."""
-    numbers = {str(name): float(value) for name, value in parts.items() if value is not None}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+    finite = {}
+    for name, value in parts.items():
+        number = math.nan if value is None else float(value)
+        if math.isfinite(number):
+            finite[str(name)] = number
+    return finite
 
 
 def checked_scale(
     who: str, scale: Sequence[float], threshold: float
 ) -> tuple[tuple[float, float], float]:
     """A verifier's arguments ``scale`` and ``threshold`` as floats; raises UserError if one is out of range."""
-    listed = isinstance(scale, (list, tuple))
-    numbers = listed and all(type(number) in (int, float) for number in scale)
-    if not (numbers and len(scale) == 2 and -math.inf < scale[0] < scale[1] < math.inf):
+    is_pair = isinstance(scale, (list, tuple)) and len(scale) == 2
+    are_numbers = is_pair and all(type(number) in (int, float) for number in scale)
+    if not (are_numbers and -math.inf < scale[0] < scale[1] < math.inf):
         raise UserError(
             f"{who}: scale must be [low, high], two numbers with low < high, found {scale!r}"
         )
