@@ -1,7 +1,7 @@
 """Verifiers built from their configuration."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rocm_ext.base.errors import UserError, explain_errors, nearest
@@ -57,22 +57,7 @@ def build(node: Component | Verifier) -> Verifier:
     except UserError as error:
         raise UserError(f"{COMPONENT} {error}") from error
     args = {name: _built(value) for name, value in node.items() if name != COMPONENT}
-    try:
-        signature = inspect.signature(made)
-    except (TypeError, ValueError):  # written in C
-        signature = None
-    if signature is not None:
-        parameters = signature.parameters.values()
-        known = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        for name in args:
-            if name not in known and not takes_all:
-                hint = nearest(name, known) if known else ""
-                raise UserError(f"{path} has no argument {name!r}{hint}")
-        try:
-            signature.bind(**args)
-        except TypeError as error:
-            raise UserError(f"{path}: {error}") from error
+    _check_arguments(path, made, args)
     with explain_errors(f"{path} cannot be built"):
         verifier = made(**args)
     if isinstance(verifier, Verifier):
@@ -82,6 +67,29 @@ def build(node: Component | Verifier) -> Verifier:
             f"{path} builds a {type(verifier).__name__}, which is not callable as (completion, row)"
         )
     return Wrapped(verifier)
+
+
+def _check_arguments(path: str, made: Callable[..., Any], args: Mapping[str, Any]) -> None:
+    """Raise UserError if a component does not take these arguments."""
+    try:
+        signature = inspect.signature(made)
+    except (TypeError, ValueError):  # written in C
+        return
+    known = []
+    takes_all = False
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_all = True
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            known.append(name)
+    for name in args:
+        if name not in known and not takes_all:
+            hint = nearest(name, known) if known else ""
+            raise UserError(f"{path} has no argument {name!r}{hint}")
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def _built(value: Any) -> Any:

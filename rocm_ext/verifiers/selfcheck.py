@@ -79,7 +79,8 @@ def self_check(
     failures = [
         (origin, result) for origin, result in results if result.verdict is not Verdict.CORRECT
     ]
-    return Summary(len(results), verdicts, fmean(rewards) if rewards else None, failures[:SHOWN])
+    mean_reward = fmean(rewards) if rewards else None
+    return Summary(len(results), verdicts, mean_reward, failures[:SHOWN])
 
 
 def try_out(node: Component, rows: Sequence[Row], timeout: float) -> None:
@@ -91,13 +92,13 @@ def try_out(node: Component, rows: Sequence[Row], timeout: float) -> None:
     reasons = []
     with Pool(node, workers=1, timeout=timeout) as pool:
         for index in sorted({0, len(rows) // 2, len(rows) - 1}):
-            row, gold = rows[index], _gold(rows[index], GOLD_FIELDS) or MADE_UP
+            row = rows[index]
+            gold = _gold(row, GOLD_FIELDS) or MADE_UP
             if pool.groups:
                 result = pool.submit_group([gold, MADE_UP], row).result()[0]
             else:
-                result = pool.submit(
-                    gold, row, to_worker=True
-                ).result()  # also proves that rows can be sent
+                # a worker judges it, which proves that rows can be sent
+                result = pool.submit(gold, row, to_worker=True).result()
             if result.reward is not None:
                 return
             reasons.append(result.detail)
