@@ -31,8 +31,10 @@ def forked(judge: Callable[[], Result], seconds: float, what: str) -> Result | N
         with contextlib.suppress(BaseException):
             os.close(reader)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: SIM115
-            resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+            with open("/proc/self/statm") as file:
+                pages = int(file.read().split()[0])
+            limit = pages * resource.getpagesize() + MEMORY
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             result = judge()
             said = json.dumps(result.values(), ensure_ascii=False).encode()
             os.write(writer, said)  # at once, since it is shorter than PIPE_BUF
@@ -70,6 +72,7 @@ class Elsewhere:
     def _started(self) -> Pool:
         with self._lock:
             if self._pool is None:
-                self._pool = Pool(self._node, workers=1, timeout=2 * self._timeout + 30).__enter__()
+                seconds = 2 * self._timeout + 30  # the verifier's own limit ends first
+                self._pool = Pool(self._node, workers=1, timeout=seconds).__enter__()
                 weakref.finalize(self, self._pool.close)  # also when the interpreter ends
             return self._pool

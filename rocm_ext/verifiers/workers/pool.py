@@ -76,9 +76,8 @@ class Pool:
 
     def __enter__(self) -> "Pool":
         try:
-            for (
-                worker
-            ) in self._all:  # in our threads, since a worker ends with the thread that started it
+            # our threads start the workers, since a worker ends with the thread that started it
+            for worker in self._all:
                 self._threads.submit(worker.start).result()
             deadline = time.monotonic() + START
             for worker in self._all:
