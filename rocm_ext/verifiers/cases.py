@@ -160,14 +160,16 @@ def calls_of(row: Row) -> list[tuple[list[Any], Any, bool]] | None:
     ``unwrap``: an expected list of one also stands for its element.
     """
     first = next(iter(field(row, "cases", (list, tuple))), None)
-    if not isinstance(first, Mapping) or not isinstance(first.get("input"), (list, tuple)):
+    given = first.get("input") if isinstance(first, Mapping) else None
+    if not isinstance(given, (list, tuple)):
         return None
-    form = "{input: [arguments], output: value}"
-    cases = _checked_cases(row, form, (list, tuple), object)
+    cases = _checked_cases(row, "{input: [arguments], output: value}", (list, tuple), object)
     field(row, "entry_point", str)
     calls = []
     for case in cases:
-        calls.append((list(case["input"]), case["output"], bool(case.get("unwrap"))))
+        arguments = list(case["input"])
+        unwrap = bool(case.get("unwrap"))
+        calls.append((arguments, case["output"], unwrap))
     return calls
 
 
@@ -189,7 +191,8 @@ def run_cases(
     left = limits.seconds
     batch = bool(row.get("checker") or comparison.source)
     results = CaseResults(len(cases))
-    printed: list[tuple[int, tuple[str, str, str]]] = []  # for the checker
+    to_check: list[tuple[str, str, str]] = []  # input, output and expected output
+    indices: list[int] = []  # the places of `to_check` among the cases
     for index, (given, expected) in enumerate(cases):
         limits_of_run = replace(limits, seconds=max(0.0, left))
         outcome = sandbox.run(argv, files, given.encode("utf-8", "surrogatepass"), limits_of_run)
@@ -203,13 +206,14 @@ def run_cases(
         if outcome.returncode != 0 and not problem:
             stderr = outcome.stderr.decode("utf-8", "replace").strip()
             last = stderr.rsplit("\n", 1)[-1]
-            problem = f"exit status {outcome.returncode}" + (
-                f" ({short(last, 150)})" if last else ""
-            )
+            problem = f"exit status {outcome.returncode}"
+            if last:
+                problem += f" ({short(last, 150)})"
         if not problem:
             results.ran += 1
             if batch:
-                printed.append((index, (given, text, expected)))
+                to_check.append((given, text, expected))
+                indices.append(index)
             elif same_output(text, expected, comparison.within(row)):
                 results.right += 1
             else:
@@ -218,13 +222,13 @@ def run_cases(
             results.detail = results.detail or f"case {index}: {problem}"
             if not go_on:
                 return results
-    if printed:
+    if to_check:
         try:
-            scores = comparison.checked(row, [case for _, case in printed], limits)
+            scores = comparison.checked(row, to_check, limits)
         except ValueError as failed:
             return error(failed if str(failed) else "the checker failed")
         results.right = sum(scores)
-        for (index, (_, text, _)), score in zip(printed, scores, strict=True):
+        for index, (_, text, _), score in zip(indices, to_check, scores, strict=True):
             if score < 1 and not results.detail:
                 results.detail = f"case {index}: printed {short(text, 80)!r}"
     return results
@@ -234,7 +238,9 @@ def same_output(printed: str, expected: str, tolerance: float | None = None) -> 
     """Whether a program printed the expected text; see :class:`OutputRule`."""
     found = _lines(printed)
     lines = _lines(expected)
-    return len(found) == len(lines) and all(map(_same_line, found, lines, repeat(tolerance)))
+    if len(found) != len(lines):
+        return False
+    return all(map(_same_line, found, lines, repeat(tolerance)))
 
 
 def _lines(text: str) -> list[str]:

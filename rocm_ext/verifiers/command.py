@@ -151,7 +151,7 @@ class _Program:
     def ask(self, line: bytes, seconds: float) -> bytes:
         """Send a line and return the answer; raises _Fault if that is late or not one line, or the program ended."""
         deadline = time.monotonic() + seconds
-        rest = memoryview(line)  # of the request
+        rest = memoryview(line)  # the part of the request that is not yet sent
         said = bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(self._in, selectors.EVENT_WRITE)

@@ -55,6 +55,8 @@ LANGUAGES = {
     "go": Language("main.go", ("go",), 'GOCACHE=/tmp/cache GOPATH=/tmp/go GO111MODULE=off GOTOOLCHAIN=local '
                    'CGO_ENABLED=0 "$CC" build -o out "$SRC"', "golang-go", "package main\nfunc main() {}"),
 }  # fmt: skip
+# Arguments with which a compiler prints its folder
+ASK_FOLDER = {"rust": ("--print", "sysroot"), "go": ("env", "GOROOT")}
 
 
 class Compile(Verifier):
@@ -114,9 +116,8 @@ class Compile(Verifier):
             return wrong(f"the compiler {outcome.killed}")
         if outcome.returncode != 0 or not outcome.stdout:
             lines = outcome.stderr.decode("utf-8", "replace").split("\n")
-            return wrong(
-                f"does not compile: {next((line for line in lines if 'error' in line), lines[0])}"
-            )
+            errors = [line for line in lines if "error" in line]
+            return wrong(f"does not compile: {(errors or lines)[0]}")
         return outcome.stdout
 
     def __call__(self, completion: str, row: Row) -> Result:
@@ -176,9 +177,8 @@ class Run(Compile):
         if isinstance(results, Result):
             return results
         rest = 1 - self.compiles - self.runs
-        return results.result(
-            self.compiles + (self.runs * results.ran + rest * results.right) / results.total
-        )
+        earned = (self.runs * results.ran + rest * results.right) / results.total
+        return results.result(self.compiles + earned)
 
 
 @functools.cache
@@ -191,16 +191,16 @@ def compiler(language: str) -> tuple[str, tuple[str, ...]]:
         raise UserError(
             f"language {language}: no compiler ({' or '.join(names)}) is in PATH: `apt install {install}`"
         )
-    ask = {"rust": ["--print", "sysroot"], "go": ["env", "GOROOT"]}.get(language)
-    if ask is None:
+    if language not in ASK_FOLDER:
         real = Path(path).resolve()
         return path, () if real.is_relative_to("/usr") else (str(real.parent.parent),)
-    process = subprocess.run([path, *ask], capture_output=True, text=True, check=False)
+    ask = [path, *ASK_FOLDER[language]]
+    process = subprocess.run(ask, capture_output=True, text=True, check=False)
     root = process.stdout.strip()
     # rustup's wrapper reads the home, which the sandbox hides
     inside = os.path.join(root, "bin", names[0])
     if not (root and os.path.exists(inside)):
         raise UserError(
-            f"language {language}: {path} does not run; `{' '.join([path, *ask])}` must print its folder"
+            f"language {language}: {path} does not run; `{' '.join(ask)}` must print its folder"
         )
     return inside, () if root.startswith("/usr/") or root == "/usr" else (root,)
