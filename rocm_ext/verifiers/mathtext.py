@@ -29,7 +29,7 @@ SIGNS = str.maketrans(
 )
 POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻₀₁₂₃₄₅₆₇₈₉", "0123456789-0123456789")
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
-REWRITES = [  # to one notation, in this order; no value changes
+REWRITES = [  # they lead to one notation, in this order, and change no value
     (r"<<[^<>\n]{1,100}>>", ""),  # GSM8K's calculations: 48+24 = <<48+24=72>>72
     (r"(?m)^[ \t]*(?:[-+*•][ \t]+)+", ""),  # the bullet of a list, which is no minus
     (r"(?<=[\d)])\*\*(?=[\d(])", "^"),
@@ -71,9 +71,10 @@ HASHES = re.compile(r"####[ \t]*([^\n]+)")
 TAG = re.compile("<answer>(.*?)</answer>", re.S)
 PHRASE = re.compile(r"\banswer\b[*_ \t]*(?:is|are|equals|=|:)[*_: \t]*", re.I)
 FINAL = re.compile(rf"\bfinal {PHRASE.pattern}", re.I)
-END = re.compile(r"\n|[.?](?=[\s*_\"')]|$)|(?<!\d)!(?=\s|$)")  # of a sentence; 5! is a factorial
+# The end of a sentence; 5! is a factorial
+END = re.compile(r"\n|[.?](?=[\s*_\"')]|$)|(?<!\d)!(?=\s|$)")
 
-WORD = re.compile(  # of any language; xy is a product
+WORD = re.compile(  # a word of any language; xy is a product
     r"((?<![\\{A-Za-z_^])(?:(?<!\d)\d{1,9}(?:st|nd|rd|th)\b|[A-Za-z]+'(?:s|t|re|ll)\b"
     r"|(?:[^\W\d_]{3,}|is|to|of|in|at|by|so|no|we|he|it|as|an|am|pm|on|if|or|vs|be|do|up|me|my|us|sq|[ckm]m|[km]g|ft|lb"
     r"|oz|m[lL]|hr|mi|(?<!\S)(?<![-+*/=^,(]\s)a(?!\s*[-+*/=^_<>,)}\\(]))(?![A-Za-z{])"
@@ -160,7 +161,7 @@ UNREADABLE = re.compile(
     r"\d\s+\d|\d\s*\}\s+\d|\\[a-z]*dots|\.\.|\d\s*[\"']|\\pmod|\\equiv|\\approx|\\prime|(?<!\\)~|[?#@]"
     r"|^\s*(?:[<>]|\\(?:[lg]eq?|lt|gt)\b)|(?:[<>=]|\\[lg]eq?|\\neq?)\s*$|[^\x00-\x7f]"
 )
-LETTER = r"(?<![\\A-Za-z])"  # before the first letter of a name that is no command
+LETTER = r"(?<![\\A-Za-z])"  # the place before a name that is no command
 THING = re.compile(r"\d|\\[A-Za-z]")
 NUMBER = re.compile(
     r"([-+]?)\s?(\d+(?:\.\d+)?|\.\d+)(?:(?:[eE]|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*)\{?\s*([-+]?\d{1,3})\s*\}?)?"
@@ -340,10 +341,11 @@ def _value_in(text: str, marked: bool) -> str:
     pieces = WORD.split(text)  # text, word, text, ...
     values = [_bare(piece) for piece in pieces[::2]]
     runs = [i for i, value in enumerate(values) if THING.search(value)]
-    if not runs and (marked or len(values) == 1) and values[0] and not any(values[1:]):
-        runs = [0]  # x dollars
     if not runs:
-        return text.rstrip(".")
+        only_first = values[0] and not any(values[1:])
+        if not (only_first and (marked or len(values) == 1)):
+            return text.rstrip(".")
+        runs = [0]  # x dollars
     first = runs[0]
     last = runs[-1]
     after = "".join(pieces[2 * last + 1 :])
@@ -362,8 +364,9 @@ def _value_in(text: str, marked: bool) -> str:
     if not all(map(JOIN.match, gaps)):
         return text
     found = [values[i] for i in runs]
-    sets = all(map(SETS.search, found)) and all(gap.startswith("or") for gap in gaps)
-    joint = r" \lor " if sets else ", "
+    are_sets = all(map(SETS.search, found))
+    by_or = all(gap.startswith("or") for gap in gaps)
+    joint = r" \lor " if are_sets and by_or else ", "
     return _result(joint.join(found))
 
 
@@ -389,12 +392,12 @@ def _result(run: str) -> str:
         return run
     numbers = list(filter(None, map(number, sides)))
     values = {value / 100 if percent else value for value, percent in numbers}
-    if len(values) > 1 and all(number(side) or len(side) == 1 for side in sides):
+    are_simple = all(number(side) or len(side) == 1 for side in sides)
+    if len(values) > 1 and are_simple:
         return f"{run} is false"  # 4 = 5, a = 6 = 5
-    variable = re.search(r"(?<![\\A-Za-z])[A-Za-z]", sides[0] + " " + sides[-1])
-    if variable:
-        return f"{sides[0]} = {sides[-1]}".strip()
-    return sides[-1]
+    equation = f"{sides[0]} = {sides[-1]}"
+    has_variable = re.search(LETTER + "[A-Za-z]", equation)
+    return equation.strip() if has_variable else sides[-1]
 
 
 def choice(answer: str) -> tuple[str, str] | None:
