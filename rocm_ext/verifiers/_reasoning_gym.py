@@ -17,8 +17,8 @@ NODES = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, a
 # Sympy's parser wraps numbers and names in the first four; the others are functions of formulas. Python's builtins and
 # all other functions of sympy are in the parser's reach, too, and stay forbidden.
 CALLS = {"Symbol", "Integer", "Float", "Rational", "Abs", "sqrt", "exp", "log", "ln", "factorial"}
-CALLS |= {before + name + after for name in ("sin", "cos", "tan", "cot", "sec", "csc") for before in ("", "a")
-          for after in ("", "h")}  # fmt: skip
+for name in ("sin", "cos", "tan", "cot", "sec", "csc"):
+    CALLS |= {name, f"a{name}", f"{name}h", f"a{name}h"}
 
 
 def checked(source):
@@ -81,7 +81,9 @@ def apart(seconds, function, *args):
 
 
 def key(row):
-    return json.dumps([row["task"], row["options"], row["seed"], row["size"]], sort_keys=True)
+    """What a row's dataset is made from, as text."""
+    arguments = [row[name] for name in ("task", "options", "seed", "size")]
+    return json.dumps(arguments, sort_keys=True)
 
 
 def main():

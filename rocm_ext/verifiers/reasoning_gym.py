@@ -113,9 +113,9 @@ class ReasoningGym(Verifier):
         task = {"rows": rows, "answers": answers, "seconds": self.timeout}
         argv, stdin = _command(task, f"{BOX}/judge.py")
         outcome = self._sandbox.run(argv, {"judge.py": SCRIPT.read_text()}, stdin, limits)
-        said = outcome.stderr.decode("utf-8", "replace")
-        why = outcome.killed or said or f"took over {limits.seconds:g} s"
-        if not (outcome.started and not outcome.timed_out and not outcome.killed):
+        if not outcome.started or outcome.timed_out or outcome.killed:
+            said = outcome.stderr.decode("utf-8", "replace")
+            why = outcome.killed or said or f"took over {limits.seconds:g} s"
             raise ValueError(f"the sandbox of reasoning-gym: {short(why, 200)}")
         return _read(outcome.stdout, outcome.stderr)
 
