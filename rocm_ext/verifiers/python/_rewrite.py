@@ -6,7 +6,7 @@ rewritten tests for functions of ``_run_tests.py`` and ``_vacuous.py``.
 
 import ast
 
-from _source import calls_check, functions_that, is_test, last_name, walk
+from _source import FUNCTIONS, calls_check, functions_that, is_test, last_name, module_of, walk
 
 WATCH = "__watch__"
 RAN = "__ran__"
@@ -23,7 +23,9 @@ class Rewriter(ast.NodeTransformer):
     """Visits all nodes but the constants in lists, which may be millions."""
 
     def visit_List(self, node):
-        node.elts = [item if type(item) is ast.Constant else self.visit(item) for item in node.elts]
+        for i, item in enumerate(node.elts):
+            if type(item) is not ast.Constant:
+                node.elts[i] = self.visit(item)
         return node
 
     visit_Tuple = visit_Set = visit_List
@@ -54,7 +56,7 @@ class Checks(Rewriter):
         self.handling = set()  # nodes that run only after an exception
         self.helpers = {function.name for function in tests.functions}
         self.returns = False  # whether a returned comparison is a check
-        self.inside_with = False  # of the same function
+        self.inside_with = False  # whether a `with` of the same function is around
 
     def counted(self, nodes):
         """Those of the rewritten nodes that hold a check which counts, perhaps in a function that they call."""
@@ -162,7 +164,7 @@ class Full(Rewriter):
         return node
 
     def visit_Attribute(self, node):
-        if self.name(node).split(".")[0] not in ("numpy", "np"):
+        if module_of(self.name(node)) not in ("numpy", "np"):
             return self.generic_visit(node)
         called = node in self.called or not isinstance(node.ctx, ast.Load)
         if called:
@@ -236,7 +238,7 @@ def _outside_methods(node):
     for part in walk(node):
         if isinstance(part, ast.ClassDef):
             for statement in part.body:
-                if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                if isinstance(statement, FUNCTIONS):
                     in_methods.update(walk(statement))
     return [part for part in walk(node) if part not in in_methods]
 
@@ -254,10 +256,12 @@ def _zipped(call):
     """
     roots = [_root(arg) for arg in call.args]
     shared = any(root and roots.count(root) > 1 for root in roots)
-    if len(roots) < 2 or shared or any(isinstance(arg, ast.Starred) for arg in call.args):
+    starred = any(isinstance(arg, ast.Starred) for arg in call.args)
+    if len(roots) < 2 or shared or starred:
         return call
-    written = [not root or root.startswith("range(") for root in roots]  # by the tests
-    longer = [ast.Constant(any(written) and not literal) for literal in written]
+    literals = [not root or root.startswith("range(") for root in roots]
+    may_be_longer = [any(literals) and not literal for literal in literals]
+    longer = list(map(ast.Constant, may_be_longer))
     mask = ast.copy_location(ast.Tuple(longer, ast.Load()), call)
     return _call(ZIP, call, ast.fix_missing_locations(mask), *call.args)
 

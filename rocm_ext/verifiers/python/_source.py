@@ -118,7 +118,8 @@ class Tests:
         self.checking = functions_that(_checks_alone, self.functions)
         self._sort_definitions(above, "pytestmark" in source)
         self.units = {statement for statement in self.body if self._is_unit(statement)}
-        if not any(map(self.checks, [*self.units, *self.tests, *self.classes])):
+        running = [*self.units, *self.tests, *self.classes]
+        if not any(map(self.checks, running)):
             raise Broken("the tests check nothing: they hold no assert that runs")
         bound, read = _globals(source, tree)
         of_entry = _ids(ast.walk(ast.parse(entry or "0")))
@@ -202,8 +203,7 @@ class Tests:
     def uses_numpy(self):
         """Whether the tests use numpy."""
         names = [*self.imports.values(), *self.library]
-        modules = {name.split(".")[0] for name in names}
-        return "numpy" in modules or "np" in self.library
+        return "numpy" in map(module_of, names) or "np" in self.library
 
     def _find_names(self, bound, free):
         """Sort the names that the tests use: the answer's, builtins', the library's."""
@@ -224,7 +224,7 @@ class Tests:
             raise Broken(f"nothing defines {unknown[0]}, so that the answer could: import it")
         imported = set()
         for name, path in self.imports.items():
-            if path.split(".")[0] == "solution":
+            if module_of(path) == "solution":
                 imported |= {name, path.split(".")[-1]}
         self.required = {lead} if lead.isidentifier() else set()
         self.own = set() if self.required or imported else own
@@ -252,9 +252,10 @@ class Tests:
         candidates = {name for name in called if not name.endswith(others)}
         plain = set()  # functions that an assert calls with constants, and whose result it compares
         for node in self.of(ast.Assert):
-            left = node.test.left if isinstance(node.test, ast.Compare) else None
-            if isinstance(left, ast.Call) and not _ids(walk(ast.Tuple(left.args))):
-                plain.add(last_name(left.func))
+            match node.test:
+                case ast.Compare(left=ast.Call(func=func, args=args)):
+                    if not _ids(walk(ast.Tuple(args))):
+                        plain.add(last_name(func))
         for names in (candidates, plain & candidates):
             if len(names) == 1:
                 return names.pop()
@@ -279,24 +280,30 @@ class Tests:
         """Yield why tests would not run, could not fail, or do not reach the code."""
         self.used = set()
         for node in self.of(ast.Name, ast.Attribute, ast.Constant):
-            name = getattr(node, "id", None) or getattr(node, "attr", None)
-            self.used.add(name or str(getattr(node, "value", "")))
+            self.used.add(last_name(node) or str(getattr(node, "value", "")))
         self.tasks = {function.name for function in self.of(ast.AsyncFunctionDef)}
         self.expecting = set()  # what may be there for the exception that it raises
         for node in self.of(ast.With, ast.AsyncWith, ast.Try):
             self.expecting.update(walk(node))
         yield from self._problems_of_text()
         for node in self.nodes:
-            for block in _blocks_of(node):
-                ended = False
-                for statement in block:
-                    if ended and self.checks(statement):
-                        problem = "comes after the end of its block and never runs"
-                        yield from self._no(statement, problem)
-                    ended = ended or isinstance(statement, ENDS)
+            yield from self._problems_of_blocks(node)
             yield from self._problems_of_node(node)
         for node in self.top_classes:
             yield from self._problems_of_class(node)
+
+    def _problems_of_blocks(self, node):
+        """Yield checks that come after the end of a node's blocks."""
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            if not isinstance(block, list):
+                continue
+            ended = False
+            for statement in block:
+                if ended and self.checks(statement):
+                    problem = "comes after the end of its block and never runs"
+                    yield from self._no(statement, problem)
+                ended = ended or isinstance(statement, ENDS)
 
     def _problems_of_text(self):
         """Yield what could run text that the answer returns."""
@@ -328,8 +335,7 @@ class Tests:
                 if name in self.tasks or name.endswith(tasks):
                     yield from self._no(node, "makes a task that nobody awaits")
             case ast.Import() | ast.ImportFrom():
-                modules = {path.split(".")[0] for path in _imports([node]).values()}
-                if "pandas" in modules:
+                if "pandas" in map(module_of, _imports([node]).values()):
                     yield from self._no_apart(node, REASONS["pandas"])
             case ast.Call():
                 yield from self._problems_of_call(node)
@@ -380,7 +386,7 @@ class Tests:
         """Mentions of modules without a dot after them: ``vars(sys)`` leads to everything that Python has loaded."""
         paths = _imports(node for node in nodes if isinstance(node, ast.Import))
         harmless = ("numpy", "solution")
-        names = {name for name, path in paths.items() if path.split(".")[0] not in harmless}
+        names = {name for name, path in paths.items() if module_of(path) not in harmless}
         mentions = {node for node in nodes if isinstance(node, ast.Name) and node.id in names}
         for node in nodes:
             if isinstance(node, ast.Attribute) and not node.attr.startswith("__"):
@@ -398,7 +404,7 @@ class Tests:
             case ast.Name() if node in self.passed_on:
                 return True
             case ast.ImportFrom(module=str(module), names=[ast.alias(name="*")]):
-                return module.split(".")[0] + "." in TEXTS
+                return f"{module_of(module)}." in TEXTS
             case ast.Attribute(attr=text) | ast.Constant(value=text) if text in INNER:
                 return True
             case ast.Name(ctx=ast.Load()) | ast.Attribute():
@@ -412,29 +418,26 @@ class Tests:
         parts = [part.lstrip("_") for part in name.split(".")]
         if parts[-1] in ("eval", "exec") and parts[0] != "solution":
             return True
-        if "builtins" in parts or not TEXTS.isdisjoint(
-            (parts[0] + ".", ".".join(parts[-2:]), name)
-        ):
+        forms = (f"{parts[0]}.", ".".join(parts[-2:]), name)
+        if "builtins" in parts or not TEXTS.isdisjoint(forms):
             return True
         return name.startswith(("os.exec", "os.spawn", "os.posix_spawn"))
 
     def _problems_of_change(self, node, target, name=None):
         """Yield changes of imported modules, such as ``time.time = f``, since they do not reach the code."""
-        imported = {path.split(".")[0] for path in self.imports.values()}
         is_text = isinstance(target, ast.Constant)
         if is_text:
             changed = str(target.value)
         else:
             changed = f"{self.name(target)}.{getattr(name, 'value', '')}"
-        of_module = is_text or changed.split(".")[0] in imported
+        of_module = is_text or module_of(changed) in map(module_of, self.imports.values())
         if of_module and not changed.startswith(REACHES):
             yield from self._no_apart(node, "does not reach the code")
 
     def _problems_of_function(self, node):
         name = node.name
         named = name in self.used or is_test(name) or name.lower().startswith(HOOKS)
-        runs = node.decorator_list or named
-        if not runs and self.checks(node):
+        if not (named or node.decorator_list) and self.checks(node):
             yield f"nothing calls {name}(), which holds asserts: call it or name it test_{name}"
         kinds = {type(n) for n in walk(node, False)}
         waits = isinstance(node, ast.AsyncFunctionDef) and ast.Await in kinds
@@ -514,11 +517,6 @@ def walk(tree, scopes=True):
             todo += reversed(list(ast.iter_child_nodes(node)))
 
 
-def _blocks_of(node):
-    blocks = [getattr(node, name, None) for name in ("body", "orelse", "finalbody")]
-    return [block for block in blocks if isinstance(block, list)]
-
-
 def calls_check(node):
     """Whether a node is a call that may fail by its name, such as ``assertEqual(a, b)``."""
     if not isinstance(node, ast.Call):
@@ -549,7 +547,9 @@ def functions_that(holds, functions):
 def _checks(node, checking):
     """Whether a node is a check; ``checking``: names of functions that hold checks."""
     match node:
-        case ast.Assert() | ast.Raise() | ast.Return(value=ast.Compare() | ast.BoolOp()):
+        case ast.Assert() | ast.Raise():
+            return True
+        case ast.Return(value=ast.Compare() | ast.BoolOp()):
             return True  # a test that returns False fails
         case ast.Call():
             name = last_name(node.func)
@@ -603,6 +603,11 @@ def _ids(nodes):
     return {n.id for n in nodes if isinstance(n, ast.Name)}
 
 
+def module_of(path):
+    """``a`` of the path ``a.b.c``."""
+    return path.split(".")[0]
+
+
 def last_name(node):
     """``c`` of the expression ``a.b.c``."""
     return getattr(node, "attr", getattr(node, "id", "")) or ""
@@ -618,7 +623,7 @@ def _imports(nodes):
                     paths[alias.asname or alias.name] = f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                top = alias.name.split(".")[0]
+                top = module_of(alias.name)
                 paths[alias.asname or top] = alias.name if alias.asname else top
     return paths
 
