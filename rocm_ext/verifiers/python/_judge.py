@@ -64,6 +64,7 @@ OF_TABLES = {"all", "any", "equals", "isin", "isna", "isnull", "notna", "notnull
 ASKS = ("is", "startswith", "endswith", "any", "all", "equals", "not", "match", "between", "exists")
 VALUES = (int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 GENERATOR = type(_ for _ in ())
+COROUTINE = 0x80  # the flag of an async function's code
 # Tags of values with attributes, which must not be callable
 FIELDS = {"nt", "x", "slice", *_messages.LIBRARY}
 # What decoding raises for messages that an honest program does not send
@@ -99,12 +100,12 @@ class CodeClass(type):
         value = JUDGE.request("call", cls, *args, **keywords)
         if type(value) is bool and cls.__open__ is None:
             JUDGE.refuse(f"the code's class {cls.__name__} answers a call as data would")
-        fresh = isinstance(value, Handle) and (
-            value.__number__ in JUDGE.made or value.__number__ == JUDGE.fresh
-        )
-        if cls.__open__ and fresh:  # an object that stood for data before stays that
+        if not (cls.__open__ and isinstance(value, Handle)):
+            return value
+        at = value.__number__
+        if at in JUDGE.made or at == JUDGE.fresh:  # an object that stood for data before stays that
             set_slot(value, "__built__", True)
-            calls = JUDGE.made.setdefault(value.__number__, set())
+            calls = JUDGE.made.setdefault(at, set())
             calls.add(repr((args, keywords)))
         return value
 
@@ -112,9 +113,8 @@ class CodeClass(type):
         kind = type(value)
         if isinstance(kind, CodeClass):
             return cls.__class_number__ in kind.__lineage__
-        return (
-            isinstance(value, tuple) and hasattr(kind, "_fields") and kind.__name__ == cls.__name__
-        )
+        is_named_tuple = isinstance(value, tuple) and hasattr(kind, "_fields")
+        return is_named_tuple and kind.__name__ == cls.__name__
 
     def __subclasscheck__(cls, kind):
         return isinstance(kind, CodeClass) and cls.__class_number__ in kind.__lineage__
@@ -206,7 +206,8 @@ def value_of(value, *operations):
 
 def contains(self, item):
     """``item in self``."""
-    if (value := value_of(self, "contains")) is not NONE:
+    value = value_of(self, "contains")
+    if value is not NONE:
         return item in value
     if not (isinstance(item, Handle) or self.__built__):
         taken_for_data(self)
@@ -234,7 +235,7 @@ def enter(self):
     """``with self:`` begins."""
     built = self.__built__
     given = JUDGE.request("method", self, "__enter__")
-    set_slot(self, "__built__", built)  # also if it gives itself
+    set_slot(self, "__built__", built)  # the object may have given itself
     return given
 
 
@@ -264,11 +265,10 @@ def compute(op, *values):
 
 def taken_for_data(handle):
     """Stop the tests, because they take an object or a class of the code for data."""
-    name = (
-        f"class {handle.__name__}"
-        if isinstance(handle, type)
-        else f"object of class {type(handle).__name__}"
-    )
+    if isinstance(handle, type):
+        name = f"class {handle.__name__}"
+    else:
+        name = f"object of class {type(handle).__name__}"
     JUDGE.refuse(f"the code's {name} is taken for data")
 
 
@@ -283,9 +283,10 @@ def known(op):
     def run(self, *args):
         if self.__known__:
             return JUDGE.request(op, self, *args)
-        if (value := value_of(self, op)) is not NONE:
+        value = value_of(self, op)
+        if value is not NONE:
             return compute(op, value, *args)
-        # before refusing: an error that data would raise counts
+        # the request comes before the refusal, since an error that data would raise counts
         given = JUDGE.request(op, self, *args)
         if op != "iter":
             taken_for_data(self)
@@ -293,7 +294,8 @@ def known(op):
             given = JUDGE.revive("y", [self.__number__])
         if type(given) is not GENERATOR:
             taken_for_data(self)
-        return JUDGE.iterated.setdefault(self.__number__, given)  # once, as a generator
+        # a later loop gets the same generator, which gives its values once
+        return JUDGE.iterated.setdefault(self.__number__, given)
 
     return run
 
@@ -511,7 +513,7 @@ class Judge(Wire):
         self.source = "\n".join([task["tests"], *task["trusted"]])
         self.entry = task["entry_point"]
         self.bare = {"Solution", *task["functions"]}  # classes that only hold the entry point
-        # by the code's numbers
+        # the code's numbers are the keys
         self.handles = {}
         self.kinds = {}
         self.errors = {}
@@ -559,8 +561,9 @@ class Judge(Wire):
         if id(value) in self.steps:
             return ["h", self.steps[id(value)]]
         steps = hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
-        waits = getattr(getattr(value, "__code__", 0), "co_flags", 0) & 0x80
-        if waits or not (steps or kind in FUNCTIONS or kind.__name__ in ("method", "partial")):
+        is_function = kind in FUNCTIONS or kind.__name__ in ("method", "partial")
+        waits = getattr(getattr(value, "__code__", 0), "co_flags", 0) & COROUTINE
+        if waits or not (steps or is_function):
             raise Unsendable(f"a {kind.__name__} of the tests")
         # bound methods are new objects each time
         key = (id(value.__self__), name) if kind.__name__ == "method" else id(value)
@@ -740,10 +743,8 @@ class Judge(Wire):
                 raise CodeEnded(self.gone)
             both = [*args, *keywords.values()]
             try:
-                encoded = [self.encode(arg) for arg in args]
-                named = {name: self.encode(value) for name, value in keywords.items()}
                 writable = any(map(mutable, both))
-                message = {"op": op, "a": encoded, "k": named, "w": writable}
+                message = {"op": op, **self.encode_call(args, keywords), "w": writable}
                 returned, error = self.result(op, self.exchange(message), both)
             except Unsendable as problem:
                 self.refuse(f"the tests give the code {problem}")
@@ -820,8 +821,7 @@ class Judge(Wire):
     def serve(self, request):
         """Call a function of the tests for the code, or advance an iterator; the answer."""
         try:
-            args = [self.decode(arg) for arg in request["a"]]
-            keywords = {text(name): self.decode(value) for name, value in request["k"].items()}
+            args, keywords = self.decode_call(request)
             thing = self.things[number(request["f"]) - 1]
             value = next(thing) if request["op"] == "next" else thing(*args, **keywords)
             return {"ok": self.encode(value)}
@@ -868,7 +868,7 @@ def generator(handle):
         try:
             sent = yield item
             step = ["next", handle] if sent is None else ["send", handle, sent]
-        except Exception as error:  # of the tests' throw()
+        except Exception as error:  # the tests' throw() gave it
             step = ["throw", handle, error]
 
 

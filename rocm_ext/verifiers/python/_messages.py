@@ -231,6 +231,20 @@ class Wire:
         except Exception as error:  # a library may raise anything for nonsense
             raise Malformed(f"{type(error).__name__}: {error}") from None
 
+    def encode_call(self, args, keywords):
+        """The JSON of a call's arguments."""
+        encoded = [self.encode(arg) for arg in args]
+        named = {name: self.encode(value) for name, value in keywords.items()}
+        return {"a": encoded, "k": named}
+
+    def decode_call(self, message):
+        """The arguments of a call, by position and by name."""
+        args = [self.decode(arg) for arg in message["a"]]
+        keywords = {}
+        for name, item in message["k"].items():
+            keywords[text(name)] = self.decode(item)
+        return args, keywords
+
     def _decode(self, item):
         if type(item) is not list:
             if item is None or type(item) in (bool, str, float, int):

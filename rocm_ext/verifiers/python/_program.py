@@ -32,7 +32,7 @@ READ = LEAVES | ITEMS
 # What the code may add to a class of the set-up, as well as methods
 MAY_ADD = {"__lt__", "__le__", "__gt__", "__ge__", "__annotations__"}
 FUNCTION = type(lambda: None)
-FUNCTION_KIND = (0, "function", False, True, False, (), "", ())  # as from `describe`
+FUNCTION_KIND = (0, "function", False, True, False, (), "", ())  # what `describe` would say
 
 
 class Program(Wire):
@@ -57,8 +57,8 @@ class Program(Wire):
         self.operations = {
             **vars(builtins),
             **vars(_operator),
-            "call": lambda f, /, *a, **k: f(*a, **k),
-            "method": lambda o, name, /, *a, **k: getattr(o, name)(*a, **k),
+            "call": lambda function, /, *a, **k: function(*a, **k),
+            "method": lambda value, name, /, *a, **k: getattr(value, name)(*a, **k),
             "send": lambda o, value: o.send(value),
             "throw": lambda o, error: o.throw(error),
             "anext": lambda o: self.finish(o.__anext__()),
@@ -114,15 +114,17 @@ class Program(Wire):
         Its number and name, whether it defines ``==``, can be hashed and has items as a class, its bases' numbers, the
         builtin type that it derives from, and the names that it has beyond that type or, without one, object's.
         """
-        equals = next(base for base in kind.__mro__ if "__eq__" in vars(base))
+        lineage = kind.__mro__
+        equals = next(base for base in lineage if "__eq__" in vars(base))
         compares = equals is not object and equals.__module__ != "enum"
         hashes = kind.__hash__ is not None
         has_items = hasattr(type(kind), "__iter__") or hasattr(kind, "__class_getitem__")
-        ours = [base for base in kind.__mro__[1:-1] if base.__module__ == "solution"]
+        ours = [base for base in lineage[1:-1] if base.__module__ == "solution"]
         bases = list(map(self.number, ours))
         data = base_of(kind)
+        end = lineage.index(data or object)
         defined = {}  # a dict keeps the order
-        for base in kind.__mro__[: kind.__mro__.index(data or object)]:
+        for base in lineage[:end]:
             for name, value in vars(base).items():
                 if data or name[:2] == name[-2:] == "__":
                     defined.setdefault(name, value is not None)
@@ -230,10 +232,8 @@ class Program(Wire):
         if not self.depth:
             raise RuntimeError("the tests are called outside of their calls")
         with self.turn:
-            named = {name: self.encode(value) for name, value in keywords.items()}
-            encoded = [self.encode(arg) for arg in args]
-            message = {"op": op, "f": number, "a": encoded, "k": named, **self.printed()}
-            self.channel.send(message)
+            call = self.encode_call(args, keywords)
+            self.channel.send({"op": op, "f": number, **call, **self.printed()})
             reply = self.channel.receive()
             while "op" in reply:  # the function calls the code
                 self.channel.send(self.answer(reply))
@@ -269,8 +269,7 @@ class Program(Wire):
         both = []
         before = {}
         try:
-            args = [self.decode(arg) for arg in request["a"]]
-            keywords = {name: self.decode(value) for name, value in request["k"].items()}
+            args, keywords = self.decode_call(request)
             both = [*args, *keywords.values()]
             containers = [index for index, value in enumerate(both) if mutable(value)]
             if request["w"]:
