@@ -61,7 +61,8 @@ class TestCounts:
     @property
     def stopped(self):
         """Whether the rest need not run."""
-        return bool(self.judge.gone or self.judge.unjudged or (self.failures and not self.go_on))
+        failed = self.failures and not self.go_on
+        return bool(failed or self.judge.gone or self.judge.unjudged)
 
     @contextlib.contextmanager
     def must_check(self, holds_checks):
@@ -193,9 +194,10 @@ def run(task, judge, namespace, report):
 
 def run_setup(task, tests, checks, namespace):
     """Run the trusted sources, without the classes that live with the code."""
+    shared = task["shared"]
     for source in task["trusted"]:
         tree = ast.parse(source)
-        tree.body = [s for s in tree.body if getattr(s, "name", "") not in task["shared"]]
+        tree.body = [part for part in tree.body if getattr(part, "name", "") not in shared]
         if checks:
             checks.visit(tree)
             guard_numpy(tests, tree)
@@ -245,10 +247,13 @@ def take(tests, checks, namespace, score):
     for statement in body:
         if isinstance(statement, ast.ImportFrom) and statement.module != "solution":
             # the entry point stays the answer's
-            aliases = statement.names
-            statement.names = [a for a in aliases if (a.asname or a.name) not in tests.required]
-            if not statement.names:
+            kept = []
+            for alias in statement.names:
+                if (alias.asname or alias.name) not in tests.required:
+                    kept.append(alias)
+            if not kept:
                 continue
+            statement.names = kept
         work = partial(execute, statement, flags, namespace)
         text = tests.text(statement)
         if statement in units:
@@ -265,7 +270,8 @@ def take(tests, checks, namespace, score):
                     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                         namespace.pop(node.id, None)
     for name, value in list(namespace.items()):
-        if name in called or not inspect.isfunction(value) or (tests.runner and name != "check"):
+        by_runner = tests.runner and name != "check"
+        if by_runner or name in called or not inspect.isfunction(value):
             continue
         needs = inspect.signature(value).parameters
         # as in `test_a = make(1)`
@@ -423,9 +429,10 @@ class Calls:
 
     def _call(self, namespace, args, expected, unwrap):
         result = eval(self.entry, namespace)(*args)
-        alone = unwrap and isinstance(expected, list) and len(expected) == 1
-        right = self.equal(result, expected) or (alone and self.equal(result, expected[0]))
-        if not right:
+        accepted = [expected]
+        if unwrap and isinstance(expected, list) and len(expected) == 1:
+            accepted += expected
+        if not any(self.equal(result, value) for value in accepted):
             raise AssertionError(f"returned {result!r:.150}")
 
     def equal(self, result, expected):

@@ -7,7 +7,7 @@ from collections import deque
 from functools import partial
 
 # The functions of the module operator, which compute with values of any kind
-OPERATORS = {value for value in vars(operator).values() if type(value) is type(len)} | {pow, divmod}
+OPERATORS = {pow, divmod, *filter(inspect.isbuiltin, vars(operator).values())}
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 SIZED = (list, tuple, str, bytes, bytearray, range, dict, set, frozenset, deque, *VIEWS)
@@ -117,7 +117,8 @@ def wrapped(value, called):
 
     The tests call it, or mention it: then a type may be there to be compared.
     """
-    if not callable(value) or not (called or not isinstance(value, type)):
+    is_mentioned_type = isinstance(value, type) and not called
+    if is_mentioned_type or not callable(value):
         return value
     kinds = (value, type(value), type(owner(value)))
     computes = any(str(getattr(kind, "__module__", "")).startswith("numpy") for kind in kinds)
