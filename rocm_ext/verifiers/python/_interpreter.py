@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 
-LINES = 20  # at the end of a traceback that are shown
+LINES = 20  # the lines at the end of a traceback that are shown
 PACKET = 1 << 17  # bytes; the most that a packet may have
 PR_SET_PDEATHSIG = 1
 

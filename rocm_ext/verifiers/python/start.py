@@ -77,7 +77,7 @@ class JudgeTask(TypedDict):
     entry_point: str
     functions: list[str]  # classes that only hold the entry point
     shared: list[str]  # classes of the trusted sources, whose objects live with the code
-    methods: list[str]  # of these classes
+    methods: list[str]  # names of these classes' methods
     cases: list[tuple[list[Any], Any, bool]] | None  # calls: arguments, expected value, unwrap
     tolerance: float | None
     all: bool  # whether to go on after a test that fails

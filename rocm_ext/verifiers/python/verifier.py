@@ -210,11 +210,8 @@ class PythonTests(Verifier):
                     methods += [n.name for n in node.body if isinstance(n, ast.FunctionDef)]
         forget = f"[globals().pop(name, None) for name in {lead!r}]"  # a definition in the set-up is not the answer
         _, packages, path = interpreter(self.python)
-        program: ProgramTask = {
-            "setup": "\n".join([*trusted, forget]),
-            "code": code,
-            "path": list(packages),
-        }
+        setup = "\n".join([*trusted, forget])
+        program: ProgramTask = {"setup": setup, "code": code, "path": list(packages)}
         task: JudgeTask = {
             "trusted": trusted,
             "tests": tests,
@@ -292,8 +289,8 @@ class PythonTests(Verifier):
         stderr = bytes(child.stderr).decode("utf-8", "replace")
         result = self._verdict(said, judge.child.killed, status, stderr)
         ends = (128 + signal.SIGXCPU, -signal.SIGXCPU, signal.SIGXCPU)
-        spent = (child.returncode if running else status) in ends
-        if spent and result.verdict is Verdict.WRONG:
+        ended = child.returncode if running else status
+        if ended in ends and result.verdict is Verdict.WRONG:
             return timeout("used up its CPU time")
         return result
 
@@ -384,11 +381,13 @@ def defining(blocks: Sequence[str], names: Set[str], every: bool) -> str | None:
     Other blocks, such as examples of use, are left out. The result is None if no block defines a name. The tests use
     ``every`` name, or one of them.
     """
-    known = [names_in(block) for block in blocks]
-    defined = set().union(*(defines for defines, _, _ in known))
+    known = [(block, *names_in(block)) for block in blocks]
+    defined = set()
+    for _, defines, _, _ in known:
+        defined |= defines
     picked: list[str] = []
     left = names
-    for block, (defines, imported, read) in zip(reversed(blocks), reversed(known), strict=True):
+    for block, defines, imported, read in reversed(known):
         binds = defines | imported - defined  # `from solution import f` is an example of use
         if binds & left:
             picked.insert(0, block)
