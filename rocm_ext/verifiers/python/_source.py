@@ -158,9 +158,10 @@ class Tests:
                 self.classes.append(node)
         self.tests = []
         for node in top:
-            if not (isinstance(node, FUNCTIONS) and is_test(node.name)) or node in self.fixtures:
+            if not isinstance(node, FUNCTIONS) or node in self.fixtures:
                 continue
-            if node.name not in self.helpers or (node.name == "check" and self.entry):
+            is_check = node.name == "check" and self.entry
+            if is_test(node.name) and (is_check or node.name not in self.helpers):
                 self.tests.append(node)
         self.simple = []
         for function in self.tests:
@@ -267,14 +268,14 @@ class Tests:
             "the tests use no name that the answer could define: add `from solution import NAME`"
         )
 
-    def _no(self, node, reason):
-        """The problem of a node."""
-        yield f"`{self.text(node)[:80]}` {reason}"
+    def _problem(self, node, reason):
+        """The problem of a node in a message."""
+        return f"`{self.text(node)[:80]}` {reason}"
 
-    def _no_apart(self, node, reason):
-        """The problem of a node if the code runs in another process."""
+    def _problem_apart(self, node, reason):
+        """Yield the problem of a node if the code runs in another process."""
         if self.apart:
-            yield from self._no(node, f"{reason}: {APART}")
+            yield self._problem(node, f"{reason}: {APART}")
 
     def _problems(self):
         """Yield why tests would not run, could not fail, or do not reach the code."""
@@ -302,7 +303,7 @@ class Tests:
             for statement in block:
                 if ended and self.checks(statement):
                     problem = "comes after the end of its block and never runs"
-                    yield from self._no(statement, problem)
+                    yield self._problem(statement, problem)
                 ended = ended or isinstance(statement, ENDS)
 
     def _problems_of_text(self):
@@ -316,7 +317,7 @@ class Tests:
                 constant.update(walk(call.func))
         for node in self.nodes:
             if node not in constant and self._runs_text(node):
-                yield from self._no(node, f"has {ast.unparse(node)}, which {TEXT}")
+                yield self._problem(node, f"has {ast.unparse(node)}, which {TEXT}")
 
     def _problems_of_node(self, node):
         match node:
@@ -326,22 +327,22 @@ class Tests:
                     if name.lower().startswith("test") and names.count(name) > 1:
                         yield f"{name} is defined twice, so that only the last runs: rename one"
             case ast.Assert(test=ast.Tuple(elts=[_, *_])):
-                yield from self._no(node, "is always true: remove the parentheses")
+                yield self._problem(node, "is always true: remove the parentheses")
             case ast.Expr(value=ast.Compare()) if node not in self.expecting:
-                yield from self._no(node, "has a result that nobody looks at: write `assert`")
+                yield self._problem(node, "has a result that nobody looks at: write `assert`")
             case ast.Expr(value=ast.Call(func=func)):
                 name = self.name(func).removeprefix("self.")
                 tasks = (".create_task", ".ensure_future", "asyncio.gather")
                 if name in self.tasks or name.endswith(tasks):
-                    yield from self._no(node, "makes a task that nobody awaits")
+                    yield self._problem(node, "makes a task that nobody awaits")
             case ast.Import() | ast.ImportFrom():
                 if "pandas" in map(module_of, _imports([node]).values()):
-                    yield from self._no_apart(node, REASONS["pandas"])
+                    yield from self._problem_apart(node, REASONS["pandas"])
             case ast.Call():
                 yield from self._problems_of_call(node)
             case ast.Raise(exc=ast.Name() | ast.Attribute() as kind):
                 if self.name(kind) in REASONS:
-                    yield from self._no_apart(node, REASONS[self.name(kind)])
+                    yield from self._problem_apart(node, REASONS[self.name(kind)])
             case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
                 yield from self._problems_of_change(node, node)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -352,16 +353,16 @@ class Tests:
         last = name.split(".")[-1]
         reason = REASONS.get(name) or REASONS.get(f".{last}")
         if reason and reason != TEXT:
-            yield from self._no_apart(node, reason)
+            yield from self._problem_apart(node, reason)
         marks = (".skipif", ".skipIf", ".skipUnless", ".mark.xfail")
         if name.endswith(marks) and self._chooses(node):
-            yield from self._no_apart(node, REASONS["pytest.skip"])
+            yield from self._problem_apart(node, REASONS["pytest.skip"])
         if name.endswith("TextTestRunner"):
-            yield from self._no(node, "is not needed: write the TestCase at the top level")
+            yield self._problem(node, "is not needed: write the TestCase at the top level")
         formats = name.endswith((".format", ".format_map"))
         if formats and not self._is_constant_text(node.func.value):
             reason = "would read the tests as the answer's text says: use an f-string"
-            yield from self._no(node, reason)
+            yield self._problem(node, reason)
         if node.args and f"{name}.".startswith(PATCHES):
             yield from self._problems_of_change(node, *node.args[:2])
 
@@ -384,16 +385,22 @@ class Tests:
 
     def _modules_passed_on(self, nodes):
         """Mentions of modules without a dot after them: ``vars(sys)`` leads to everything that Python has loaded."""
+        modules = set()
         paths = _imports(node for node in nodes if isinstance(node, ast.Import))
-        harmless = ("numpy", "solution")
-        names = {name for name, path in paths.items() if module_of(path) not in harmless}
-        mentions = {node for node in nodes if isinstance(node, ast.Name) and node.id in names}
+        for name, path in paths.items():
+            if module_of(path) not in ("numpy", "solution"):
+                modules.add(name)
+        mentions = set()
+        harmless = set()
         for node in nodes:
-            if isinstance(node, ast.Attribute) and not node.attr.startswith("__"):
-                mentions.discard(node.value)
-            elif isinstance(node, ast.Call) and self._takes_names(node):
-                mentions -= {*node.args}
-        return mentions
+            match node:
+                case ast.Name(id=name) if name in modules:
+                    mentions.add(node)
+                case ast.Attribute(value=owner, attr=name) if not name.startswith("__"):
+                    harmless.add(owner)
+                case ast.Call(args=args) if self._takes_names(node):
+                    harmless.update(args)
+        return mentions - harmless
 
     def _takes_names(self, call):
         return f"{self.name(call.func)}.".startswith((*PATCHES, "hasattr."))
@@ -432,7 +439,7 @@ class Tests:
             changed = f"{self.name(target)}.{getattr(name, 'value', '')}"
         of_module = is_text or module_of(changed) in map(module_of, self.imports.values())
         if of_module and not changed.startswith(REACHES):
-            yield from self._no_apart(node, "does not reach the code")
+            yield from self._problem_apart(node, "does not reach the code")
 
     def _problems_of_function(self, node):
         name = node.name
@@ -442,7 +449,7 @@ class Tests:
         kinds = {type(n) for n in walk(node, False)}
         waits = isinstance(node, ast.AsyncFunctionDef) and ast.Await in kinds
         if waits and kinds & {ast.Nonlocal, ast.Global}:
-            yield from self._no_apart(node, "counts concurrent coroutines")
+            yield from self._problem_apart(node, "counts concurrent coroutines")
         runs = is_test(name) and name not in self.helpers and node not in self.fixtures
         if runs and kinds & {ast.Yield, ast.YieldFrom}:
             yield f"{name}() is a generator, which does not run: use asserts or parametrize"
