@@ -160,16 +160,15 @@ class Full(Rewriter):
     def visit_Call(self, node):
         self.called.add(node.func)
         node = self.generic_visit(node)
-        node.func = _full(node.func, ast.Constant(True), node.func)
+        node.func = _full(node.func, True, node.func)
         return node
 
     def visit_Attribute(self, node):
         if module_of(self.name(node)) not in ("numpy", "np"):
             return self.generic_visit(node)
-        called = node in self.called or not isinstance(node.ctx, ast.Load)
-        if called:
+        if node in self.called or not isinstance(node.ctx, ast.Load):
             return node
-        return _full(node, ast.Constant(False), node)
+        return _full(node, False, node)
 
     visit_Name = visit_Attribute
 
@@ -184,7 +183,7 @@ class Full(Rewriter):
         calls = any(isinstance(part, ast.Call) for part in ast.walk(node.target))
         if operator and not calls:
             read = ast.parse(ast.unparse(node.target), mode="eval").body
-            node.value = _full(node, ast.Constant(f"i{operator}"), read, node.value)
+            node.value = _full(node, f"i{operator}", read, node.value)
         return self.generic_visit(node)
 
     def visit_BinOp(self, node):
@@ -192,14 +191,14 @@ class Full(Rewriter):
         operator = OPERATORS.get(type(node.op).__name__)
         if not operator:
             return node
-        return _full(node, ast.Constant(operator), node.left, node.right)
+        return _full(node, operator, node.left, node.right)
 
     def visit_Compare(self, node):
         node = self.generic_visit(node)
         operator = OPERATORS.get(type(node.ops[0]).__name__)
         if not operator or len(node.ops) > 1:
             return node
-        return _full(node, ast.Constant(operator), node.left, *node.comparators)
+        return _full(node, operator, node.left, *node.comparators)
 
 
 def _fails(statement):
@@ -228,8 +227,12 @@ def _ran_here(place):
     return ast.copy_location(ast.Expr(_call(RAN, place)), place)
 
 
+def _constant(value, place):
+    return ast.copy_location(ast.Constant(value), place)
+
+
 def _full(place, what, *args):
-    return _call(FULL, place, ast.copy_location(what, place), *args)
+    return _call(FULL, place, _constant(what, place), *args)
 
 
 def _outside_methods(node):
@@ -261,9 +264,7 @@ def _zipped(call):
         return call
     literals = [not root or root.startswith("range(") for root in roots]
     may_be_longer = [any(literals) and not literal for literal in literals]
-    longer = list(map(ast.Constant, may_be_longer))
-    mask = ast.copy_location(ast.Tuple(longer, ast.Load()), call)
-    return _call(ZIP, call, ast.fix_missing_locations(mask), *call.args)
+    return _call(ZIP, call, _constant(tuple(may_be_longer), call), *call.args)
 
 
 def _root(node):
