@@ -59,14 +59,14 @@ class Program(Wire):
             **vars(_operator),
             "call": lambda function, /, *a, **k: function(*a, **k),
             "method": lambda value, name, /, *a, **k: getattr(value, name)(*a, **k),
-            "send": lambda o, value: o.send(value),
-            "throw": lambda o, error: o.throw(error),
-            "anext": lambda o: self.finish(o.__anext__()),
+            "send": lambda value, sent: value.send(sent),
+            "throw": lambda value, error: value.throw(error),
+            "anext": lambda value: self.finish(value.__anext__()),
             "await": self.finish,
-            "value": lambda o: READ[base_of(type(o))](o),
+            "value": lambda value: READ[base_of(type(value))](value),
             "state": state,
-            "copy": lambda o: __import__("copy").copy(o),
-            "deepcopy": lambda o: __import__("copy").deepcopy(o),
+            "copy": lambda value: __import__("copy").copy(value),
+            "deepcopy": lambda value: __import__("copy").deepcopy(value),
         }
         self.describing = {"names": self.names, "get": self.get}  # these give JSON
 

@@ -130,6 +130,11 @@ def failure(error):
     return error
 
 
+def described(error):
+    """The class and the text of an exception."""
+    return f"{type(error).__name__}: {said(error)}"
+
+
 def said(error):
     """The text of an exception; empty if its class fails to give one."""
     try:
@@ -140,7 +145,7 @@ def said(error):
 
 def run(task, judge, namespace, report):
     """Run the tests in their namespace; the report for the verifier. Raises Broken if the tests do not work."""
-    builtins.exit = builtins.quit = sys.exit  # as `site` does
+    builtins.exit = builtins.quit = sys.exit  # `site` does this
     calls = task["cases"] is not None
     if calls:
         tests = Calls(task)
@@ -150,7 +155,7 @@ def run(task, judge, namespace, report):
     report("started")
     error = judge.loaded()
     if error:
-        return {"kind": "failed", "detail": f"{type(error).__name__}: {said(error)}"}
+        return {"kind": "failed", "detail": described(error)}
     defined = judge.names(sorted({*tests.wanted, *task["shared"]}))
     missing = tests.required - set(defined)
     if not missing and tests.own.isdisjoint(defined):
@@ -172,8 +177,8 @@ def run(task, judge, namespace, report):
     except Exception as error:
         if not shared:
             raise
-        problem = f"{type(error).__name__}: {said(error)}"
-        return {"kind": "failed", "detail": f"the set-up, with the code's objects: {problem}"}
+        problem = f"the set-up, with the code's objects: {described(error)}"
+        return {"kind": "failed", "detail": problem}
     # the set-up may define the answer's name, such as a bare signature or what it imports
     answers = tests.required | tests.own if calls else tests.required
     for name in answers:
@@ -274,7 +279,7 @@ def take(tests, checks, namespace, score):
         if by_runner or name in called or not inspect.isfunction(value):
             continue
         needs = inspect.signature(value).parameters
-        # as in `test_a = make(1)`
+        # such as `test_a = make(1)`
         made = value.__globals__ is namespace and value.__name__ != "<lambda>" and not needs
         if name in tests.simple or (made and is_test(name) and name not in tests.defined):
             args = [tests.entry] if name == "check" and needs else []
@@ -377,7 +382,7 @@ def by_pytest(tests, score, lines):
             if by_tests and (report.when == "collect" or lookup):
                 broken.append(" ".join(said(error).split()) or type(error).__name__)
             elif by_tests and isinstance(error, ImportError):
-                broken.append(f"{type(error).__name__}: {said(error)}")
+                broken.append(described(error))
             else:
                 score.note(error, node.name)
 
@@ -422,7 +427,7 @@ class Calls:
 
     def take(self, namespace, score):
         if self.lead == self.entry and self.entry not in namespace and "Solution" in namespace:
-            self.entry = f"Solution().{self.entry}"  # as LeetCode has it
+            self.entry = f"Solution().{self.entry}"  # LeetCode's form
         for args, expected, unwrap in self.cases:
             text = f"{self.entry}({', '.join(map(repr, args))[:150]})"
             score.unit(partial(self._call, namespace, args, expected, unwrap), text)

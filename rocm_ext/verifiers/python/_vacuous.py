@@ -121,8 +121,9 @@ def wrapped(value, called):
     if is_mentioned_type or not callable(value):
         return value
     kinds = (value, type(value), type(owner(value)))
-    computes = any(str(getattr(kind, "__module__", "")).startswith("numpy") for kind in kinds)
-    return partial(full, value) if computes or is_operator(value) else value
+    modules = [str(getattr(kind, "__module__", "")) for kind in kinds]
+    of_numpy = any(module.startswith("numpy") for module in modules)
+    return partial(full, value) if of_numpy or is_operator(value) else value
 
 
 def check_compared(function, args, keywords, result):
