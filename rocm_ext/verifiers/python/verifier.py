@@ -201,13 +201,9 @@ class PythonTests(Verifier):
             code = prefix + ("" if prefix.endswith("\n") else "\n") + code
         shared = []
         methods = []
-        for source in trusted:
-            for node in parse_python(source).body:
-                if not isinstance(node, ast.ClassDef):
-                    continue
-                if not any("TestCase" in ast.unparse(base) for base in node.bases):
-                    shared.append(node.name)
-                    methods += [n.name for n in node.body if isinstance(n, ast.FunctionDef)]
+        for kind in classes_of(trusted):
+            shared.append(kind.name)
+            methods += [part.name for part in kind.body if isinstance(part, ast.FunctionDef)]
         forget = f"[globals().pop(name, None) for name in {lead!r}]"  # a definition in the set-up is not the answer
         _, packages, path = interpreter(self.python)
         setup = "\n".join([*trusted, forget])
@@ -394,6 +390,18 @@ def defining(blocks: Sequence[str], names: Set[str], every: bool) -> str | None:
             satisfied = binds if every else binds | names
             left = read | (left - satisfied)
     return "\n".join(picked) or None
+
+
+def classes_of(trusted: Sequence[str]) -> list[ast.ClassDef]:
+    """The classes at the top of the trusted sources, without unittest's."""
+    classes = []
+    for source in trusted:
+        for node in parse_python(source).body:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            if not any("TestCase" in ast.unparse(base) for base in node.bases):
+                classes.append(node)
+    return classes
 
 
 def trusted_of(row: Row) -> list[str]:
