@@ -74,5 +74,5 @@ class Elsewhere:
             if self._pool is None:
                 seconds = 2 * self._timeout + 30  # the verifier's own limit ends first
                 self._pool = Pool(self._node, workers=1, timeout=seconds).__enter__()
-                weakref.finalize(self, self._pool.close)  # also when the interpreter ends
+                weakref.finalize(self, self._pool.close)  # runs also when the interpreter ends
             return self._pool

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import queue
 import selectors
@@ -71,7 +72,8 @@ class Pool:
         self._waiting: deque[_Request] = deque()
         self._lock = threading.Lock()
         self._closed = False
-        self.batch_size, self.groups = 1, False
+        self.batch_size = 1
+        self.groups = False
         self._at_once: Callable[..., Result | None] = Verifier().at_once
 
     def __enter__(self) -> "Pool":
@@ -145,8 +147,8 @@ class Pool:
             waiting = self._waiting
             if not waiting:
                 return []
-            # leave a share to the other workers
-            count = min(self.batch_size, -(-len(waiting) // len(self._all)))
+            share = math.ceil(len(waiting) / len(self._all))  # the rest is for the other workers
+            count = min(self.batch_size, share)
             first = waiting.popleft()
             size = min(len(waiting), 4 * (count - 1))
             window = [waiting.popleft() for _ in range(size)]
@@ -161,13 +163,17 @@ class Pool:
             return []
         results = self._ask(worker, requests)
         answer = requests[0].answer
-        if isinstance(answer, list):  # a group has a call to itself
-            return [results if isinstance(results, list) else [error(results)] * len(answer)]
+        is_group = isinstance(answer, list)  # a group has a call to itself
         if isinstance(results, list):
-            return results
+            return [results] if is_group else results
+        if is_group:
+            return [[error(results)] * len(answer)]
         if len(requests) == 1:
             return [error(results)]
-        return [result for request in requests for result in self._verify(worker, [request])]
+        verified = []
+        for request in requests:
+            verified += self._verify(worker, [request])
+        return verified
 
     def _ask(self, worker: "_Worker", requests: "list[_Request]") -> list[Result] | str:
         """The results, or why there are none."""
@@ -177,7 +183,9 @@ class Pool:
             if isinstance(first.answer, list):
                 wire = {"completions": first.answer, "row": dict(first.row)}
             else:
-                wire = [{"completion": r.answer, "row": dict(r.row)} for r in requests]
+                wire = []
+                for request in requests:
+                    wire.append({"completion": request.answer, "row": dict(request.row)})
             return worker.verify(json.dumps(wire, default=_plain), self._timeout)
         except (TypeError, ValueError, RecursionError) as problem:
             return f"the row cannot be sent to a worker: {problem}"
