@@ -94,7 +94,8 @@ class Command(Verifier):
         self._asked += 1
         if self._program is None:
             self._program = _Program(self.command)
-            self._end = weakref.finalize(self, self._program.end)  # also when the interpreter ends
+            # it runs also when the interpreter ends
+            self._end = weakref.finalize(self, self._program.end)
         try:
             line = json.dumps({"id": self._asked, **request}).encode() + b"\n"
             return _result(self._program.ask(line, self.timeout), self._asked)

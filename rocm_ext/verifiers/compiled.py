@@ -77,7 +77,8 @@ class Compile(Verifier):
         sandbox: str = "bubblewrap",
     ) -> None:
         require_known("language", language, LANGUAGES)
-        self.language, self.kind = language, sandbox
+        self.language = language
+        self.kind = sandbox
         self.compile_limits = Limits(
             seconds=timeout,
             memory_mb=memory_mb,
@@ -162,7 +163,8 @@ class Run(Compile):
                 f"Run needs compiles, runs >= 0 and a sum below 1, found {compiles} and {runs}"
             )
         self.limits = Limits(seconds=timeout, memory_mb=memory_mb)
-        self.compiles, self.runs = compiles, runs
+        self.compiles = compiles
+        self.runs = runs
 
     def check_row(self, row: Row) -> None:
         cases_of(row)
@@ -172,8 +174,10 @@ class Run(Compile):
         program = self.compiled(extract_code(completion, self.language, MAIN.search))
         if isinstance(program, Result):
             return program
-        box, files = Sandbox(self.kind), {"program": program}
-        results = run_cases(box, [f"{BOX}/program"], files, row, self.limits, True, self.comparison)
+        box = Sandbox(self.kind)
+        argv = [f"{BOX}/program"]
+        files = {"program": program}
+        results = run_cases(box, argv, files, row, self.limits, True, self.comparison)
         if isinstance(results, Result):
             return results
         rest = 1 - self.compiles - self.runs

@@ -72,9 +72,10 @@ def extract_code(text: str, language: str, fits: Callable[[str], Any] = bool) ->
     text = answer_text(text)
     if language != "python":
         return text if SIGNS[language].search(text) else None
+    if len(text) > MAX_PARSED:
+        return None
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        tree = parse_python(text if len(text) <= MAX_PARSED else "")
-        for node in tree.body:
+        for node in parse_python(text).body:
             # prose can parse as an expression
             if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call):
                 return text

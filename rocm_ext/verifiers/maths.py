@@ -76,7 +76,9 @@ class MathAnswer(Verifier):
             raise UserError(
                 f"{type(self).__name__} needs 0 <= tolerance < 1, timeout > 0: {tolerance}, {timeout}"
             )
-        self.field, self.tolerance, self.timeout = field, tolerance, timeout
+        self.field = field
+        self.tolerance = tolerance
+        self.timeout = timeout
         self.needs: tuple[str, ...] = (field,)
         # this process may be unable to fork
         self._elsewhere = Elsewhere("MathAnswer", timeout, tolerance=tolerance)

@@ -10,7 +10,8 @@ from fractions import Fraction
 from itertools import pairwise
 
 TAIL = 20_000  # characters at the end of a text that are searched
-LONGEST, DEEPEST = 500, 30  # limits of a readable answer: characters, and depth of brackets
+LONGEST = 500  # characters of a readable answer
+DEEPEST = 30  # depth of its brackets
 
 # Characters that models write for LaTeX's commands and ASCII. latex2sympy silently skips some of them.
 COMMANDS = (
@@ -253,7 +254,8 @@ def _marked(text: str) -> str | None:
     if marks and phrase:
         sentence = _sentences(text[phrase.end() :])[0]
         if "\\boxed" not in sentence and THING.search(sentence):
-            marks.append((phrase.end(), _stated(text, phrase.start(), sentence)))
+            stated = _stated(text, phrase.start(), sentence)
+            marks.append((phrase.end(), stated))
     return max(marks)[1] if marks else None
 
 

@@ -17,7 +17,7 @@ from rocm_ext.verifiers.workers import Pool
 
 LOGGERS = ("log_extra", "log_metric")  # functions with which TRL's trainers log
 TRAINERS = ("completion_ids", "trainer_state", "environments")  # arguments that only a trainer has
-NO_COLUMNS = ("prompt", "completion", *TRAINERS, *LOGGERS)  # as in GRPOTrainer._calculate_rewards
+NO_COLUMNS = ("prompt", "completion", *TRAINERS, *LOGGERS)  # see GRPOTrainer._calculate_rewards
 
 
 class RewardFunction(Verifier):
@@ -192,7 +192,8 @@ def checked_scale(
         )
     if not (type(threshold) in (int, float) and 0 < threshold <= 1):
         raise UserError(f"{who}: threshold must be in (0, 1], found {threshold!r}")
-    return (float(scale[0]), float(scale[1])), float(threshold)
+    low, high = map(float, scale)
+    return (low, high), float(threshold)
 
 
 def scaled(value: float, scale: tuple[float, float], threshold: float, who: str) -> Result:

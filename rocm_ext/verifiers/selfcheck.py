@@ -14,7 +14,8 @@ from rocm_ext.verifiers.build import build
 from rocm_ext.verifiers.workers import Pool
 
 GOLD_FIELDS = ("solution", "completion", "canonical_solution", "answer")
-TIMEOUT, SHOWN = 60.0, 10  # seconds for one verification; the most failures in a summary
+TIMEOUT = 60.0  # seconds for one verification
+SHOWN = 10  # the most failures in a summary
 MADE_UP = "42"  # an answer to a row without a gold one
 
 
