@@ -52,14 +52,19 @@ def score(datasets, row, answer):
         dataset = datasets[key(row)]
         entry = dataset[row["index"]]
     except BaseException as problem:
-        return {"row": f"{type(problem).__name__}: {problem}"}
+        return {"row": described(problem)}
     if entry["question"] != row["question"]:
         reason = "reasoning-gym makes another question of this row"
         return {"row": f"{reason}; was it made by another version?"}
     try:
         return {"score": float(dataset.score_answer(answer, entry))}
     except BaseException as problem:
-        return {"answer": f"{type(problem).__name__}: {problem}"}
+        return {"answer": described(problem)}
+
+
+def described(problem):
+    """The class and the text of an exception."""
+    return f"{type(problem).__name__}: {problem}"
 
 
 def apart(seconds, function, *args):
@@ -114,7 +119,7 @@ def run(gym, task):
                 options = {"size": row["size"], "seed": row["seed"], **row["options"]}
                 datasets[key(row)] = gym.create_dataset(row["task"], **options)
         except Exception as problem:
-            return {"problem": f"{type(problem).__name__}: {problem}"}
+            return {"problem": described(problem)}
     if "answers" not in task:
         dataset = datasets[key(rows[0])]
         entries = (dataset[index] for index in range(rows[0]["size"]))

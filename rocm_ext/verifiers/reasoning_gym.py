@@ -112,7 +112,8 @@ class ReasoningGym(Verifier):
         limits = Limits(seconds=START + self.timeout * len(rows), memory_mb=self.memory_mb)
         task = {"rows": rows, "answers": answers, "seconds": self.timeout}
         argv, stdin = _command(task, f"{BOX}/judge.py")
-        outcome = self._sandbox.run(argv, {"judge.py": SCRIPT.read_text()}, stdin, limits)
+        files = {"judge.py": SCRIPT.read_text()}
+        outcome = self._sandbox.run(argv, files, stdin, limits)
         if not outcome.started or outcome.timed_out or outcome.killed:
             said = outcome.stderr.decode("utf-8", "replace")
             why = outcome.killed or said or f"took over {limits.seconds:g} s"
