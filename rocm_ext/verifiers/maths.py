@@ -183,11 +183,11 @@ class MajorityAnswer(MathAnswer):
             if vote.verdict is Verdict.CORRECT:
                 votes.setdefault(vote.detail, []).append(index)
             results.append(vote)
-        counts = sorted(map(len, votes.values()), reverse=True)
-        tied = counts[1:2] == counts[:1]
-        agreed = not tied and counts[0] >= self.min_share * len(completions)
+        most = max(map(len, votes.values()), default=0)
+        most_frequent = [answer for answer, voters in votes.items() if len(voters) == most]
+        is_enough = most >= self.min_share * len(completions)
         for answer, voters in votes.items():
-            right = agreed and len(voters) == counts[0]
+            right = is_enough and most_frequent == [answer]
             detail = f"{len(voters)} of {len(completions)} answers are {answer}"
             for index in voters:
                 results[index] = right_or_wrong(right, detail)
