@@ -73,7 +73,8 @@ def apart(seconds, function, *args):
     pid = os.fork()
     if pid == 0:
         try:
-            os.write(writer, json.dumps(function(*args)).encode()[:4000])
+            said = json.dumps(function(*args)).encode()
+            os.write(writer, said[:4000])
         finally:
             os._exit(0)
     os.close(writer)

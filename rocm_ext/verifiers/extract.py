@@ -28,7 +28,7 @@ SIGNS = {  # the beginning of a line of unfenced code; bounded repetitions keep 
     "go": re.compile(r"^[ \t]*(package\s{1,9}\w|func\s{1,9}\w{1,99}\()", re.M),
     "json": re.compile(r"\A\s*[\[{\"\d\-tfn]"),
 }
-# Also behind a list's marker
+# A list's marker may precede the fence
 FENCE = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?(?=(`{3,}|~{3,})[ \t]*(\S*))")
 REASONING = re.compile(
     r"(?:\A|\n)[ \t]*(?:<think>|\[THINK\]).*?(?:</think>|\[/THINK\]|\Z)|\A.*?(?:</think>|\[/THINK\])(?![\"'\\])",

@@ -68,7 +68,7 @@ for _ in range(30):
     NESTED = rf"(?:\\.|[^{{}}\\]|\{{{NESTED}\}})*"
 BOX = re.compile(rf"\\(?:boxed|fbox)\s*\{{({NESTED})\}}|\\boxed[ \t]+([^\s{{}}$\\]+)", re.S)
 HASHES = re.compile(r"####[ \t]*([^\n]+)")
-# As many prompts for reinforcement learning want it
+# Many prompts for reinforcement learning want this tag
 TAG = re.compile("<answer>(.*?)</answer>", re.S)
 PHRASE = re.compile(r"\banswer\b[*_ \t]*(?:is|are|equals|=|:)[*_: \t]*", re.I)
 FINAL = re.compile(rf"\bfinal {PHRASE.pattern}", re.I)

@@ -97,10 +97,11 @@ class RewardFunction(Verifier):
 
     def judge_batch(self, completions: Sequence[Any], rows: Sequence[Row]) -> list[Result]:
         answers = []
-        for text, row in zip(completions, rows, strict=True):
-            is_text = isinstance(text, str)  # a conversation's completion is a list of messages
-            message = {"role": "assistant", "content": text}
-            answers.append([message] if is_text and self._talks(row) else text)
+        for answer, row in zip(completions, rows, strict=True):
+            # a conversation's completion is a list of messages already
+            if isinstance(answer, str) and self._talks(row):
+                answer = [{"role": "assistant", "content": answer}]
+            answers.append(answer)
         prompts = [self.prompt(row) for row in rows]
         given: dict[str, Any] = {"prompts": prompts, "completions": answers}
         for name in dict.fromkeys(itertools.chain.from_iterable(rows)):

@@ -174,7 +174,8 @@ class Handle:
         return hash(self.__number__)
 
     def __copy__(self, op="copy"):
-        built, copied = self.__built__, JUDGE.request(op, self)
+        built = self.__built__  # the reply may reset it
+        copied = JUDGE.request(op, self)
         if type(copied) is type(self):
             set_slot(copied, "__built__", built)
         return copied

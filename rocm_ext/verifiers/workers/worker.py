@@ -27,8 +27,8 @@ def judged(verifier: Any, requests: Json | list[Json]) -> list[tuple]:
     else:
         completions = [request["completion"] for request in requests]
         rows = [request["row"] for request in requests]
-        judged = verifier.judge_batch(completions, rows)
-        results = all_checked(verifier, "judge_batch", judged, len(requests))
+        batch = verifier.judge_batch(completions, rows)
+        results = all_checked(verifier, "judge_batch", batch, len(requests))
     return [result.values() for result in results]
 
 
