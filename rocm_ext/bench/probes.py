@@ -223,9 +223,13 @@ def loader(bench: Bench, values: Values) -> ProbeResult:
 class _Clocked(LocalSession):
     """Records the seconds of the steps."""
 
-    def _count(self, tokens: int, rows: int, slots: int, read: int, seconds: float) -> None:
-        super()._count(tokens, rows, slots, read, seconds)
-        self.steps = [*getattr(self, "steps", []), seconds]
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.steps: list[float] = []
+
+    def _count(self, **step: float) -> None:
+        super()._count(**step)
+        self.steps.append(step["seconds"])
 
 
 def decoding(bench: Bench, values: Values) -> ProbeResult:

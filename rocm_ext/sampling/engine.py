@@ -230,5 +230,6 @@ class Session(Protocol):
 
 def sample_seed(seed: int, cycle: int | str, prompt_id: str, sample: int) -> int:
     """Hash the run's seed, the cycle, the prompt and the sample's index into the sample's seed."""
-    text = f"{seed}\0{cycle}\0{prompt_id}\0{sample}".encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+    text = f"{seed}\0{cycle}\0{prompt_id}\0{sample}"
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

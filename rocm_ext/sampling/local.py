@@ -187,7 +187,7 @@ class LocalSession:
     ) -> None:
         self._decoder = decoder
         self._free_memory = free_memory
-        # which decodes
+        # the one that decodes
         self._tokenizer = tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer
         self._routes = routes
         self._slots = slots
@@ -197,7 +197,7 @@ class LocalSession:
         decoder.fixed_shapes = used
         self._stop_tokens = frozenset(tokenizer.stop_tokens)
         self._totals: Any = Counter()
-        self._batch: SlotBatch | None = None  # between two calls of generate
+        self._batch: SlotBatch | None = None  # the last generate's; a running one has taken it
         self.reserve: Callable[[], int] = int
 
     def refresh(self) -> None:
@@ -277,12 +277,13 @@ class LocalSession:
                         kept[completion.request.key] = batch.keep(slot)
             batch.release(list(ended))
             seconds = time.perf_counter() - began
-            self._count(new, rows, batch.slots, read, seconds)
+            self._count(tokens=new, rows=rows, slot_steps=batch.slots, bytes=read, seconds=seconds)
             yield batch.running, list(ended.values())
-        self._batch = batch  # not after an error or an early end, which leave samples in its slots
+        # an error or an early end leaves samples in its slots, and does not come here
+        self._batch = batch
 
-    def _count(self, tokens: int, rows: int, slots: int, read: int, seconds: float) -> None:
-        self._totals.update(tokens=tokens, rows=rows, slot_steps=slots, bytes=read, seconds=seconds)
+    def _count(self, **step: float) -> None:
+        self._totals.update(step)
 
     def _admit(
         self,
@@ -395,7 +396,7 @@ class LocalSession:
                 kept.begin(sampling)
                 return kept
             if slots == most:
-                length = longest  # as long as the old batch's slots
+                length = longest  # the new slots are as long as the old ones
             del kept  # frees its memory
         slots, free, memory = self._fit(most, queue, length, sampling)
         if slots < least:

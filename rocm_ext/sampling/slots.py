@@ -192,13 +192,9 @@ class SlotBatch:
         first = len(self.running)
         rows = slice(first, first + len(requests))
         prompt = requests[0].tokens
-        known = len(prompt) - 1
         seeds = [request.seed for request in requests]
-        self._cache.put(rows, prefix, known)
-        self._tokens[rows] = prompt[-1]
-        self._positions[rows] = known
-        self._drawn[rows] = 0
-        self._seeds[rows] = torch.tensor(seeds, device=self._state.device)
+        self._cache.put(rows, prefix, len(prompt) - 1)
+        self._begin_after(prompt, rows, torch.tensor(seeds, device=self._state.device))
         self.running += map(RunningSample, requests)
 
     @torch.no_grad()
@@ -212,13 +208,18 @@ class SlotBatch:
     def go_on(self, request: Request, kept: Kept) -> None:
         """Put a request that begins with the tokens of ``kept`` into a free slot; steps compute its other tokens."""
         slot = len(self.running)
-        known = len(kept.tokens) - 1
-        self._cache.restore(slot, kept.cache, known)
-        self._tokens[slot] = kept.tokens[-1]
-        self._positions[slot] = known
-        self._drawn[slot] = 0
-        self._seeds[slot] = request.seed
-        self.running.append(RunningSample(request, deque(request.tokens[known + 1 :])))
+        known = len(kept.tokens)
+        self._cache.restore(slot, kept.cache, known - 1)
+        self._begin_after(kept.tokens, slot, request.seed)
+        given = deque(request.tokens[known:])
+        self.running.append(RunningSample(request, given))
+
+    def _begin_after(self, tokens: Sequence[int], slots: slice | int, seeds: Tensor | int) -> None:
+        """Let samples begin after these ``tokens``, of which the cache has all but the last."""
+        self._tokens[slots] = tokens[-1]
+        self._positions[slots] = len(tokens) - 1
+        self._drawn[slots] = 0
+        self._seeds[slots] = seeds
 
     @torch.no_grad()
     def step(self) -> tuple[int, int]:
@@ -401,23 +402,30 @@ def draw_bytes(sampling: Sampling, itemsize: int, vocabulary: int) -> int:
 
 def _truncate(weights: Tensor, sampling: Sampling) -> Tensor:
     """Set to zero the weights of tokens that ``sampling`` excludes: [n, v], unnormalised; a row's largest is 1."""
-    vocabulary = weights.shape[-1]
-    if sampling.top_k is not None and sampling.top_k < vocabulary:
+    if sampling.top_k is not None and sampling.top_k < weights.shape[-1]:
         least = weights.topk(sampling.top_k).values[:, -1:]
         weights = weights.masked_fill(weights < least, 0.0)
     if sampling.top_p is not None and sampling.top_p < 1:
-        wanted = weights.sum(-1, keepdim=True, dtype=torch.float64) * sampling.top_p
-        largest = weights.topk(min(_NUCLEUS, vocabulary)).values
-        sums = largest.cumsum(-1, dtype=torch.float64)
-        if bool((sums[:, -1:] < wanted).any()):
-            largest = weights.sort(descending=True).values
-            sums = largest.cumsum(-1, dtype=torch.float64)
-        before = (sums < wanted).sum(-1, keepdim=True)  # the tokens that hold less than top_p
-        last = before.clamp_(max=largest.shape[-1] - 1)
-        weights = weights.masked_fill(weights < largest.gather(-1, last), 0.0)
+        least = _least_in_nucleus(weights, sampling.top_p)
+        weights = weights.masked_fill(weights < least, 0.0)
     if sampling.min_p is not None:
         weights = weights.masked_fill(weights < sampling.min_p, 0.0)
     return weights
+
+
+def _least_in_nucleus(weights: Tensor, top_p: float) -> Tensor:
+    """The least weight, [n, 1], of a row's most probable tokens that hold the share ``top_p`` of its sum."""
+    total = weights.sum(-1, keepdim=True, dtype=torch.float64)
+    wanted = total * top_p
+    largest = weights.topk(min(_NUCLEUS, weights.shape[-1])).values
+    sums = largest.cumsum(-1, dtype=torch.float64)
+    if bool((sums[:, -1:] < wanted).any()):
+        largest = weights.sort(descending=True).values
+        sums = largest.cumsum(-1, dtype=torch.float64)
+    # the first token with which the sum reaches top_p
+    last = (sums < wanted).sum(-1, keepdim=True)
+    last.clamp_(max=largest.shape[-1] - 1)
+    return largest.gather(-1, last)
 
 
 def _search(weights: Tensor, uniform: Tensor) -> Tensor:

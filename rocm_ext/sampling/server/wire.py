@@ -20,14 +20,12 @@ DIALECTS = ("extended", "transformers", "plain")  # see _sampling_fields
 _LEAST = -9999.0  # a recorded log-prob; of probability 0, too
 _HIGHEST = 0.1  # rounding may put a sure token's log-prob a little above 0
 _LETTERS = 1000  # characters of a token, more than in any vocabulary
-_SPLIT = (
-    4  # ids per sampled id if the text is encoded again: bytes that are not text become several
-)
+# ids per sampled id if the text is encoded again: bytes that are not text become several
+_SPLIT = 4
 PROBES = (Sampling(1), Sampling(1, temperature=0.5), Sampling(1, top_p=0.01))
 _CLEAR = 0.1  # nats; bf16 and other batches change a log-prob by about 0.01
-SEED_BITS = (
-    31  # llama.cpp's seeds have 32 bits, and 2**32 - 1 means a random seed; the others take 64 bits
-)
+# llama.cpp's seeds have 32 bits, and 2**32 - 1 means a random seed; the others take 64 bits
+SEED_BITS = 31
 
 
 @dataclass
@@ -261,8 +259,7 @@ def _token_ids(choice: Json, usage) -> Sequence[Any] | None:
 
 def _logprobs(choice: Json) -> Sequence[Any]:
     """Return one log-prob per token, or none. llama.cpp uses the chat's form for both endpoints."""
-    logprobs = choice.get("logprobs")
-    values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+    values = _part_of_logprobs(choice, "token_logprobs")
     if values is None:
         values = [entry.get("logprob") for entry in _entries(choice)]
     if not isinstance(values, list):
@@ -278,8 +275,7 @@ def _is_logprob(value) -> bool:
 def top_logprob(answer: Json) -> float | None:
     """Return the log-prob of the most probable first token of an answer, or None if it has none."""
     choice = answer["choices"][0]
-    logprobs = choice.get("logprobs")
-    tops = logprobs.get("top_logprobs") if isinstance(logprobs, dict) else None
+    tops = _part_of_logprobs(choice, "top_logprobs")
     values: list[Any] = []
     if isinstance(tops, list) and tops and isinstance(tops[0], dict):
         values += tops[0].values()
@@ -291,8 +287,12 @@ def top_logprob(answer: Json) -> float | None:
 
 
 def _entries(choice: Json) -> list[Json]:
+    return dicts(_part_of_logprobs(choice, "content"))
+
+
+def _part_of_logprobs(choice: Json, key: str) -> Any:
     logprobs = choice.get("logprobs")
-    return dicts(logprobs.get("content")) if isinstance(logprobs, dict) else []
+    return logprobs.get(key) if isinstance(logprobs, dict) else None
 
 
 def dicts(value) -> list[Json]:
