@@ -39,14 +39,15 @@ from rocm_ext.model.plan_cache import remembered
 from rocm_ext.model.sampler import MIN_ROWS, one_step
 from rocm_ext.model.weights.quantized import Quantized, unpacked_once
 
-_BYTES_TO_UNPACK = 40  # per value, measured on a CPU; a GPU compiles one kernel of all operations
+# bytes per value, measured on a CPU; a GPU compiles one kernel of all operations
+_BYTES_TO_UNPACK = 40
 _ATTENTION: dict[str, Callable[..., int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(q, k, v),
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_: (
         sdpa_backward_flop_count(g, q, k, v)
     ),
 }
-# besides views and pointwise operations: the inputs decide the shapes, strides and device of the results
+# operations, besides views and pointwise ones, whose inputs decide the shapes, strides and device of the results
 _PLAIN = frozenset(
     """
     mm bmm addmm sum mean cat clone _to_copy _unsafe_view select_backward slice_backward gather _softmax
@@ -155,12 +156,16 @@ def _computed(func: Any, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> An
     devices = {getattr(t, "fake_device", None) for t in inputs if plain}
     if len(devices) == 1 and None not in devices:
         mode: Any = inputs[0].fake_mode  # type: ignore[attr-defined]
+
+        def on_its_device(result: Any) -> Any:
+            return FakeTensor(mode, result, *devices) if type(result) is Tensor else result
+
         with suppress(NotImplementedError):  # an operation without a kernel for the meta device
             with in_kernel_invocation_manager(mode):
                 out = func(*args, **kwargs)
-            many = out if isinstance(out, tuple | list) else [out]
-            made = [FakeTensor(mode, t, *devices) if type(t) is Tensor else t for t in many]
-            return made if many is out else made[0]
+            if isinstance(out, tuple | list):
+                return list(map(on_its_device, out))
+            return on_its_device(out)
     return func(*args, **kwargs)
 
 
@@ -392,10 +397,10 @@ def simulate(
         for i, layer in enumerate(layers):
             decoder.layers[i] = layer
     costs = {}
-    for first, (entry, kept, working, forward, backward) in stored["layers"].items():
-        costs[int(first)] = LayerCosts(
-            entry, kept, working, _operations(forward), _operations(backward)
-        )
+    for first, layer_costs in stored["layers"].items():
+        entry, kept, working, *passes = layer_costs
+        forward, backward = map(_operations, passes)
+        costs[int(first)] = LayerCosts(entry, kept, working, forward, backward)
     working, operations = stored["loss"]
     loss = LossCosts(working, _operations(operations))
     return [costs[first] for first in firsts], loss, stored["beside"]
@@ -470,7 +475,7 @@ class _Stand(nn.Module):
         self.layer = layer if first == index else None
         self.first = first
         self.last = last
-        # in functions, because a copy of a model copies neither functions nor their variables
+        # functions, because a copy of a model copies neither functions nor their variables
         self._measure = lambda *args: run.measure(*args)
         self._replaced = lambda: layer
 

@@ -58,24 +58,25 @@ class MemoryPlan:
         """Bytes that stay allocated during the run."""
         return self.weights + self.gathered + self.adapter + self.gradients + self.optimizer
 
+    def _kept(self, checkpointed: Collection[int]) -> list[int]:
+        """Bytes that each layer keeps for its backward pass."""
+        kept = []
+        for i, layer in enumerate(self.layer_costs):
+            kept.append(layer.entry if i in checkpointed else layer.entry + layer.kept)
+        return kept
+
     def activations(self, checkpointed: Collection[int]) -> int:
         """Peak bytes of activations and working memory with ``checkpointed`` layers, without the loss."""
         most = before = 0
-        for i, layer in enumerate(self.layer_costs):
+        for layer, kept in zip(self.layer_costs, self._kept(checkpointed), strict=True):
             # its backward pass has all of its activations; later layers' are freed
             most = max(most, before + layer.entry + layer.kept + layer.working)
-            before += layer.entry
-            if i not in checkpointed:
-                before += layer.kept
+            before += kept
         return max(most, before)
 
     def peak(self, checkpointed: Collection[int]) -> int:
         """Peak bytes of a training step with ``checkpointed`` layers."""
-        at_loss = self.layer_costs[-1].entry + self.loss.working
-        for i, layer in enumerate(self.layer_costs):
-            at_loss += layer.entry
-            if i not in checkpointed:
-                at_loss += layer.kept
+        at_loss = sum(self._kept(checkpointed)) + self.layer_costs[-1].entry + self.loss.working
         return self.fixed + max(self.activations(checkpointed), at_loss)
 
     def fewest(self, budget: int) -> list[int]:
@@ -141,7 +142,7 @@ def frozen_bytes(module: nn.Module, ranks: int = 1) -> int:
     return int(unsharded) + shared_bytes(module) // ranks
 
 
-def held_bytes(decoder: Decoder, ranks: int = 1) -> int:
+def held_bytes(decoder: Decoder, ranks: int) -> int:
     """Bytes of the frozen parameters on a rank while the model computes, including gathered ones."""
     return frozen_bytes(decoder, ranks) + _gathered(decoder, ranks)
 
@@ -149,10 +150,11 @@ def held_bytes(decoder: Decoder, ranks: int = 1) -> int:
 def shared_bytes(module: nn.Module) -> int:
     """Bytes of the unquantised frozen parameters, which ranks shard."""
     unsharded = {id(parameter) for parameter in quantized(module)}
-    frozen = [
-        parameter for parameter in _distinct(module.parameters()) if not parameter.requires_grad
-    ]
-    return sum(parameter.nbytes for parameter in frozen if id(parameter) not in unsharded)
+    total = 0
+    for parameter in _distinct(module.parameters()):
+        if not parameter.requires_grad and id(parameter) not in unsharded:
+            total += parameter.nbytes
+    return total
 
 
 def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

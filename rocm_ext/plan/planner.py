@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import torch
 from omegaconf import DictConfig
@@ -182,15 +183,22 @@ class TrainingPlanner:
 
     def _micro_batches(self, micro_batch: int) -> Iterator[list[Row]]:
         """Yield the rows of every micro-batch of the run, on all ranks."""
-        cfg, per_row = self.cfg, self.rows.per_row
-        order = cfg.max_steps_per_epoch, cfg.data_seed, cfg.shuffle, self.rows.mixture
-        steps = Steps(len(per_row), self.rows_per_step, *order)
+        cfg = self.cfg
+        per_row = self.rows.per_row
+        steps = Steps(
+            rows=len(per_row),
+            per_step=self.rows_per_step,
+            limit=cfg.max_steps_per_epoch,
+            data_seed=cfg.data_seed,
+            shuffle=cfg.shuffle,
+            mixture=self.rows.mixture,
+        )
         for step in range(steps.per_epoch * cfg.epochs):
             rows = [per_row[i] for i in steps[step]]
             sizes = [sum(lengths) for lengths, _, _ in rows]
-            for of_rank in cut(sizes, self.ranks, micro_batch, self.decoder.packs):
-                for numbers in of_rank:
-                    yield [rows[number] for number in numbers]
+            by_rank = cut(sizes, self.ranks, micro_batch, self.decoder.packs)
+            for numbers in chain.from_iterable(by_rank):
+                yield [rows[number] for number in numbers]
 
     def _plan(self, lengths: Sequence[int], targets: int, shared: Sequence[int] = ()) -> MemoryPlan:
         key = (tuple(lengths), tuple(shared), targets)
@@ -282,9 +290,9 @@ class TrainingPlanner:
         count = max(1, round(tokens / rows.mean))
         # sequences of a row that share the beginning of its first
         others = max(2, round(rows.sequences)) - 1
+        common = rows.shared / others
         for i in range(count):  # rows of sequences of equal length, shared tokens included
             size = tokens * (i + 1) // count - tokens * i // count
-            common = rows.shared / others
             length = max(1, int((size - common) / (others + 1)))
             first = size - others * length
             lengths += [first] + [length] * others
@@ -302,7 +310,7 @@ class TrainingPlanner:
             kernels.times * self.figures.seconds(kernels.operations, dtype, kernels.compiled)
             for kernels in passes
         ]
-        return sum(seconds)  # from Python 3.12 on more exact than a loop
+        return sum(seconds)  # Python 3.12 and newer add more exactly here than in a loop
 
     def fit(self, budget: int) -> Choice:
         """Return the fastest way to run a step within ``budget`` bytes, or the smallest if none fits."""
@@ -427,9 +435,8 @@ class SamplingPlanner:
         wanted = device.type == "cuda" and cfg.engine.get("graphs") is not False
         self._graphs = wanted and not decoder.graph_obstacle
         self._decoder.fixed_shapes = self._graphs
-        self._launching = (
-            0.0  # seconds in which the host starts the kernels of a step without a graph
-        )
+        # seconds in which the host starts the kernels of a step without a graph
+        self._launching = 0.0
         if figures.launch and not self._graphs:
             kernels = Kernels.on(device, "bf16" in figures.flops, cfg.attention)
             self._launching = figures.launch * launches_of(decoder, merge, device, kernels)

@@ -356,7 +356,7 @@ def plan_run(
     budget = target.budget[0]
     if teacher_planner:
         budget -= held_bytes(teacher_planner.decoder, ranks)
-    # as in the recipe: the weights that the sampler keeps for the next step leave less for training
+    # the weights that the sampler keeps for the next step leave less for training, as in the recipe
     room = budget - kept_layout
     now = best = planner.fit(room)
     if cfg.tokens_per_micro_batch != "auto":
@@ -518,7 +518,7 @@ def _programs(cfg: DictConfig, target: Target) -> int:
     runs_programs = environment and environment[COMPONENT].endswith(".Program")
     if target.profile.memory["of"] != "unified" or not runs_programs:
         return 0
-    # here, because it imports the verifiers, which Windows lacks
+    # imported here, because it imports the verifiers, which Windows lacks
     from rocm_ext.environments.program import MEMORY_MB, MOST_AT_ONCE
 
     at_once = environment.get("at_once") or MOST_AT_ONCE

@@ -138,11 +138,12 @@ def _check_file(
     bench: Path, file: BenchFile, profile: Profile, machine: Machine, chip: str | None
 ) -> None:
     """Refuse a bench file of other hardware than the plan's."""
-    measured = file.machine
-    arch, name = measured.get("arch"), measured.get("name")
-    if not _describes(profile, replace(machine, backend=str(measured.get("backend")), arch=arch)):
+    key = file.machine
+    arch, name = key.get("arch"), key.get("name")
+    measured = replace(machine, backend=str(key.get("backend")), arch=arch)
+    if not _describes(profile, measured):
         raise UserError(
-            f"{bench} was measured on {dict(measured)}, but hardware={profile.name} is {profile.title}"
+            f"{bench} was measured on {dict(key)}, but hardware={profile.name} is {profile.title}"
         )
     may_be = named_chips(profile, arch, name or "")
     if chip and chip not in may_be:
@@ -153,11 +154,10 @@ def _check_file(
 
 def _measured(file: BenchFile, profile: Profile, chip: str | None) -> Figures:
     """Return a bench file's figures; memory and link come from the chip's data sheet."""
-    names = (
-        [chip] if chip else chips_of(profile, file.machine.get("arch"), file.machine.get("name"))
-    )
-    figures = _sizes(profile.chips.get(names[0]), profile) if names else {}
-    figures |= file.figures
+    machine = file.machine
+    likely = [chip] if chip else chips_of(profile, machine.get("arch"), machine.get("name"))
+    sheet = profile.chips.get(likely[0]) if likely else None
+    figures = _sizes(sheet, profile) | file.figures
     return Figures(source=f"measured {file.date} by rocm-ext bench", measured=True, **figures)
 
 
@@ -206,10 +206,11 @@ def _describes(profile: Profile, machine: Machine) -> bool:
 def measure_cpu() -> Figures:
     """Measure this CPU in half a second: a matrix product in fp32 and bf16, and a copy."""
     flops = {}
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        a = torch.randn(512, 1024, dtype=dtype)
-        b = torch.randn(1024, 1024, dtype=dtype)
-        flops[name] = 2 * 512 * 1024 * 1024 / _fastest(partial(torch.matmul, a, b))
+    for dtype in ("fp32", "bf16"):
+        a = torch.randn(512, 1024, dtype=DTYPES[dtype])
+        b = torch.randn(1024, 1024, dtype=DTYPES[dtype])
+        seconds = _fastest(partial(torch.matmul, a, b))
+        flops[dtype] = 2 * 512 * 1024 * 1024 / seconds
     source = torch.zeros(32 * 2**20 // 4)
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / _fastest(lambda: target.copy_(source))
@@ -217,11 +218,11 @@ def measure_cpu() -> Figures:
     return Figures(why, False, flops, bandwidth)
 
 
-def _fastest(work: Callable[[], Any], seconds: float = 0.1) -> float:
-    """Seconds of the fastest of the calls that ``seconds`` allow, at least three."""
+def _fastest(work: Callable[[], Any]) -> float:
+    """Seconds of the fastest of the calls that a tenth of a second allows, at least three."""
     work()
     times: list[float] = []
-    end = time.perf_counter() + seconds
+    end = time.perf_counter() + 0.1
     while time.perf_counter() < end or len(times) < 3:
         began = time.perf_counter()
         work()

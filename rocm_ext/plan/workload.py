@@ -141,7 +141,7 @@ def describe(
         mixture: data sets of the rows.
     """
     per_row = []
-    sums = []  # of each row: tokens, labels, sequences, shared tokens
+    sums = []  # a row's tokens, labels, sequences and shared tokens
     for tokens, lengths, (labels, _) in zip(
         rows.tokens, rows.lengths, label_counts(rows), strict=True
     ):
