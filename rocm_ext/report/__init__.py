@@ -155,7 +155,7 @@ def content(runs: Sequence[RunFolder]) -> dict[str, object]:
     settings = [run.settings() for run in runs]
     differences = []
     for key in sorted(differing):
-        values = [of_run.get(key) for of_run in settings]
+        values = [configured.get(key) for configured in settings]
         differences.append([key, *values])
     sections = [section for section in _sections(runs) if section.charts]
     problems: list[str] = []

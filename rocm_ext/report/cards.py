@@ -172,7 +172,10 @@ def _sampled(run: RunFolder) -> Iterator[tuple[str, str]]:
     if np.isfinite(steps["reward"]).any():
         yield "Reward", _trend(steps["reward"])
     yield "Held-out pass@1", _passes(run)
-    trained = {step: scores.passed[0] for step, scores in run.evaluations.items() if step}
+    trained = {}
+    for step, scores in run.evaluations.items():
+        if step:
+            trained[step] = scores.passed[0]
     if trained:
         best = max(trained, key=trained.__getitem__)  # the first of equals
         if best != max(trained):

@@ -26,9 +26,8 @@ Table = list[list[str]]  # cells, by row
 _COLOURS, _DASHES = 5, ("solid", "dash", "dot")
 _POINTS = 1000  # most points of a curve, about as many as a chart has columns of pixels
 _BARS = 40  # most bars of a chart
-_KEPT = (
-    "\n\t\u200c\u200d"  # invisible characters that stay: many scripts, and emoji, need the joiners
-)
+# invisible characters that stay: many scripts, and emoji, need the joiners
+_KEPT = "\n\t\u200c\u200d"
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 _PREFIXES = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k"}
 _HUGE = 1e100  # larger values count as this, so that no arithmetic overflows
@@ -203,7 +202,8 @@ def _trace(line: Line, finite: np.ndarray) -> Json:
 def _crosses(line: Line, finite: np.ndarray) -> Json:
     """Marks of a line's values that are not finite, as a trace of plotly; of many, only some."""
     lost = line.x[~finite]
-    some = np.linspace(0, len(lost) - 1, min(len(lost), 40))
+    count = min(len(lost), 40)
+    some = np.linspace(0, len(lost) - 1, count)
     x = lost[some.astype(int)]
     bottom = line.y[finite].min() if finite.any() else 0.0
     return {

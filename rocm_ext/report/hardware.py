@@ -14,11 +14,8 @@ from rocm_ext.runs.tails import Record
 
 _COUNTERS = (  # title, unit, keys whose values are added; of the host unless the title says GPU
     ("GPU load", "%", ("busy",)),
-    (
-        "GPU memory",
-        "bytes",
-        ("vram_used", "gtt_used"),
-    ),  # the GPU's memory, and the host's that it uses
+    # the GPU's memory, and the host's that it uses
+    ("GPU memory", "bytes", ("vram_used", "gtt_used")),
     ("GPU power", "W", ("power",)),
     ("GPU temperature", "°C", ("temperature",)),
     ("GPU clock", "MHz", ("clock",)),

@@ -37,9 +37,8 @@ _PATTERNS = ("*.json*", "config.yaml", "adapter", "cycle_*/*.json*")  # files th
 _Files = dict[Path, tuple[int, int, int]]  # inode, size, and time in nanoseconds
 _CONTENT = "<main>"  # the beginning of the page's content
 _GZIP = 31  # zlib's number for the format gzip
-_LOOPBACK = re.compile(
-    r"(127\.0\.0\.1|localhost|\[::1\])(:[^:]*)?"
-)  # as a browser names the server
+# the names that a browser may have for the server
+_LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[^:]*)?")
 _HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Content-Encoding": "gzip",
@@ -49,14 +48,10 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
 }
 _MINUTES = 15  # minutes of counters on the page
-_SHARE, _LONGEST = (
-    0.1,
-    20.0,
-)  # most of a core's time that drawing takes; most seconds without drawing
-_QUIET, _LEAST = (
-    120.0,
-    30.0,
-)  # least seconds without a new line after which a run counts as silent, see _patience
+_SHARE = 0.1  # most of a core's time that drawing takes
+_LONGEST = 20.0  # most seconds without drawing
+# least seconds without a new line after which a run counts as silent, see _patience
+_QUIET, _LEAST = 120.0, 30.0
 _RECORDED = 600.0  # seconds after its last reading in which a run still counts as recording
 
 

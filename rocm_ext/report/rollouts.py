@@ -19,13 +19,9 @@ from rocm_ext.runs.folder import HeldOut, RunFolder, held_out
 from rocm_ext.runs.records import MOST, number
 from rocm_ext.runs.tails import Record
 
-VERDICTS = {
-    "CORRECT": "v0",
-    "WRONG": "v1",
-    "UNPARSED": "v2",
-    "TIMEOUT": "v3",
-    "ERROR": "v4",
-}  # their colours
+# colours of verdicts
+VERDICTS = {"CORRECT": "v0", "WRONG": "v1", "UNPARSED": "v2", "TIMEOUT": "v3", "ERROR": "v4"}
+# colours of the filter's rules
 _RULES = {
     "kept": "v0",
     "over cap": "r3",
@@ -33,8 +29,11 @@ _RULES = {
     "duplicate": "r1",
     "truncated": "v2",
     "empty": "v2",
+    "not correct": "v3",
+    "below threshold": "v1",
+    "without reward": "v4",
+    "not kept": "v2",
 }
-_RULES |= {"not correct": "v3", "below threshold": "v1", "without reward": "v4", "not kept": "v2"}
 _TIMES = {"sampling": "sample_seconds", "waiting": "wait_seconds", "training": "train_seconds"}
 _TIME_COLOURS = {"sampling": "c0", "waiting": "r2", "training": "c1", "other": "v2"}
 _EVALUATIONS, _ROWS = 60, 40  # most evaluations of a chart, most rows of a table
@@ -57,10 +56,11 @@ def score_charts(runs: Sequence[RunFolder], *families: str) -> list[Chart]:
         steps = np.array([evaluation.number for evaluation in evaluations], np.float64)
         answers = np.array([evaluation.answers for evaluation in evaluations], np.float64)
         shares = np.array([evaluation.scores.passed for evaluation in evaluations])
-        passed, *ends = 100 * shares.T
+        percent = 100 * shares.T  # [3, n] scores, and the ends of their intervals
+        passed, ends = percent[0], percent[1:]
         by_answers.append(Line(run.name, answers, passed, index))
         if run.family in families:
-            greedy.append(Line(run.name, steps, passed, index, ends=np.array(ends)))
+            greedy.append(Line(run.name, steps, passed, index, ends=ends))
             drawn += _drawn_lines(run, evaluations, index, several)
     charts = []
     if greedy:
@@ -90,11 +90,12 @@ def _drawn_lines(
             points[k].append((evaluation.number, *share))
     lines = []
     for i, k in enumerate(sorted(points)):
-        steps, *shares = np.array(points[k], np.float64).T
-        passed, *ends = 100 * np.array(shares)
+        columns = np.array(points[k], np.float64).T  # [4, n] steps, scores, and the intervals' ends
+        steps, percent = columns[0], 100 * columns[1:]
         label = f"{run.name}, pass@{k}" if several else f"pass@{k}"
         colour, dash = colour_and_dash(index, i, several)
-        lines.append(Line(label, steps, passed, colour, dash, ends=np.array(ends)))
+        line = Line(label, steps, percent[0], colour, dash, ends=percent[1:])
+        lines.append(line)
     return lines
 
 

@@ -24,9 +24,8 @@ _KINDS = ("unequal rewards", "all wrong", "all right", "with an ERROR", "cut off
 _PER_GROUP = 8  # most answers that are shown
 _PROMPTS = "rocm_ext.data.prompt_dataset"
 _Verified = tuple[Record, Judged]  # an answer's record and its verdict
-_Asked = tuple[
-    Sequence[Record], Sequence[Record]
-]  # the messages of a prompt, and the tools of its row
+# the messages of a prompt, and the tools of its row
+_Asked = tuple[Sequence[Record], Sequence[Record]]
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,8 @@ def _of_step(run: RunFolder, step: int) -> list[Group]:
         positions[key] = position
         cut[prompt] = cut.get(prompt, False) or record.get("finish_reason") == "length"
     free = [prompt for prompt in rows if prompt in cut]
-    free.sort(
-        key=lambda prompt: _hash(prompt, step)
-    )  # an order by chance, but equal in every report
+    # an order by chance, but equal in every report
+    free.sort(key=lambda prompt: _hash(prompt, step))
     groups = []
     for kind in _KINDS:
         fits = [_fit(kind, verdicts, rows[prompt], cut[prompt]) for prompt in free]

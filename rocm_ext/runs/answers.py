@@ -19,12 +19,11 @@ from rocm_ext.base.files import json_object
 from rocm_ext.runs.records import GREEDY, MOST_STEPS, Judged, SampleKey, number
 from rocm_ext.runs.tails import JsonLines, Record, Tails
 
-_BEGINNING = re.compile(
-    rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", '
-)  # as the recipe begins a line
+# the recipe begins a line like this
+_BEGINNING = re.compile(rb'\{"step": (\d{1,9}), "phase": "(sample|eval)", ')
 _FILE_BITS = 48  # low bits of a position: the offset in its file
 _Scope = tuple[int, str]  # step, and ``sample`` or ``eval``
-_NOWHERE: _Scope = (-1, "")  # for lines without them
+_NOWHERE: _Scope = (-1, "")  # the scope of a line that names none
 
 
 class _Positions(JsonLines, dict[_Scope, "array[int]"]):
@@ -173,15 +172,15 @@ class Verdicts:
         order = np.lexsort(keys[::-1])  # stable: the lines of an answer stay in their order
         next_differs = np.diff(keys[:, order]).any(axis=0)
         last = np.append(next_differs, True)[: len(order)]
-        rows = order[last]
-        held_out, step, prompt, sample, kind, reward, position = columns
-        self.held_out = held_out[rows]
-        self.step = step[rows]
-        self.prompt = prompt[rows]
-        self.sample = sample[rows]
-        self.kind = kind[rows]
-        self.reward = reward[rows]
-        self.position = position[rows]
+        (
+            self.held_out,
+            self.step,
+            self.prompt,
+            self.sample,
+            self.kind,
+            self.reward,
+            self.position,
+        ) = (column[order[last]] for column in columns)
         self.prompts = list(prompts)
         self.kinds = list(kinds)
 
@@ -255,14 +254,14 @@ def _phase(held_out: bool) -> str:
 def _scope(record: Record) -> _Scope:
     step = record.get("step")
     phase = record.get("phase")
-    if phase not in ("sample", "eval") or type(step) is not int or not 0 <= step < MOST_STEPS:
-        return _NOWHERE
-    return step, str(phase)
+    if type(step) is int and 0 <= step < MOST_STEPS and phase in ("sample", "eval"):
+        return step, str(phase)
+    return _NOWHERE
 
 
 def _key(record: Record) -> SampleKey | None:
     prompt = record.get("prompt_id")
     sample = record.get("sample")
-    if not isinstance(prompt, str) or type(sample) is not int or not -1 <= sample < MOST_STEPS:
-        return None
-    return prompt, sample
+    if isinstance(prompt, str) and type(sample) is int and GREEDY <= sample < MOST_STEPS:
+        return prompt, sample
+    return None

@@ -261,7 +261,7 @@ def _speed(a: RunFolder, b: RunFolder) -> tuple[Interval, dict[str, Pair]]:
     else:
         kind = "tokens/s"
         fast_a, fast_b = common["tokens_per_second"]
-    # without the first steps, which do not show the speed
+    # the first steps do not show the speed
     fast_a, fast_b = fast_a[first:], fast_b[first:]
     seconds_a, seconds_b = seconds_a[first:], seconds_b[first:]
     finite = np.isfinite(fast_a) & np.isfinite(fast_b)
@@ -514,6 +514,7 @@ def _by_scores(compared: Comparison, a: RunFolder, b: RunFolder, tolerance: floa
             f"the held-out answers were sampled with different {', '.join(limits)}"
         )
     right_a, right_b = scored_a.greedy(), scored_b.greedy()
+    prompts = scored_a.scores.prompts, scored_b.scores.prompts
     judges = [key for key in _named(settings, _JUDGED_BY) if not key.endswith(_PATHS)]
     sizes = _named(settings, _ROLLOUT_SIZE) if a.family in BY_STEP else []
     obstacle = ""
@@ -521,7 +522,7 @@ def _by_scores(compared: Comparison, a: RunFolder, b: RunFolder, tolerance: floa
         obstacle = f"they were asked or judged differently (different {', '.join(judges)})"
     elif sizes:
         obstacle = f"their steps have different numbers of answers (different {', '.join(sizes)})"
-    elif (len(right_a), len(right_b)) != (scored_a.scores.prompts, scored_b.scores.prompts):
+    elif (len(right_a), len(right_b)) != prompts:
         obstacle = "verdicts.jsonl lacks verdicts"
     elif right_a.keys() != right_b.keys():
         obstacle = "they are of different prompts"
@@ -547,5 +548,5 @@ def _by_scores(compared: Comparison, a: RunFolder, b: RunFolder, tolerance: floa
         room = tolerance + gain.value
         if room > 0.001:
             half = (gain.high - gain.low) / 2
-            prompts = math.ceil(len(right_a) * (half / room) ** 2)
-            compared.text += f": about {prompts:,} prompts are needed"
+            needed = math.ceil(len(right_a) * (half / room) ** 2)
+            compared.text += f": about {needed:,} prompts are needed"

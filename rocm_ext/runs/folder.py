@@ -183,9 +183,8 @@ class RunFolder:
         theirs = other._comparable_settings()
         differing = {}
         for key in sorted(mine.keys() | theirs.keys()):
-            values = mine.get(key), theirs.get(key)
-            if values[0] != values[1]:
-                differing[key] = values
+            if mine.get(key) != theirs.get(key):
+                differing[key] = mine.get(key), theirs.get(key)
         return differing
 
     def _comparable_settings(self) -> dict[str, object]:

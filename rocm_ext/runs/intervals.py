@@ -58,13 +58,14 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> Interval:
     size = len(difference) // BATCHES
     if not size:
         return Interval(value)
-    newest = difference[len(difference) - size * BATCHES :]
+    newest = difference[-size * BATCHES :]
     means = newest.reshape(BATCHES, size).mean(axis=1)
     off = means - means.mean()
     r = 0.0
     if off.any():
         bias = -1 / BATCHES
-        r = float(off[1:] @ off[:-1] / (off @ off)) - bias
+        covariance = off[1:] @ off[:-1]
+        r = float(covariance / (off @ off)) - bias
     r = min(max(r, 0.0), 0.9)
     widening = math.sqrt((1 + r) / (1 - r))
     half = _half_width(means) * widening / base
@@ -85,11 +86,15 @@ def ratio_of_medians(a: np.ndarray, b: np.ndarray) -> Interval:
     value = float(np.median(b) / np.median(a))
     if len(a) < BATCHES or min(a.min(), b.min()) <= 0:
         return Interval(value)
-    medians_a = np.array([np.median(stretch) for stretch in np.array_split(a, BATCHES)])
-    medians_b = np.array([np.median(stretch) for stretch in np.array_split(b, BATCHES)])
-    half = _half_width(np.log(medians_b / medians_a))
+    half = _half_width(np.log(_medians(b) / _medians(a)))
     spread = float(np.exp(half))
     return Interval(value, value / spread, value * spread)
+
+
+def _medians(values: np.ndarray) -> np.ndarray:
+    """[8] medians of consecutive stretches."""
+    stretches = np.array_split(values, BATCHES)
+    return np.array([np.median(stretch) for stretch in stretches])
 
 
 def gained_and_lost(before: Mapping[Any, bool], after: Mapping[Any, bool]) -> tuple[int, int]:

@@ -55,7 +55,9 @@ def read_answers(run: RunFolder, last: int | None = None) -> tuple[list[Answer],
     if last:
         steps = steps[-last:]
     for step in steps.tolist():
-        names = {verdicts.key(row): verdicts.name(row) for row in verdicts.rows(step)}
+        names = {}
+        for row in verdicts.rows(step):
+            names[verdicts.key(row)] = verdicts.name(row)
         for key, _, record in run.answers.answers(step):
             verdict = names.pop(key, None)
             tokens = record.get("tokens")
@@ -102,16 +104,17 @@ def choose_pairs(
         return abs(right.tokens - wrong.tokens), _drawn(seed, *pair)
 
     pairs: list[tuple[Answer, Answer]] = []
-    for of_prompt in by_prompt.values():
-        right = [answer for answer in of_prompt if answer.right]
-        wrong = [answer for answer in of_prompt if not answer.right]
+    for group in by_prompt.values():
+        right = [answer for answer in group if answer.right]
+        wrong = [answer for answer in group if not answer.right]
         paired: set[Answer] = set()
         for pair in sorted(product(right, wrong), key=closeness):
             if len(paired) < 2 * per_prompt and paired.isdisjoint(pair):
                 pairs.append(pair)
                 paired.update(pair)
     if limit is not None and len(pairs) > limit:
-        kept = set(sorted(pairs, key=lambda pair: _drawn(seed, *pair))[:limit])
+        by_chance = sorted(pairs, key=lambda pair: _drawn(seed, *pair))
+        kept = set(by_chance[:limit])
         pairs = [pair for pair in pairs if pair in kept]
     return pairs
 

@@ -171,7 +171,9 @@ def _cycle_progress(values: LatestValues, updates: Path) -> LatestValues:
     verdicts = _last_lines(out / "verdicts.jsonl")
     newest = verdicts[-1] if verdicts else {}
     names = {"step": "cycle", "steps": "cycles"}
-    named: LatestValues = {names.get(key, key): value for key, value in values.items()}
+    named: LatestValues = {}
+    for key, value in values.items():
+        named[names.get(key, key)] = value
     cycles = [named.get("cycle"), trained, newest.get("step")]
     cycle = int(max(filter(_is_number, cycles)))
     named["cycle"] = cycle

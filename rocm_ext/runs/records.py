@@ -29,7 +29,7 @@ class Columns:
 
     def __init__(self, lines: Iterable[Record] = ()) -> None:
         self.lines = list(lines)
-        self._steps: list[float] = []  # of the lines that were put
+        self._steps: list[float] = []  # steps of the lines that were put
         self._read: dict[str, array[float]] = {}
 
     def __len__(self) -> int:
@@ -38,7 +38,8 @@ class Columns:
     def __getitem__(self, key: str) -> np.ndarray:
         """[n] float64; NaN where a line has no number."""
         column = self._read.setdefault(key, array("d"))
-        column.extend(number(line.get(key)) for line in self.lines[len(column) :])
+        unread = self.lines[len(column) :]
+        column.extend(number(line.get(key)) for line in unread)
         return np.array(column)
 
     def has(self, key: str) -> np.ndarray:
@@ -99,9 +100,8 @@ class SampledLines(MetricLines):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sampling: dict[
-            float, Record
-        ] = {}  # an earlier version's lines about sampling, by cycle
+        # an earlier version's lines about sampling, by cycle
+        self._sampling: dict[float, Record] = {}
 
     def take(self, record: Record, position: int) -> None:
         """Take a line."""

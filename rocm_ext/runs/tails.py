@@ -12,9 +12,8 @@ from typing import Any, BinaryIO, Generic, TypeVar
 
 from rocm_ext.base.files import json_object
 
-Record = Mapping[
-    str, object
-]  # a line of a run's file as it was read: any value may be missing or damaged
+# a line of a run's file as it was read: any value may be missing or damaged
+Record = Mapping[str, object]
 _Reader = Callable[[Path, list[str]], Any]
 _Sign = tuple[int, ...]  # device, inode, size, and time of the last change
 _CHECKED = 256  # bytes before the new lines; they differ if the file was rewritten
