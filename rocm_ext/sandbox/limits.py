@@ -64,12 +64,10 @@ class Limits:
 
     def prlimit(self) -> list[str]:
         """The command prefix that sets all limits but the number of processes."""
-        limits = self.resources(processes=False)
-        return [
-            tool("prlimit"),
-            *(f"--{name.lower()}={soft}:{hard}" for name, (soft, hard) in limits.items()),
-            "--",
-        ]
+        command = [tool("prlimit")]
+        for name, (soft, hard) in self.resources(processes=False).items():
+            command.append(f"--{name.lower()}={soft}:{hard}")
+        return [*command, "--"]
 
     def impose(self, pid: int, processes: bool) -> None:
         """Set the limits of process ``pid``, which it and its children cannot raise.

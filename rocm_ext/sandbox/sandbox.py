@@ -99,10 +99,10 @@ class Sandbox:
         home = Path.home().resolve()
         for folder in readable:
             if home.is_relative_to(Path(folder).resolve()):
-                hidden = (
-                    f"the program needs {folder}, which holds your home; the sandbox hides that"
+                raise UserError(
+                    f"the program needs {folder}, which holds your home; the sandbox hides that, so install the "
+                    "program elsewhere"
                 )
-                raise UserError(f"{hidden}, so install the program elsewhere")
         self.kind = kind
         self.readable = tuple(dict.fromkeys(readable))
 
@@ -116,10 +116,8 @@ class Sandbox:
             tool("prlimit")
         outcome = self.run(["/bin/echo", "ok"], limits=Limits(seconds=20))
         if outcome.stdout != b"ok\n":
-            why = (
-                " ".join(outcome.stderr.decode("utf-8", "replace").split())
-                or f"exit status {outcome.returncode}"
-            )
+            said = outcome.stderr.decode("utf-8", "replace").split()
+            why = " ".join(said) or f"exit status {outcome.returncode}"
             raise UserError(f"the sandbox does not work here: {why}{bubblewrap.advice()}")
 
     def start(
@@ -142,9 +140,13 @@ class Sandbox:
             pass_fds: descriptors that the program inherits under the same numbers.
         """
         limits = limits or Limits()
-        argv = [os.path.normpath(argv[0]), *argv[1:]]  # of /a/../usr/bin/x the sandbox has no /a
-        data = {name: text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-                for name, text in (files or {}).items()}  # fmt: skip
+        # the sandbox has no /a, so it does not find /a/../usr/bin/x
+        argv = [os.path.normpath(argv[0]), *argv[1:]]
+        data = {}
+        for name, content in (files or {}).items():
+            if isinstance(content, str):
+                content = content.encode("utf-8", "surrogatepass")
+            data[name] = content
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             fds = list(pass_fds)
             path = status = None
@@ -160,7 +162,8 @@ class Sandbox:
                 for fd in opened:
                     theirs.callback(os.close, fd)
                 fds += [*opened, writer, blocked]
-                command += [] if USER in argv else bubblewrap.as_user(uid)
+                if USER not in argv:
+                    command += bubblewrap.as_user(uid)
                 command += [arg.replace(BOX, "/box") for arg in argv]
                 user = "" if uid is None else str(uid)
                 path, _ = bubblewrap.bwrap()
@@ -317,7 +320,6 @@ def interpreter(executable: str) -> Interpreter:
     except (OSError, subprocess.SubprocessError) as error:
         raise UserError(f"python {executable!r} does not run: {error}") from error
     folders, packages, path = result.stdout.split("\1")
-    needed = [
-        folder for folder in dict.fromkeys(folders.split("\0")) if folder not in ("/usr", "/")
-    ]
-    return Interpreter(tuple(needed), tuple(packages.split("\0")), path)
+    different = dict.fromkeys(folders.split("\0"))
+    needed = tuple(folder for folder in different if folder not in ("/usr", "/"))
+    return Interpreter(needed, tuple(packages.split("\0")), path)

@@ -44,14 +44,8 @@ SETSOCKOPT, SOL_SOCKET, SO_SNDBUF, SO_RCVBUF = (54, 208), 1, 7, 8
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF opcodes
 # offsets in struct seccomp_data on a little-endian machine
-NUMBER, ARCH, FIRST_ARGUMENT, SECOND_ARGUMENT, THIRD_ARGUMENT, FOURTH_ARGUMENT = (
-    0,
-    4,
-    16,
-    24,
-    32,
-    40,
-)
+NUMBER, ARCH = 0, 4
+FIRST_ARGUMENT, SECOND_ARGUMENT, THIRD_ARGUMENT, FOURTH_ARGUMENT = 16, 24, 32, 40
 
 
 @dataclass(frozen=True)
@@ -101,11 +95,13 @@ def program(machine: str | None = None) -> bytes | None:
         body += [op(AT_LEAST, abi.foreign, false=1), op(RETURN, KILL)]
     count = len(ALLOWED_NEW)
     body.append(op(AT_LEAST, NEW, false=count + 1))
-    body += [op(EQUAL, number, true=count - i) for i, number in enumerate(ALLOWED_NEW)]
+    for i, number in enumerate(ALLOWED_NEW):
+        body.append(op(EQUAL, number, true=count - i))
     body.append(op(RETURN, ERRNO | ENOSYS))
     for error, calls in REFUSED.items():
         for numbers in calls.values():
-            body += [op(EQUAL, numbers[column], false=1), op(RETURN, ERRNO | error)]
+            body.append(op(EQUAL, numbers[column], false=1))
+            body.append(op(RETURN, ERRNO | error))
     allowed = []
     for family in FAMILIES:
         allowed += [op(EQUAL, family, false=1), op(RETURN, ALLOW)]
@@ -135,9 +131,11 @@ def program(machine: str | None = None) -> bytes | None:
         (MMAP, FOURTH_ARGUMENT, (SHARED, ANONYMOUS)),
         (CLONE, FIRST_ARGUMENT, (NEWUSER,)),
     ):
-        body += [op(EQUAL, numbers[column], false=len(flags) + 3), op(LOAD, argument)]
+        count = len(flags)
+        body.append(op(EQUAL, numbers[column], false=count + 3))
+        body.append(op(LOAD, argument))
         for i, flag in enumerate(flags):
-            body.append(op(ANY_BIT, flag, false=len(flags) - i))
+            body.append(op(ANY_BIT, flag, false=count - i))
         body += [op(RETURN, ERRNO | EPERM), op(RETURN, ALLOW)]
     body.append(op(RETURN, ALLOW))
     return b"".join(body)
