@@ -46,10 +46,10 @@ from rocm_ext.train.lifecycle import Runtime
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.trainer import Trainer
 
-_TOKENS = {"cuda": 4096, "cpu": 512}  # of a matrix product
+_TOKENS = {"cuda": 4096, "cpu": 512}  # tokens of a matrix product
 _COPIED = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}  # bytes, well above the caches
 _PROMPT = 64  # tokens of the prompts that are decoded from
-_WARM_UP, _STEPS = 8, 40  # of decoding; the first steps also prefill, and capture graphs
+_WARM_UP, _STEPS = 8, 40  # decoding steps; the first ones also prefill, and capture graphs
 _LONGEST = 2048  # tokens of a training row, unless the config says less
 _CHECKPOINTED = "_checkpoint_wrapped_module"  # attribute of torch's wrapper of a layer
 
@@ -172,13 +172,15 @@ def gemm(bench: Bench, values: Values) -> ProbeResult:
     wide, width = mlp.w1.weight.shape
     tokens = _TOKENS[bench.device.type]
     dtype = numerics.DTYPES[values["dtype"]]
-    bench.require((tokens * (wide + width) + wide * width) * dtype.itemsize * 2)
+    elements = tokens * width + width * wide + tokens * wide
+    bench.require(2 * elements * dtype.itemsize)
     weight = torch.randn(wide, width, device=bench.device).to(dtype)
     if values["direction"] == "forward":
         weight = weight.T
     x = torch.randn(tokens, len(weight), device=bench.device).to(dtype)
     times = bench.timed(lambda: x @ weight)
-    return {**rate(times, 2 * tokens * wide * width, "FLOP"), "shape": [tokens, width, wide]}
+    flops = 2 * tokens * width * wide
+    return {**rate(times, flops, "FLOP"), "shape": [tokens, width, wide]}
 
 
 def bandwidth(bench: Bench, values: Values) -> ProbeResult:
@@ -204,9 +206,10 @@ def loader(bench: Bench, values: Values) -> ProbeResult:
     """Tokens per second that the loader packs into micro-batches, from rows of all lengths."""
     longest = longest_row(bench.cfg)
     steps, rows_of_step = 50, 16
-    rows = random_rows(rows_of_step * steps, longest // 8, longest, 256)
+    count = steps * rows_of_step
+    rows = random_rows(count, longest // 8, longest, 256)
     layout = Layout(0, 1, 4 * longest, packed=True, pad_id=0)
-    order = [range(rows_of_step * step, rows_of_step * (step + 1)) for step in range(steps)]
+    order = [range(first, first + rows_of_step) for first in range(0, count, rows_of_step)]
     loads = StepLoader(rows, order, layout, values["num_workers"], bench.cfg.pin_memory)
 
     def load_all() -> None:
@@ -240,7 +243,7 @@ def decoding(bench: Bench, values: Values) -> ProbeResult:
     requests = []
     for i in range(slots):
         prompt = tuple((i * 7 + j) % vocabulary for j in range(_PROMPT))
-        requests.append(Request(str(i), 0, i, prompt, ()))
+        requests.append(Request(str(i), sample=0, seed=i, tokens=prompt))
     endless = SimpleNamespace(stop_tokens=[-1], decode=lambda ids, **_: "")
     graphs = bench.device.type == "cuda"
     with sampler_of(decoder) as sampler:
@@ -262,7 +265,7 @@ class RandomWeights(Mapping[str, Tensor]):
     def __init__(self, decoder: Decoder, device: torch.device) -> None:
         self._device = device
         self._quantizes = decoder.quantizes
-        self._shapes: dict[str, Tensor] = {}  # by the names in checkpoints
+        self._shapes: dict[str, Tensor] = {}  # keys are the names in checkpoints
         for name, parameter in decoder.named_parameters():
             if not parameter.requires_grad:
                 self._shapes[plain(name)] = parameter

@@ -17,7 +17,7 @@ from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import ATTENTION, Lock
 
 PROBES = ("gemm", "bandwidth", "loader", "decoding", "training")  # in the order of the table
-COPIES = {  # by name: from where to where
+COPIES = {  # name: from where to where
     "device copy": ("device", "device"),
     "to the GPU": ("host", "device"),
     "to the GPU, page-locked": ("pinned", "device"),
@@ -182,7 +182,8 @@ class Sweep:
         """The largest number of measurements."""
         if not self._rows:
             return len(self._device)
-        return len(self._device) + len(self._rows) + sum(map(len, self._values.values()))
+        steps = len(self._rows) + sum(map(len, self._values.values()))
+        return len(self._device) + steps
 
     def run(self, measure: Callable[[Item], Measurement]) -> list[Winner]:
         """Measure all items, each key of the config around the best values so far.
@@ -240,7 +241,8 @@ class Sweep:
             skip = ""
             if lock and value not in (lock.value, *lock.also):
                 skip = f"locked here: {lock.reason} (--risky measures it)"
-            items.append(Item("training", {**best.item.values, key: value}, skip=skip))
+            changed = {**best.item.values, key: value}
+            items.append(Item("training", changed, skip=skip))
         return items
 
 
