@@ -24,10 +24,8 @@ from rocm_ext.model.weights.gguf_files import refuse_merging
 from rocm_ext.model.weights.llama_cpp import GgufNames, Layout, Part, add_keys, library, read_layout
 
 TYPES = ("f16", "bf16", "q8_0", "f32")
-_ALWAYS_F32 = (
-    "ffn_gate_inp",
-    "ssm_conv1d",
-)  # llama.cpp takes these, and all tensors but weights, only in fp32
+# llama.cpp takes these, and all tensors but weights, only in fp32
+_ALWAYS_F32 = ("ffn_gate_inp", "ssm_conv1d")
 _BLOCK = 32  # values of a q8_0 block
 _FLUSH = 2**28  # bytes of a file that the system may cache while it is written
 _LARGEST = torch.finfo(torch.float16).max
@@ -123,7 +121,7 @@ def _entries(
 
     def values(name: str, part: Part) -> Tensor:
         if name not in held:
-            held.clear()  # before the next is read, because a weight may have gigabytes
+            held.clear()  # a weight may have gigabytes, so the old one goes before the next is read
             held[name] = read(name)
         return part.of(held[name])
 
@@ -131,12 +129,9 @@ def _entries(
         for part in layout.parts(name):
             theirs = names.name(part.name)
             shape = list(part.of(stored).shape)
+            is_weight = len(shape) >= 2 and theirs.endswith(".weight")
             stored_as = kind
-            if (
-                len(shape) < 2
-                or not theirs.endswith(".weight")
-                or any(end in theirs for end in _ALWAYS_F32)
-            ):
+            if not is_weight or any(piece in theirs for piece in _ALWAYS_F32):
                 stored_as = "f32"
             elif kind == "q8_0" and shape[-1] % _BLOCK:
                 stored_as = "f16"
@@ -156,9 +151,9 @@ def write_adapter(source: Source, out: Path) -> None:
         raise UserError(f"{source.base} has no adapter")
     layout = read_layout(source.base)
     names = GgufNames(layout)
-    merged = MergedWeights(
-        source.decoder(), base_tensors(source.cfg.checkpointer)[2], source.adapter
-    )
+    decoder = source.decoder()
+    _, _, state = base_tensors(source.cfg.checkpointer)
+    merged = MergedWeights(decoder, state, source.adapter)
     merged.check(source.base)
     config = merged.config
     if config.dora:
@@ -223,10 +218,10 @@ def _write(path: Path, writer: Any, entries: Sequence[Entry]) -> None:
     gguf = library()
     for entry in entries:
         kind = gguf.GGMLQuantizationType[entry.kind.upper()]
-        row = gguf.quant_shape_to_byte_shape(entry.shape, kind)
-        writer.add_tensor_info(
-            entry.name, entry.shape, np.dtype(np.float32), int(np.prod(row)), raw_dtype=kind
-        )
+        shape_in_bytes = gguf.quant_shape_to_byte_shape(entry.shape, kind)
+        size = int(np.prod(shape_in_bytes))
+        dtype = np.dtype(np.float32)
+        writer.add_tensor_info(entry.name, entry.shape, dtype, size, raw_dtype=kind)
     progress = Progress(len(entries), 0, enabled=True, unit="tensor", brief=True)
     with replace_file(path) as aside:
         try:
@@ -242,7 +237,7 @@ def _write(path: Path, writer: Any, entries: Sequence[Entry]) -> None:
                     error.errno = error.errno or ENOSPC  # numpy's error for a short write has none
                     raise
                 waiting += values.nbytes
-                del values  # before the next is read
+                del values  # frees them before the next is read
                 if waiting > _FLUSH:
                     writer.flush()
                     flush(aside)

@@ -129,9 +129,8 @@ def _run_of(adapter: Path) -> RunFolder | None:
 
 def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: bool) -> Source:
     files_of(adapter, OF_ADAPTER)
-    peft, _ = read_peft(adapter)  # before a model of its rank is built
+    peft, _ = read_peft(adapter)  # its checks come before a model of its rank is built
     content = _of_folder(str(base or peft.base_model), peft)
-    sizes = {key: content["model"][key] for key in ("lora_rank", "lora_alpha", "use_dora")}
     if run is not None and {"model", "checkpointer"} <= run.config.keys():
         theirs = seen_from_here(run.config, run.path)
         if not trusted:
@@ -139,21 +138,23 @@ def _adapted(adapter: Path, run: RunFolder | None, base: Path | None, trusted: b
             config.check_from_folder(
                 {key: run.config.get(key) for key in read}, run.path / _RUN_CONFIG
             )
-        content |= {
-            key: run.config[key]
-            for key in ("chat_template_args", "chat_template_date")
-            if key in run.config
-        }
-        content["model"] = dict(theirs["model"])
-        content["model"] |= {key: size for key, size in sizes.items() if key in content["model"]}
+        for key in ("chat_template_args", "chat_template_date"):
+            if key in run.config:
+                content[key] = run.config[key]
+        model = dict(theirs["model"])
+        for key in ("lora_rank", "lora_alpha", "use_dora"):
+            if key in model:
+                model[key] = content["model"][key]
+        content["model"] = model
         if base is None:
             content["checkpointer"] = theirs["checkpointer"]
-        elif "checkpoint_dir" in content["model"]:
-            content["model"]["checkpoint_dir"] = str(base)
+        elif "checkpoint_dir" in model:
+            model["checkpoint_dir"] = str(base)
     cfg = OmegaConf.create(content)
     if not cfg.checkpointer.checkpoint_dir:
         raise UserError(f"{adapter} does not name its base model; set --base-model")
-    if peft.base_model.endswith(SUFFIX) and not Path(cfg.checkpointer.checkpoint_dir).exists():
+    is_gguf = peft.base_model.endswith(SUFFIX)
+    if is_gguf and not Path(cfg.checkpointer.checkpoint_dir).exists():
         # its folder has left the cache
         cfg.checkpointer.checkpoint_dir = cfg.model.checkpoint_dir = peft.base_model
     use_downloaded(cfg, _HERE)
@@ -180,10 +181,11 @@ def write_merged(source: Source, out: Path, card: Callable[[], str]) -> None:
     if source.adapter is None:
         raise UserError(f"{source.base} has no adapter to merge")
     refuse_merging(source.base, UNMERGED)
-    if out.exists() and (not out.name or not out.is_dir() or any(out.iterdir())):  # "." has no name
+    # the merged folder takes its place and its name, and "." has no name
+    replaceable = out.name and out.is_dir() and not any(out.iterdir())
+    if out.exists() and not replaceable:
         raise UserError(f"{out} exists; choose a new folder")
-    # before anything is written
-    text = card()
+    text = card()  # its errors come before anything is written
     stops = ids_in(source.base, EOS)
     more = []
     if stops:

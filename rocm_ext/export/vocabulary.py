@@ -50,7 +50,7 @@ def add_vocabulary(writer: Any, source: Source, layout: Layout) -> None:
     has_pieces = bool(model.get("byte_fallback"))  # SentencePiece's
     if has_pieces:
         begins_with_space = _begins_with_space(path, content)
-        merges_by_scores = layout.arch != "GEMMA4"  # in llama.cpp's Llama
+        merges_by_scores = layout.arch != "GEMMA4"  # llama.cpp's "llama" does
         writer.add_tokenizer_model("llama" if merges_by_scores else "gemma4")
         if merges_by_scores:
             writer.add_tokenizer_pre("default")
@@ -59,7 +59,9 @@ def add_vocabulary(writer: Any, source: Source, layout: Layout) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_splitting(path, content))
     tokens, types = _tokens(content, layout.vocabulary)
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    merges = []
+    for merge in model["merges"]:
+        merges.append(merge if isinstance(merge, str) else " ".join(merge))
     writer.add_token_list(tokens)
     if not merges_by_scores:
         writer.add_token_merges(merges)
@@ -81,15 +83,12 @@ def _splitting(path: Path, content: Json) -> str:
     normalizer = content.get("normalizer")
     nothing = {"type": "Sequence", "normalizers": []}
     if normalizer not in (None, {"type": "NFC"}, nothing):
-        _refuse(
-            path,
-            f"normalizer is {normalizer.get('type') if isinstance(normalizer, Mapping) else '?'}",
-        )
+        kind = normalizer.get("type") if isinstance(normalizer, Mapping) else "?"
+        _refuse(path, f"normalizer is {kind}")
     pre = content.get("pre_tokenizer") or {}
     name = pre_tokenizers.name_of(pre)
-    if name is None or (
-        content["model"].get("ignore_merges") and name not in pre_tokenizers.WHOLE_WORDS
-    ):
+    whole_words = content["model"].get("ignore_merges")
+    if name is None or (whole_words and name not in pre_tokenizers.WHOLE_WORDS):
         kinds = [step.get("type") for step in pre.get("pretokenizers", [pre])]
         _refuse(path, f"pre_tokenizer {' and '.join(map(str, kinds))} has unknown rules")
     return name
@@ -100,7 +99,7 @@ def _begins_with_space(path: Path, content: Json) -> bool:
     steps = content.get("normalizer") or {}
     steps = steps.get("normalizers", [steps] if steps else [])
     before = content.get("pre_tokenizer")
-    # where the normalizer has replaced all spaces, this splits nothing
+    # it splits nothing once the normalizer has replaced all spaces
     idle = {
         "type": "Split",
         "pattern": {"String": " "},
@@ -111,8 +110,10 @@ def _begins_with_space(path: Path, content: Json) -> bool:
     prepends = {"type": "Prepend", "prepend": _SPACE}
     if before in (None, idle) and steps in ([replaces], [prepends, replaces]):
         return len(steps) == 2
-    if not steps and before and before.get("type") == "Metaspace" and not before.get("split", True):
-        return before.get("prepend_scheme") != "never"
+    if before and not steps:
+        whole = not before.get("split", True)
+        if whole and before.get("type") == "Metaspace":
+            return before.get("prepend_scheme") != "never"
     _refuse(path, "its rules for spaces are unknown")
 
 
