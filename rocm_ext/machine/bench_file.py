@@ -54,9 +54,8 @@ class BenchFile:
                 settings["compile"] = content["settings"]["compile"]
                 if type(settings["compile"]) is int or settings["compile"] not in COMPILE:
                     raise ValueError(f"compile is {settings['compile']!r}")
-            return cls(
-                str(content["date"]), dict(content["machine"]), {"flops": flops, **others}, settings
-            )
+            figures = {"flops": flops, **others}
+            return cls(str(content["date"]), dict(content["machine"]), figures, settings)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"cannot read {path} as a file of `rocm-ext bench` ({one_line(error)}); measure again: rocm-ext bench"
@@ -102,7 +101,7 @@ def of_this_machine(machine: Machine) -> BenchFile | None:
         if path is None or not path.is_file():
             return None
         file = BenchFile.read(path)
-    except PermissionError:  # of the folder
+    except PermissionError:  # the folder is closed
         return None
     except UserError as error:
         log.warning("%s", error)

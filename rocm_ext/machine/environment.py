@@ -17,7 +17,7 @@ Environ = Mapping[str, str]
 # Three names of one setting: HIP builds of torch read all of them
 ALLOCATOR_VARIABLES = ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-_CONDITIONS = {  # of Variable.when
+_CONDITIONS = {  # keys are values of Variable.when
     "always": lambda profile, machine, environ: True,
     # a chip that borrows the profile would run kernels of another architecture
     "arch_missing": lambda profile, machine, environ: (
@@ -65,7 +65,7 @@ def check_environment(profile: Profile, machine: Machine, environ: Environ) -> l
 class Conflict:
     """Environment variables that are useless or harmful on this machine."""
 
-    variables: tuple[str, ...]  # to unset
+    variables: tuple[str, ...]  # those to unset
     setting: str  # the variables with their values
     why: str
     fatal: bool = False  # training would fail or compute wrong results

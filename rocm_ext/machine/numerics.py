@@ -20,7 +20,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # relative errors: well above rounding (2^-9, 2^-12, and fp32 computed as TF32), well below wrong results
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-3}
 _NATS = 5e-2  # error of a log-prob from fp32 logits: TF32 stays below, bf16 products do not
-SDPA_KERNELS = {  # by value of the key `attention`
+SDPA_KERNELS = {  # keys are values of the key `attention`
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
@@ -158,7 +158,7 @@ def canaries(
     if device.type != "cuda":
         return checks
     if compiled:
-        # without an error they wrote nothing, and their caches kept them (unsloth#11614)
+        # some wrote nothing without an error, and their caches kept them (unsloth#11614)
         fix = "set AMDGCN_USE_BUFFER_OPS=0, empty TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR, or set compile=False"
         checks.append(_check("compiled kernel", fix, _compiled, device))
     fix = "install torch 2.12 or newer"
@@ -271,8 +271,9 @@ def _check(
     except torch.OutOfMemoryError:  # says nothing about results
         raise
     except (RuntimeError, NotImplementedError) as error:
-        # such as "HIP error: invalid device function"
-        return Check(name, False, str(error).strip().split("\n")[0], fix)
+        # "HIP error: invalid device function" is one
+        first_line, _, _ = str(error).strip().partition("\n")
+        return Check(name, False, first_line, fix)
     return Check(name, ok, found, fix, fatal)
 
 
@@ -301,9 +302,9 @@ class _Canary:
         return error <= allowed, f"relative error {error:.1e}, {allowed:.0e} allowed"
 
     def copy(self) -> Outcome:
-        # 4 MiB: small copies do not go through the copy engines
         low, high = -(2**31), 2**31 - 1
-        sent = torch.randint(low, high, (2**20,), dtype=torch.int32, generator=self.rng)
+        shape = (2**20,)  # 4 MiB: small copies do not go through the copy engines
+        sent = torch.randint(low, high, shape, dtype=torch.int32, generator=self.rng)
         received = sent.to(self.device).clone().cpu()
         wrong = int((received != sent).sum())
         return (
@@ -346,10 +347,11 @@ class _Canary:
         weight = self.draw(64, 1, 4)
 
         def convolve(x_and_grad: Tensor, weight: Tensor) -> Tensor:
+            def causal(x: Tensor) -> Tensor:
+                return conv1d(pad(x, (3, 0)), weight, groups=64)
+
             x, grad = x_and_grad.unbind()
-            return _with_gradients(
-                lambda leaf: conv1d(pad(leaf, (3, 0)), weight, groups=64), [x], grad
-            )
+            return _with_gradients(causal, [x], grad)
 
         actual = convolve(x_and_grad.to(self.device), weight.to(self.device))
         expected = convolve(x_and_grad.float(), weight.float())
@@ -380,9 +382,10 @@ class _Canary:
         def compute(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
             leaves = [t.detach().requires_grad_() for t in inputs]
             out = function(*leaves)
-            grad = torch.randn(out.shape, generator=seeds.manual_seed(0)).to(out)
-            results = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-            return [t.float().cpu() for t in results]
+            seeds.manual_seed(0)
+            grad = torch.randn(out.shape, generator=seeds).to(out)
+            gradients = torch.autograd.grad(out, leaves, grad)
+            return [t.float().cpu() for t in (out.detach(), *gradients)]
 
         with torch.enable_grad():
             expected = compute(kernel.reference, [t.float() for t in inputs])
@@ -448,7 +451,7 @@ def _allocator(device: torch.device) -> Outcome:
     live: list[Tensor] = []
     for _ in range(3):
         passing = []
-        # in the allocator's small blocks, in its large blocks, in separate segments
+        # these lie in the allocator's small blocks, in its large blocks and in separate segments
         for size in (1, 24, 64):
             live.append(filled((size * unit,), len(live) + 1))
             passing.append(filled((size * unit // 2,), -1))

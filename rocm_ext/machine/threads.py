@@ -21,7 +21,7 @@ from rocm_ext.machine.sysfs import CpuQuota, cpu_quota
 USERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # the median of these looks decides, so a program that ends meanwhile costs no thread
 LOOKS, SECONDS = (5, 0.04)
-_TORCHS = torch.get_num_threads()  # before a run chooses
+_TORCHS = torch.get_num_threads()  # torch's own choice, which a run replaces
 
 
 class Clocks(NamedTuple):
@@ -66,7 +66,7 @@ def free_cores() -> float:
         seconds = now.now - before.now
         free = (now.idle - before.idle + used) / seconds
         if quota is not None and now.group is not None and before.group is not None:
-            others = now.group - before.group - used  # of the group
+            others = now.group - before.group - used  # other processes of the group
             free = min(free, quota.cpus - others / seconds)
         looks.append(free)
         before = now

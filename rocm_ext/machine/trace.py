@@ -26,7 +26,7 @@ FOLDER = "profile"
 # Steps that are not recorded: the first ones compile, allocate, choose kernels and capture graphs.
 WARM_UP = {TRAINING: 3, PREFILL: 1, DECODING: 3}
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events, in Chrome's trace format
-_MOST_EVENTS = 500_000  # of a trace; browsers open about a million
+_MOST_EVENTS = 500_000  # a trace's limit; browsers open about a million
 
 
 @dataclass
@@ -119,12 +119,10 @@ class Trace:
             profiler.stop()
             if recording.seen > WARM_UP[kind]:
                 recording.parts.append(self._exported(profiler))
-                categories = {event.get("cat") for event in recording.parts[-1]["traceEvents"]}
-                by = (
-                    "self_cpu_time_total"
-                    if categories.isdisjoint(_ON_GPU)
-                    else "self_device_time_total"
-                )
+                events = recording.parts[-1]["traceEvents"]
+                by = "self_cpu_time_total"
+                if any(event.get("cat") in _ON_GPU for event in events):
+                    by = "self_device_time_total"
                 recording.table = profiler.key_averages().table(sort_by=by, row_limit=30)
         except (OSError, RuntimeError, ValueError) as error:
             self._give_up(kind, error)
@@ -180,18 +178,11 @@ class Trace:
             self._give_up(kind, error)
             return
         if count < self._steps:
-            why = (
-                "the trace would become too large"
-                if recording.events > _MOST_EVENTS
-                else "the run ended"
-            )
-            log.info(
-                "profile_steps: %d of %d steps of %s are recorded: %s",
-                count,
-                self._steps,
-                kind,
-                why,
-            )
+            why = "the run ended"
+            if recording.events > _MOST_EVENTS:
+                why = "the trace would become too large"
+            steps = f"{count} of {self._steps} steps of {kind}"
+            log.info("profile_steps: %s are recorded: %s", steps, why)
         first = WARM_UP[kind] + 1
         which = f"step {first}" if count == 1 else f"steps {first} to {first + count - 1}"
         total, busy = seconds(events, kind)

@@ -21,7 +21,7 @@ from rocm_ext.base.log import log
 from rocm_ext.machine.bench_file import cache_folder, machine_key
 from rocm_ext.machine.detect import detect
 
-Call = Callable[[], Tensor]  # of a kernel or its reference
+Call = Callable[[], Tensor]  # a call of a kernel or its reference
 _TIMEOUT = 300  # seconds
 # they would happen again
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGBUS, signal.SIGFPE)
@@ -73,7 +73,7 @@ def _tried(what: str, module: str) -> tuple[str, bool]:
         result = json.loads(output.splitlines()[-1])
         return result["failure"], result["final"]
     except subprocess.TimeoutExpired:
-        child.kill()  # without waiting: a process that hangs in the driver does not die
+        child.kill()  # nothing waits: a process that hangs in the driver does not die
         return f"{what} took longer than {_TIMEOUT} s", False
     except (ValueError, IndexError):
         status = child.returncode
@@ -102,7 +102,7 @@ def compare(what: str, pairs: list[tuple[Call, Call]], largest: float) -> str:
     """
     for kernel, reference in pairs:
         expected = reference()
-        # in the memory that the next call gets: it must write all of it
+        # fills the memory that the next call gets, which must write all of it
         torch.full_like(expected, torch.nan)
         actual = kernel()
         repeated = kernel()

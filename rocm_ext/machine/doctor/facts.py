@@ -69,7 +69,7 @@ class Facts:
         self.amd_linux = self.amd and self.linux
         self.cards = self._training_cards()
         nodes = recorded.device_nodes or {}
-        self.gpu_nodes = {path: node for path, node in nodes.items() if _GPU_NODE.fullmatch(path)}
+        self.gpu_nodes = {path: nodes[path] for path in nodes if _GPU_NODE.fullmatch(path)}
         self.render_nodes = sum("renderD" in path for path in self.gpu_nodes)
         self.visible_by = [name for name in VISIBLE_VARIABLES if self.environment.get(name)]
         self.listed_gpus = files.amd_gpus.count(self.intended.arch or "")
@@ -94,7 +94,7 @@ class Facts:
         cards = [card for card in self.files.cards if card.is_amd]
         if self.intended.arch != "gfx1151":
             return cards
-        # if Strix Halo's integrated GPU trains, only that one
+        # Strix Halo's integrated GPU trains alone
         return [card for card in cards if card.device == STRIX_HALO] or cards
 
     def _measure_unified_memory(self) -> None:
@@ -161,7 +161,10 @@ class Facts:
     def choose_gpus(self, arch: str) -> str:
         """The command that hides all GPUs of other architectures from torch."""
         name = "HIP_VISIBLE_DEVICES" if self.machine.system == "Windows" else "ROCR_VISIBLE_DEVICES"
-        numbers = [str(number) for number, gpu in enumerate(self.torch.gpus) if gpu.kind == arch]
+        numbers = []
+        for number, gpu in enumerate(self.torch.gpus):
+            if gpu.kind == arch:
+                numbers.append(str(number))
         return self.export(name, ",".join(numbers))
 
     def export(self, name: str, value: str) -> str:

@@ -18,7 +18,8 @@ from rocm_ext.machine.profile import below_floor, choose_profile, nearest_profil
 # 7.0.0-30 has both (ROCm#6523), other distributions' 7.0.12 has the first alone (ROCm#6358)
 SLOW_MAPS = ("7.0.0-28-", "7.0.12-")
 STALL = 0.25  # seconds of the mapped copy; a kernel that stalls takes a second and more
-BAD_MES = 0x83  # of linux-firmware 20251125; 20260110 returned to an older version (ROCm#5724)
+# linux-firmware 20251125 has it; 20260110 returned to an older version (ROCm#5724)
+BAD_MES = 0x83
 SMALL_CARVE_OUT = 4 * 2**30  # the smallest setting of some machines
 _WINDOWS = (
     "training runs in one process, because ROCm's Windows builds have no torch.distributed; RAFT's sandbox needs "
@@ -134,7 +135,8 @@ def device_files(facts: Facts) -> Finding | None:
     if missing:
         fix = _in_container(facts, "sudo modprobe amdgpu")
         return error(f"{' and '.join(missing)} missing", "ROCm reaches the GPU through them", fix)
-    access = {path: node.allows(facts.recorded.user) for path, node in facts.gpu_nodes.items()}
+    user = facts.recorded.user
+    access = {path: node.allows(user) for path, node in facts.gpu_nodes.items()}
     closed = [path for path, can_open in access.items() if can_open is False]
     if closed:
         why, fix = _no_access(facts, closed)

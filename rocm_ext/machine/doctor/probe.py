@@ -32,7 +32,8 @@ def main() -> None:
     except Exception as error:  # ImportError, OSError from a library, RuntimeError from a driver
         _tell(torch_error=one_line(error))
         return
-    machine = describe(known, platform.system(), os.environ, host_memory(ROOT, "MemTotal"), ROOT)
+    host_total = host_memory(ROOT, "MemTotal")
+    machine = describe(known, platform.system(), os.environ, host_total, ROOT)
     profile = _enter_environment(machine)
     _tell(torch=asdict(known))
     import torch
@@ -70,7 +71,8 @@ def _canaries(machine: Machine, profile: Profile) -> list[Finding]:
     from rocm_ext.machine import numerics
 
     cuda = profile.settings.get("device") == "cuda"
-    dtype, _ = numerics.pick_dtype(str(profile.settings.get("dtype", "auto")), machine)
+    requested = str(profile.settings.get("dtype", "auto"))
+    dtype, _ = numerics.pick_dtype(requested, machine)
     devices = [torch.device("cpu")]
     if cuda:
         devices = [torch.device("cuda", number) for number in range(machine.gpu_count)]
@@ -121,7 +123,8 @@ def _blas(machine: Machine) -> str:
     if machine.backend == "cpu":
         match = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
         return match[1] if match else "unknown"
-    chosen = str(torch.backends.cuda.preferred_blas_library()).rpartition(".")[2].lower()
+    library = str(torch.backends.cuda.preferred_blas_library())
+    chosen = library.rpartition(".")[2].lower()
     if machine.backend != "rocm":
         return chosen
     names = {"cublas": "hipBLAS", "cublaslt": "hipBLASLt", "ck": "Composable Kernel"}

@@ -59,7 +59,7 @@ class User:
     """The user who trains. Only groups that matter here are kept."""
 
     name: str = "user"
-    groups: tuple[str, ...] | None = None  # of this session; /etc/group may list more
+    groups: tuple[str, ...] | None = None  # this session's; /etc/group may list more
     root: bool = False
 
 
@@ -127,7 +127,7 @@ class Recorded:
     """The content of ``rocm-ext.json``."""
 
     system: str | None = None  # platform.system(): "Linux", "Windows", "Darwin"
-    release: str = ""  # of the system, where it is not Linux
+    release: str = ""  # the system's, where it is not Linux
     cpu: str = ""  # its name, where there is no /proc/cpuinfo
     container: bool = False
     rootless: bool = False  # the container is one of rootless podman
@@ -140,7 +140,7 @@ class Recorded:
     sandbox: SandboxState | None = None
     disk_free: dict[str, int] | None = None  # bytes: "current folder", "Hugging Face cache"
     memory_limit: int | None = None  # bytes that its cgroups allow
-    host_memory: Memory | None = None  # where there is no /proc/meminfo
+    host_memory: Memory | None = None  # None where /proc/meminfo has it
     torch: Torch | None = None
     torch_error: str = ""  # why torch does not import
     hip_memory: Memory | None = None  # torch.cuda.mem_get_info(), of the first GPU
@@ -157,7 +157,8 @@ def read_recorded(root: Path) -> Recorded:
     """
     path = root / NAME
     try:
-        return parse(Recorded, json.loads(path.read_bytes().decode("utf-8")), str(path))
+        content = json.loads(path.read_bytes().decode("utf-8"))
+        return parse(Recorded, content, str(path))
     except FileNotFoundError:
         return Recorded()
     except (OSError, UserError, ValueError, RecursionError) as problem:

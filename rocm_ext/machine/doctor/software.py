@@ -39,11 +39,9 @@ def torch(facts: Facts) -> Finding:
     """Whether torch can use the GPU: the commonest install error is pip's CUDA or CPU wheel on an AMD machine."""
     recorded, profile = facts.recorded, facts.profile
     if "No module named 'torch'" in recorded.torch_error:
-        why = (
-            f"PyPI's torch cannot use the {facts.intended.arch}"
-            if facts.amd
-            else "training needs it"
-        )
+        why = "training needs it"
+        if facts.amd:
+            why = f"PyPI's torch cannot use the {facts.intended.arch}"
         fix = profile.install if profile and profile.install else "pip install torch"
         return error("torch is not installed", why, fix)
     if recorded.torch_error:
@@ -86,11 +84,9 @@ def _torch_without_gpu(facts: Facts) -> Finding:
             f"pip uninstall -y torch && {_CPU_TORCH}",
         )
     if facts.nvidia:
-        fix = (
-            "nvidia-smi"
-            if facts.torch.build == "cuda"
-            else "pip uninstall -y torch && pip install torch"
-        )
+        fix = "pip uninstall -y torch && pip install torch"
+        if facts.torch.build == "cuda":
+            fix = "nvidia-smi"
         return warning(found, "an NVIDIA GPU is here, but torch computes on the CPU", fix)
     return ok(facts.torch_build)
 

@@ -35,7 +35,7 @@ class System:
     """The content of Linux's files; empty on other systems."""
 
     distribution: dict[str, str]  # /etc/os-release
-    parameters: dict[str, str] | None  # of the kernel's command line
+    parameters: dict[str, str] | None  # the kernel's command line
     memory: dict[str, int]  # /proc/meminfo, bytes
     cpu: str
     amd_gpus: tuple[str, ...]  # architectures that KFD lists, one per GPU
@@ -43,9 +43,9 @@ class System:
     displays: dict[str, str]  # PCI address and vendor of all GPUs, also of those without a driver
     accelerators: int  # AMD GPUs without a display: Instinct
     ttm: str  # the module that maps host memory: amdttm with AMD's DKMS driver
-    pages_limit: int | None  # of that module, in effect; pages of 4 KiB
+    pages_limit: int | None  # that module's limit in effect; pages of 4 KiB
     numa_balancing: int | None
-    processes: tuple[Process, ...]  # on AMD GPUs
+    processes: tuple[Process, ...]  # those on AMD GPUs
     groups: dict[str, tuple[str, ...]] | None  # /etc/group: members
     nvidia: str  # the driver's version
 

@@ -52,14 +52,14 @@ _VARIABLES = (
 
 def live_facts() -> Facts:
     """The facts of this machine."""
-    files = read_system(ROOT)  # before the probe, which is then among the processes on the GPU
+    files = read_system(ROOT)  # comes before the probe, which is then on the GPU, too
     system = platform.system()
     recorded = replace(
         _ask_torch(),
         system=system,
         container=any((ROOT / path).exists() for path in (".dockerenv", "run/.containerenv")),
         rootless="rootless=1" in read_text(ROOT / "run/.containerenv").split(),
-        environment={name: os.environ[name] for name in _variables() if name in os.environ},
+        environment=_environment(),
         packages=packages.installed(),
         commands=tuple(filter(shutil.which, COMPILERS)),
         disk_free=_disk_free(),
@@ -83,12 +83,12 @@ def live_facts() -> Facts:
     return Facts(recorded, files, ROOT)
 
 
-def _variables() -> list[str]:
-    """The environment variables that matter; nothing reads the others."""
+def _environment() -> dict[str, str]:
+    """The set environment variables that matter; nothing reads the others."""
     names = {*_VARIABLES, *ALLOCATOR_VARIABLES, *VISIBLE_VARIABLES, *DEBUGGING}
     for profile in profile_names():
         names.update(load_profile(profile).environment)
-    return sorted(names)
+    return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
 
 def _device_nodes() -> dict[str, DeviceNode]:
@@ -184,7 +184,7 @@ def _ask_torch() -> Recorded:
             status = probe.wait(PATIENCE)
             failure = f"the test program ended with status {status}" if status else ""
         except subprocess.TimeoutExpired:
-            probe.kill()  # without waiting: a process that hangs in the driver does not die
+            probe.kill()  # nothing waits: a process that hangs in the driver does not die
             failure = f"no answer in {PATIENCE} s"
         output.seek(0)
         recorded = _parse_answer(output.read())
