@@ -11,7 +11,7 @@ from rocm_ext.base.hub import hub_name
 from rocm_ext.base.log import duration
 from rocm_ext.base.registry import DPO, RAFT, SAMPLED, SFT, TITLES
 from rocm_ext.report.charts import memory_unit, short_number
-from rocm_ext.runs.folder import RunFolder, held_out, running_time
+from rocm_ext.runs.folder import RunFolder, held_out, planned_steps, running_time
 from rocm_ext.runs.progress import written_and_size
 from rocm_ext.runs.records import first_and_last, is_rows, number
 
@@ -62,10 +62,10 @@ def _setup(run: RunFolder) -> Iterator[tuple[str, str]]:
 def _progress(run: RunFolder) -> Iterator[tuple[str, str]]:
     yield "State", "finished" if run.finished else f"not finished{_last_sign(run)}"
     if run.family == RAFT:
-        yield "Cycles", _steps(run, "cycles")
+        yield "Cycles", _steps(run)
         yield "Steps", f"{len(run.updates):,}" if len(run.updates) else ""
     else:
-        yield "Steps", _steps(run, "steps")
+        yield "Steps", _steps(run)
     tokens = float(np.nansum(run.updates["tokens"]))
     if tokens:
         yield "Tokens trained", short_number(tokens)
@@ -92,15 +92,15 @@ def _progress(run: RunFolder) -> Iterator[tuple[str, str]]:
         yield "Training time", _time(np.nansum(run.steps["seconds"]))
 
 
-def _steps(run: RunFolder, planned: str) -> str:
+def _steps(run: RunFolder) -> str:
     """How many steps are done, of how many, in which epoch. Empty before the first."""
     done = len(run.steps)
     if not done:
         return ""
     words = f"{done:,}"
-    planned_steps = number(run.setting(planned))
-    if run.family in SAMPLED and math.isfinite(planned_steps) and planned_steps != done:
-        words += f" of {planned_steps:,.0f}"
+    planned = planned_steps(run.config)
+    if run.family in SAMPLED and math.isfinite(planned) and planned != done:
+        words += f" of {planned:,.0f}"
     epoch = run.steps["epoch"][-1]
     if run.family in (SFT, DPO) and math.isfinite(epoch):
         words += f", epoch {epoch:.0f}"

@@ -122,7 +122,7 @@ def line_chart(
     unit: str,
     lines: Sequence[Line],
     *,
-    x_title: str = "step",
+    x_title: str,
     zero: bool = False,
     marks: Sequence[tuple[float, str]] = (),
     legend: bool = False,

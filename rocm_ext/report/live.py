@@ -105,7 +105,8 @@ class LivePage:
     def parts(self) -> Iterator[str]:
         """Yield the page up to its content, which says that this is loading, and what :meth:`draw` puts there."""
         nothing = dict.fromkeys(("waiting", "readings", "columns", "notes", "charts"), ())
-        empty = render(content([]), {"interval": self._interval, **nothing}, with_script=False)
+        loading = {"interval": self._interval, **nothing}
+        empty = render(content([]), loading, with_script=False)
         yield empty[: empty.index(_CONTENT)]
         drawn = self.draw()
         yield drawn[drawn.index(_CONTENT) :]

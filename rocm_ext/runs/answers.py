@@ -118,20 +118,17 @@ class AnswerLog:
 
     def answers(self, step: int, held_out: bool = False) -> Iterator[tuple[SampleKey, int, Record]]:
         """The answers of a step's sampling, or of the evaluation after it: key, position and record."""
-        positions = self._positions.get((step, _phase(held_out)), ())
+        return self._at(self._positions.get((step, _phase(held_out)), ()))
+
+    def records(self, positions: Iterable[int]) -> dict[SampleKey, Record]:
+        """The answers at these positions, by key."""
+        return {key: record for key, _, record in self._at(positions)}
+
+    def _at(self, positions: Iterable[int]) -> Iterator[tuple[SampleKey, int, Record]]:
         for position, record in _read(self._samples, positions):
             key = _key(record)
             if key is not None:
                 yield key, position, record
-
-    def records(self, positions: Iterable[int]) -> dict[SampleKey, Record]:
-        """The answers at these positions, by key."""
-        records = {}
-        for _, record in _read(self._samples, positions):
-            key = _key(record)
-            if key is not None:
-                records[key] = record
-        return records
 
     def judged(self, rows: Sequence[int]) -> dict[int, Judged]:
         """Verdicts with their details, by row of :attr:`verdicts`."""

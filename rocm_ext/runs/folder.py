@@ -271,9 +271,14 @@ def steps_finished(summary: Json, config: Json, last: float) -> bool:
     A run that continues with more steps keeps the summary of the shorter run until it ends. So a summary before the
     config's last step counts only if the run stopped early.
     """
-    planned = number(config.get("cycles", config.get("steps")))
     stopped = summary.get("stopped") is not None
-    return number(summary.get("steps")) == last and (stopped or not last < planned)
+    too_early = last < planned_steps(config) and not stopped
+    return number(summary.get("steps")) == last and not too_early
+
+
+def planned_steps(config: Json) -> float:
+    """The number of steps, in RAFT of cycles, that a config asks for; NaN if it says none."""
+    return number(config.get("cycles", config.get("steps")))
 
 
 def running_time(readings: Readings) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,12 @@ from typing import TypeGuard
 
 from rocm_ext.base.files import json_object
 from rocm_ext.base.types import Json
-from rocm_ext.runs.folder import begun_cycles, learns_from_samples, steps_finished
+from rocm_ext.runs.folder import (
+    begun_cycles,
+    learns_from_samples,
+    planned_steps,
+    steps_finished,
+)
 from rocm_ext.runs.records import MOST, number, parse_scores, read_json, read_yaml
 from rocm_ext.runs.tails import Record
 
@@ -108,7 +113,7 @@ def _sampled_progress(lines: Sequence[Record], config: Json) -> LatestValues:
     steps = [line for line in lines if "reward" in line and _is_number(line.get("step"))]
     evaluations = [line for line in lines if isinstance(line.get("eval"), dict)]
     values = _numbers(steps[-1:], ("step", "reward", "flat", "entropy"))
-    planned = number(config.get("cycles", config.get("steps")))
+    planned = planned_steps(config)
     if 0 < planned < 1e9:
         values["steps"] = planned
     values |= _held_out(evaluations)

@@ -87,8 +87,7 @@ class Child:
             left = marked(self.mark)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:
-                with contextlib.suppress(OSError):  # a broken pipe
-                    stream.close()
+                _close(stream)
 
 
 def supervise(
@@ -195,7 +194,7 @@ def _write(child: Child) -> bool:
 
 
 def _close(stream: Any) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # a broken pipe
         stream.close()
 
 
