@@ -111,8 +111,9 @@ class _Child:
             return "closed its output and does not end"
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().split("\n")
-        return f"{how}: {lines[-1]}" if lines[-1] else how
+        said = self._errors.read().decode(errors="replace")
+        _, _, last = said.strip().rpartition("\n")
+        return f"{how}: {last}" if last else how
 
     def __enter__(self) -> "_Child":
         return self

@@ -90,7 +90,8 @@ def _planned_seconds(
         speeds=lambda: roofline,
         kernels=Kernels.on(device, "bf16" in roofline.flops, cfg.attention),
     )
-    return planner.choice(count * longest, range(step.result["checkpointed"]), 0).step.seconds
+    checkpointed = range(step.result["checkpointed"])
+    return planner.choice(count * longest, checkpointed, 0).step.seconds
 
 
 def winners(measurements: Sequence[Measurement], of_training: Sequence[Winner]) -> list[Winner]:

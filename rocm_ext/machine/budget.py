@@ -125,7 +125,7 @@ def _least(limits: list[Budget]) -> Budget:
     return min(limits)[0], f"the least of {', '.join(why for _, why in limits)}"
 
 
-def memory_parameters(kernel: str, total: int, ttm: str = "ttm") -> str:
+def memory_parameters(kernel: str, total: int, ttm: str) -> str:
     """The kernel parameters that let an integrated GPU map all of the memory; the default is half
     (ROCm#5444, ROCm#6004). amdgpu.gttsize is deprecated since Linux 6.16.
 

@@ -104,7 +104,8 @@ class Counters:
         for address, name, counters in self._nvidia:
             gpus.append({"id": address, "name": name, **_plausible(counters())})
         gpus.sort(key=lambda gpu: str(gpu["id"]).zfill(16))
-        return {"time": round(time.time(), 3), "gpus": gpus, "host": self._host()}
+        now = round(time.time(), 3)
+        return {"time": now, "gpus": gpus, "host": self._host()}
 
     def _amd(self, card: Path) -> dict[str, str | float]:
         device = card / "device"

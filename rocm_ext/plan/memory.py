@@ -76,7 +76,8 @@ class MemoryPlan:
 
     def peak(self, checkpointed: Collection[int]) -> int:
         """Peak bytes of a training step with ``checkpointed`` layers."""
-        at_loss = sum(self._kept(checkpointed)) + self.layer_costs[-1].entry + self.loss.working
+        kept = sum(self._kept(checkpointed))
+        at_loss = kept + self.layer_costs[-1].entry + self.loss.working
         return self.fixed + max(self.activations(checkpointed), at_loss)
 
     def fewest(self, budget: int) -> list[int]:

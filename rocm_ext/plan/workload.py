@@ -93,7 +93,7 @@ class Questions:
     source: str
 
 
-def sft_rows(cfg: DictConfig, known: Known, share: bool = False) -> Workload:
+def sft_rows(cfg: DictConfig, known: Known, share: bool) -> Workload:
     """Estimate the rows of an SFT config.
 
     It tokenises up to 2,000 rows if data and tokenizer are on disk. Otherwise it assumes rows of full length. Sizes in
@@ -279,5 +279,6 @@ def _count(component: Any) -> int | None:
     """Number of held-out prompts from a split such as ``test[:200]`` or from ``limit``."""
     if component is None:
         return 0
-    number = str(component.get("split", "")).partition("[:")[2].rstrip("]")
+    _, _, rest = str(component.get("split", "")).partition("[:")
+    number = rest.rstrip("]")
     return int(number) if number.isdigit() else component.get("limit")

@@ -79,7 +79,7 @@ def slots_beside(memory: SlotMemory, most: int, free: int, reserve: int) -> int:
     return min(fit, beside) if beside >= 0.9 * fit else fit
 
 
-def most_slots(samples: int, device: torch.device, splits_rows: bool = True) -> int:
+def most_slots(samples: int, device: torch.device, splits_rows: bool) -> int:
     """Number of slots for ``samples`` samples if memory sets no limit.
 
     Without ``splits_rows``, a CPU takes no more rows than one matrix product may have.
@@ -148,7 +148,7 @@ class SlotBatch:
         length: int,
         sampling: Sampling,
         graphs: Graphs,
-        routes: bool = False,
+        routes: bool,
     ) -> None:
         self.slots = slots
         self.length = length

@@ -44,7 +44,8 @@ def save(facts: Facts, root: Path, folder: Path) -> None:
         known = {key: value for key, value in recorded.items() if value != empty[key]}
         if facts.machine.system == "Linux":
             _copy_files(facts, root, folder)
-        (folder / NAME).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(known, indent=1)
+        (folder / NAME).write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--save {folder}: {error.strerror or error}") from error
 

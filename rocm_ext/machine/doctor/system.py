@@ -137,5 +137,6 @@ def _groups(text: str) -> dict[str, tuple[str, ...]] | None:
     for line in text.splitlines():
         fields = line.split(":")
         if len(fields) == 4:
-            groups[fields[0]] = tuple(filter(None, fields[3].split(",")))
+            name, _, _, members = fields
+            groups[name] = tuple(filter(None, members.split(",")))
     return groups or None

@@ -291,7 +291,8 @@ class OpenAIEngine:
             check_logprobs(server.url, partial(top, server), sampling)
 
     def _check_versions(self) -> None:
-        for url in (server.url for server in self._servers):
+        for server in self._servers:
+            url = server.url
             try:
                 answer = self._exchange(url, "/version", http.CHECK_TIMEOUT)
             except (http.RequestError, UserError, http.Transient):
