@@ -266,6 +266,8 @@ def _limit(child: Child, status: int, limits: Limits) -> None:
         if match is None:
             raise OSError(f"bwrap did not start within {START:g} s")
         limits.impose(int(match[1]), bubblewrap.limits_processes())
+    except (FileNotFoundError, ProcessLookupError):
+        return  # the process has ended: bwrap failed, and says why itself
     except OSError as problem:
         child.close()
         raise UserError(f"the sandbox's limits cannot be set: {problem}") from problem
