@@ -130,7 +130,7 @@ class Weighted(_Several):
         listed = isinstance(weights, (list, tuple)) and len(weights) == count
         numbers = listed and all(type(weight) in (int, float) for weight in weights)
         in_range = numbers and all(0 <= weight < math.inf for weight in weights)
-        if not (in_range and sum(weights) > 0):
+        if not (in_range and 0 < sum(weights) < math.inf):
             raise UserError(f"Weighted needs {count} weights >= 0, not all 0; found {weights!r}")
         if not (0 < threshold <= 1):
             raise UserError(f"Weighted: threshold must be in (0, 1], found {threshold}")

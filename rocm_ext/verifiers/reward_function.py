@@ -75,6 +75,10 @@ class RewardFunction(Verifier):
                 self._takes_all = True
             elif parameter.kind is parameter.VAR_POSITIONAL:
                 continue
+            elif parameter.kind is parameter.POSITIONAL_ONLY:
+                raise UserError(
+                    f"RewardFunction: the function takes {name} by position only, and gets all columns by name"
+                )
             elif name not in TRAINERS:
                 self._named[name] = required
             elif required:
@@ -187,7 +191,7 @@ def checked_scale(
     """A verifier's arguments ``scale`` and ``threshold`` as floats; raises UserError if one is out of range."""
     is_pair = isinstance(scale, (list, tuple)) and len(scale) == 2
     are_numbers = is_pair and all(type(number) in (int, float) for number in scale)
-    if not (are_numbers and -math.inf < scale[0] < scale[1] < math.inf):
+    if not (are_numbers and 0 < scale[1] - scale[0] < math.inf):
         raise UserError(
             f"{who}: scale must be [low, high], two numbers with low < high, found {scale!r}"
         )

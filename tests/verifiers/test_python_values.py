@@ -63,6 +63,7 @@ HONEST = {  # code, how to make it wrong, tests, set-up
     "float with a unit": ("class Metres(float):\n    def feet(self): return self * 3.28\ndef f(x): return Metres(x)", ("3.28", "3.3"), "assert f(2) == 2.0 and abs(f(2) - 2) < 1e-9 and f(1).feet() == 3.28 and round(f(2.46), 1) == 2.5 and f(2) > 1\nimport math\nassert math.isclose(f(2), 2.0)"),
     "addition in place alone": ("class N:\n    v = 1\n    def __iadd__(self, o):\n        self.v += o\n        return self", ("+= o", "= o"), "n = m = N()\nn += 2\nassert n.v == 3 and m.v == 3 and n is m"),
     "cause": ("class ConfigError(Exception): pass\ndef f(s):\n    try: return int(s)\n    except ValueError as e: raise ConfigError('bad') from e", ("from e", "from None"), "import pytest\ndef test_a():\n    with pytest.raises(ConfigError) as info: f('x')\n    assert isinstance(info.value.__cause__, ValueError) and 'invalid' in str(info.value.__cause__)\n    assert info.value.__cause__.__cause__ is None"),
+    "private slots": ("class P:\n    __slots__ = ('__x',)\n    def __init__(self, x): self.__x = x\n    def __eq__(self, o): return self.__x == o.__x", ("== o", "!= o"), "assert P(1) == P(1)"),
     "async generator": ("async def f(n):\n    for i in range(n): yield i", ("range(n)", "range(n + 1)"), "import asyncio\nasync def main(): return [x async for x in f(3)]\nassert asyncio.run(main()) == [0, 1, 2]"),
 }  # fmt: skip
 

@@ -70,6 +70,7 @@ def parted(completions, log_metric, **kwargs):
     return [given.get(c, {"reward": 0.25, "form": True, "sum": len(c), "unknown": None}) for c in completions]
 
 def trained(completions, completion_ids): pass
+def placed(completions, /, **columns): pass
 class Factory: pass
 """
 TEXT = {"prompt": "q", "answer": "abcd"}
@@ -124,6 +125,7 @@ def test_a_reward_function_judges(mine, node, completion, row, verdict, reward):
 @pytest.mark.parametrize(("node", "says"), [
     ({"name": "grades"}, "did you mean graded"),
     ({"name": "trained"}, "needs completion_ids, which only a trainer has"), ({"name": "Factory"}, "is a class"),
+    ({"name": "placed"}, "completions by position only"), ({"name": "graded", "scale": [-1e308, 1e308]}, "low < high"),
     ({"name": "graded", "scale": [1, 1]}, "low < high"),
     ({"name": "graded", "threshold": 0}, "threshold"),
 ])  # fmt: skip

@@ -391,7 +391,11 @@ def state(value):
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         slots = (slots,) if isinstance(slots, str) else slots
-        attributes |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+        for slot in slots:
+            private = slot.startswith("__") and not slot.endswith("__")
+            name = f"_{base.__name__.lstrip('_')}{slot}" if private else slot  # as Python stores it
+            if hasattr(value, name):
+                attributes[name] = getattr(value, name)
     return attributes
 
 
