@@ -174,11 +174,13 @@ def _cut_padded(
     lengths: Sequence[int], longest_first: list[int], ranks: int, budget: int
 ) -> list[list[int]]:
     pieces: list[list[int]] = []
+    room = 0  # rows that the last micro-batch still takes
     for i in longest_first:
-        if pieces and lengths[pieces[-1][0]] * (len(pieces[-1]) + 1) <= budget:
-            pieces[-1].append(i)
-        else:
-            pieces.append([i])
+        if not room:
+            pieces.append([])
+            room = max(1, budget // lengths[i])
+        pieces[-1].append(i)
+        room -= 1
     while len(pieces) % ranks:
         pieces.append([])
     return pieces
@@ -196,7 +198,8 @@ def _cut_packed(
             emptiest = filled.index(min(filled))
             pieces[emptiest].append(i)
             filled[emptiest] += lengths[i]
-        if not any(filled[i] > budget and len(piece) > 1 for i, piece in enumerate(pieces)):
+        too_full = [piece for piece, tokens in zip(pieces, filled, strict=True) if tokens > budget]
+        if all(len(piece) == 1 for piece in too_full):
             return pieces
         count += ranks
 
@@ -214,17 +217,19 @@ class _Sequence(NamedTuple):
 
 
 def _sequences(rows: Rows, i: int, share: bool) -> list[_Sequence]:
-    def split(row: np.ndarray) -> list[np.ndarray]:
-        return np.split(row, np.cumsum(rows.lengths[i])[:-1])
-
-    tokens = split(rows.tokens[i])
-    labels = split(rows.labels[i])
-    columns = [split(column[i]) for column in rows.columns.values()]
-    of_sequences = list(zip(*columns, strict=True)) or [()] * len(tokens)
-    shared = [0] * len(tokens)
-    if share:
-        shared = shared_beginnings(rows.tokens[i], rows.lengths[i])
-    return list(map(_Sequence, tokens, labels, of_sequences, shared))
+    lengths = rows.lengths[i]
+    tokens = rows.tokens[i]
+    labels = rows.labels[i]
+    columns = [column[i] for column in rows.columns.values()]
+    shared = shared_beginnings(tokens, lengths) if share else [0] * len(lengths)
+    sequences = []
+    start = 0
+    for length, beginning in zip(lengths, shared, strict=True):
+        part = slice(start, start + length)
+        values = [column[part] for column in columns]
+        sequences.append(_Sequence(tokens[part], labels[part], values, beginning))
+        start += length
+    return sequences
 
 
 def shared_beginnings(tokens: np.ndarray, lengths: Sequence[int]) -> list[int]:
@@ -276,17 +281,15 @@ def collate(
     # no row is left for this rank; one token without a label keeps it in step with the others
     if not sequences:
         sequences = [_nothing(1, pad_id, rows)]
-    if packed:
-        width = sum(sequence.length for sequence in sequences)
-        if padding := -width % multiple:
-            sequences.append(_nothing(padding, pad_id, rows))
-        grid = [sequences]
-    else:
-        width = max(len(sequence.tokens) for sequence in sequences)
-        grid = [[sequence] for sequence in sequences]
-    width += -width % multiple
+    sizes = [sequence.length for sequence in sequences]
+    width = sum(sizes) if packed else max(sizes)
+    padding = -width % multiple
+    width += padding
+    if packed and padding:
+        sequences.append(_nothing(padding, pad_id, rows))
+    grid = [sequences] if packed else [[sequence] for sequence in sequences]
     tokens = np.full((len(grid), width), pad_id, dtype=np.int64)
-    positions = np.zeros((len(grid), width), dtype=np.int64)
+    positions = np.zeros_like(tokens)
     # per sequence: indices in the grid that predict a label, and indices in the sequence of the labels
     predicting = []
     predicted = []
@@ -300,9 +303,11 @@ def collate(
             positions[b, at:end] = np.arange(shared, len(sequence.tokens))
             # a token predicts the next one in its sequence
             before = np.flatnonzero(sequence.labels[1:] != IGNORE)
-            predicting.append(b * width + before + np.where(before < shared, first, at - shared))
+            start = np.where(before < shared, first, at - shared)
+            predicting.append(b * width + start + before)
             predicted.append(before + 1)
             at = end
+    index = np.concatenate(predicting)
     counts = [len(labels) for labels in predicted if len(labels)]
 
     def at_labels(parts: Iterable[np.ndarray], dtype: type) -> Tensor:
@@ -316,15 +321,16 @@ def collate(
     routes = None
     chosen = columns.pop(ROUTES, None)
     if chosen is not None:
-        by_token = np.full((tokens.size, chosen.shape[1]), -1, dtype=np.int16)
+        shape = (tokens.size, chosen.shape[1])
+        experts = np.full(shape, -1, dtype=np.int16)
         # a shared token gets the experts of its first sequence: of equal indices numpy keeps the last one
-        by_token[np.concatenate(predicting)[::-1]] = chosen.numpy()[::-1]
-        routes = torch.from_numpy(by_token).view(*tokens.shape, -1)
+        experts[index[::-1]] = chosen.numpy()[::-1]
+        routes = torch.from_numpy(experts).view(*tokens.shape, -1)
     return MicroBatch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
         lengths=tuple(sequence.length for sequence in sequences) if packed else None,
-        index=torch.from_numpy(np.concatenate(predicting)),
+        index=torch.from_numpy(index),
         targets=at_labels((sequence.labels for sequence in sequences), np.int64),
         sequence=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),
         sequences=len(counts),
@@ -437,6 +443,7 @@ class StepLoader(Dataset):
 
     def range(self, start: int, end: int) -> Iterator[Update]:
         """Yield the updates from ``start`` up to, but not including, ``end``."""
+        forks = self._num_workers and sys.platform == "linux"
         return iter(
             DataLoader(
                 self,
@@ -444,9 +451,7 @@ class StepLoader(Dataset):
                 sampler=range(start, end),
                 num_workers=self._num_workers,
                 # Python 3.14's default, a fork server, imports everything again: 18 s per worker on a slow core
-                multiprocessing_context="fork"
-                if self._num_workers and sys.platform == "linux"
-                else None,
+                multiprocessing_context="fork" if forks else None,
                 pin_memory=self._pin_memory,
                 # A DataLoader draws from the global generator whenever it starts. With its own generator a resumed run
                 # stays equal to an undisturbed one.
