@@ -37,14 +37,19 @@ def reasoning_gym_prompts(
     """
     check({"size": size, "skip": skip, "seed": seed}, _KINDS)
     options = dict(options or {})
-    made = {"task": task, "options": options, "seed": seed, "size": skip + size}
+    made = skip + size
+    arguments = {"task": task, "options": options, "seed": seed, "size": made}
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    prompts: dict[str, Prompt] = {}
-    for index, (question, answer) in enumerate(entries(task, options, seed, skip + size)):
-        row = {"prompt": question, COLUMN: {**made, "index": index}}
+    prompts = []
+    asked: set[str] = set()
+    for index, (question, answer) in enumerate(entries(task, options, seed, made)):
+        repeated = question in asked
+        asked.add(question)
+        if repeated or index < skip:
+            continue
+        row = {"prompt": question, COLUMN: {**arguments, "index": index}}
         if isinstance(answer, str):
             row["answer"] = answer
         messages = (*system, {"role": "user", "content": question})
-        prompt = Prompt(f"{task}-{seed}-{index}", messages, row, f"{task}:{index}")
-        prompts.setdefault(question, prompt)
-    return [prompt for prompt in prompts.values() if prompt.row[COLUMN]["index"] >= skip]
+        prompts.append(Prompt(f"{task}-{seed}-{index}", messages, row, f"{task}:{index}"))
+    return prompts
