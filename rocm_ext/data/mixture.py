@@ -68,11 +68,9 @@ class Mixture:
             return
         for name, rows, share in zip(self.names, self.rows, self.shares, strict=True):
             if not share:
-                why = (
-                    "its weight is too small for"
-                    if rows
-                    else "no row of it is left, but it has a weight in"
-                )
+                why = "no row of it is left, but it has a weight in"
+                if rows:
+                    why = "its weight is too small for"
                 raise UserError(
                     f"dataset {name}: {why} an epoch of {sum(self.rows):,} rows; raise it or leave it out"
                 )
@@ -148,12 +146,12 @@ def lines(table: Iterable[DataShare]) -> list[str]:
 @lru_cache(maxsize=2)
 def mixed_order(mixture: Mixture, epoch: int, length: int, seed: int | None) -> list[int]:
     """Return the ``length`` rows of an epoch under weights; without a ``seed``, rows stay in the order of the data."""
+    shares = mixture.shares
     # row j of the n that a data set gives comes after (j + 1/2) / n of the epoch
-    times = [(np.arange(share) + 0.5) / max(1, share) for share in mixture.shares]
-    # data set of each row, one data set after another
-    sets = np.repeat(np.arange(len(times)), mixture.shares)
-    sets = sets[np.argsort(np.concatenate(times), kind="stable")]
-    sets = sets[:length]
+    times = [(np.arange(share) + 0.5) / max(1, share) for share in shares]
+    by_time = np.argsort(np.concatenate(times), kind="stable")
+    # [length] number of each row's data set
+    sets = np.repeat(np.arange(len(shares)), shares)[by_time][:length]
     order = np.empty(length, np.int64)
     first = 0  # number of the data set's first row
     for number, rows in enumerate(mixture.rows):
@@ -167,10 +165,12 @@ def mixed_order(mixture: Mixture, epoch: int, length: int, seed: int | None) -> 
 
 def _passes(rows: int, start: int, count: int, seed: int | None, number: int) -> np.ndarray:
     """Return ``count`` rows of data set ``number`` from the ``start``-th on; it goes through its rows in passes."""
+    first_pass = start // rows
+    last_pass = (start + count - 1) // rows
     orders = []
-    for number_of_pass in range(start // rows, (start + count - 1) // rows + 1):
+    for pass_ in range(first_pass, last_pass + 1):
         order = np.arange(rows)
         if seed is not None:
-            order = np.random.default_rng((seed, number, number_of_pass)).permutation(rows)
+            order = np.random.default_rng((seed, number, pass_)).permutation(rows)
         orders.append(order)
     return np.concatenate(orders)[start % rows :][:count]

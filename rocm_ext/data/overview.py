@@ -167,6 +167,9 @@ def spread(values: Iterable[int]) -> Spread:
         starts = list(range(low, high + 1, (high - low) // _BARS + 1))
     edges = [*starts, high + 1]
     counts = np.diff(np.searchsorted(lengths, edges)).tolist()
+    histogram = []
+    for (start, end), count in zip(pairwise(edges), counts, strict=True):
+        histogram.append([start, end - 1, count])
     return {
         "min": low,
         "median": int(median),
@@ -174,7 +177,7 @@ def spread(values: Iterable[int]) -> Spread:
         "max": high,
         "mean": float(lengths.mean()),
         "total": int(lengths.sum()),
-        "histogram": [[edges[i], edges[i + 1] - 1, count] for i, count in enumerate(counts)],
+        "histogram": histogram,
     }
 
 

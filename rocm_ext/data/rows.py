@@ -223,12 +223,14 @@ class Rows:
 
     def _starts(self) -> list[int]:
         """Return the index of each row's first label."""
-        return [int(np.argmax(labels != IGNORE)) for labels in self.labels]
+        return list(map(_first_label, self.labels))
 
     def _prompts(self) -> list[bytes]:
         """Return hashes of the prompts: the tokens before a row's first label."""
-        starts = self._starts()
-        return [key(tokens[: starts[row]]) for row, tokens in enumerate(self.tokens)]
+        prompts = []
+        for tokens, start in zip(self.tokens, self._starts(), strict=True):
+            prompts.append(key(tokens[:start]))
+        return prompts
 
     def mismatched(self) -> "Rows":
         """Return the prompts with answers to other prompts; the rows must be single answers.
@@ -239,20 +241,23 @@ class Rows:
         by_prompt = _positions(self._prompts())
         # rows of one prompt are neighbours
         order = [row for rows in by_prompt.values() for row in rows]
-        # past all of a prompt's rows, so by as many as any prompt has
+        # the answer lies past all of a prompt's rows, so by as many as any prompt has
         shift = max(map(len, by_prompt.values())) % len(self) or 1
-        other = {row: order[at - shift] for at, row in enumerate(order)}
+        answer_of = {row: order[at - shift] for at, row in enumerate(order)}
         starts = self._starts()
         most = max(map(len, self.tokens))
 
-        def joined(arrays: Arrays, row: int) -> np.ndarray:
-            prompt = arrays[row][: starts[row]]
-            answer = arrays[other[row]][starts[other[row]] :]
-            return np.concatenate([prompt, answer])[:most]
+        def joined(arrays: Arrays) -> Arrays:
+            rows = []
+            for row, start in enumerate(starts):
+                other = answer_of[row]
+                prompt = arrays[row][:start]
+                answer = arrays[other][starts[other] :]
+                rows.append(np.concatenate([prompt, answer])[:most])
+            return rows
 
-        rows = range(len(self))
-        tokens = [joined(self.tokens, row) for row in rows]
-        labels = [joined(self.labels, row) for row in rows]
+        tokens = joined(self.tokens)
+        labels = joined(self.labels)
         lengths: list[tuple[int, ...]] = [(len(row),) for row in tokens]
         return Rows(tokens, labels, lengths, {"rows": len(self)})
 
@@ -348,6 +353,10 @@ class Rows:
             for values in column:
                 digest.update(values.astype("<f4").tobytes())
         return digest.hexdigest()
+
+
+def _first_label(labels: np.ndarray) -> int:
+    return int(np.argmax(labels != IGNORE))
 
 
 def labelled(labels: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
@@ -493,7 +502,8 @@ class _Reader:
             self.bad.append(str(error))
         except Exception as error:
             self.bad.append(f"{origin_of(self._dataset, index)}: {one_line(error)}")
-        if not self._kind and len(self.bad) == min(_ALL_BAD, self._counts["rows"]):
+        first = min(_ALL_BAD, self._counts["rows"])
+        if not self._kind and len(self.bad) == first:
             cure = "none of these first rows is good: do the dataset's keys fit them?"
             raise UserError(about_bad_rows(self.bad, len(self.bad), cure))
 
@@ -603,8 +613,8 @@ class _Reader:
             equal_when_cut = cut and reason == "dropped_equal"
             self._count("dropped_equal_when_cut" if equal_when_cut else reason)
             return
-        prompts = [tokens[: int(np.argmax(labels != IGNORE))] for tokens, labels in pair]
-        if not np.array_equal(prompts[0], prompts[1]):
+        prompt, other_prompt = [tokens[: _first_label(labels)] for tokens, labels in pair]
+        if not np.array_equal(prompt, other_prompt):
             raise ValueError("the prompts of the chosen and the rejected answer differ")
         limit = self._limits.least() or longest
         if longest > limit:
