@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from rocm_ext.base.errors import one_line, refuse
 from rocm_ext.rl.records import Sample
@@ -63,6 +63,14 @@ class RolloutAhead(Rollout):
         return self._collect(seconds, hidden=max(0.0, seconds - waited))
 
 
+class _Adapter(NamedTuple):
+    """The adapter of a step, which servers keep while requests may use it."""
+
+    step: int
+    session: Any
+    stack: ExitStack  # closes the session
+
+
 class Ahead:
     """A thread that samples coming steps on servers while the ranks train and evaluate.
 
@@ -85,8 +93,7 @@ class Ahead:
         self._keep = keep
         self._steps: deque[RolloutAhead] = deque()  # not finished, oldest first
         self._added: SimpleQueue[RolloutAhead] = SimpleQueue()
-        # step, its session, and what closes it
-        self._adapters: deque[tuple[int, Any, ExitStack]] = deque()
+        self._adapters: deque[_Adapter] = deque()  # oldest first
         # by the request's id, the rollout and the adapter's step
         self._asked: dict[int, tuple[RolloutAhead, int]] = {}
         self._free = 0.0  # when the finished steps had their answers
@@ -95,11 +102,12 @@ class Ahead:
 
     def use(self, policy: int, open_session: OpenSession) -> None:
         """Let new requests begin with the adapter of ``policy``, the last finished step."""
-        while self._adapters and self._adapters[0][0] < policy - self._keep:
-            self._adapters.popleft()[2].close()
+        oldest = policy - self._keep
+        while self._adapters and self._adapters[0].step < oldest:
+            self._adapters.popleft().stack.close()
         stack = ExitStack()
         session = stack.enter_context(open_session())
-        self._adapters.append((policy, session, stack))
+        self._adapters.append(_Adapter(policy, session, stack))
 
     def add(self, rollout: RolloutAhead) -> None:
         """Add the step after the last one."""
@@ -132,13 +140,13 @@ class Ahead:
         """Stop sampling; samples stay in the records."""
         self._halt()
         while self._adapters:
-            self._adapters.pop()[2].close()
+            self._adapters.pop().stack.close()
 
     def abandon(self) -> None:
         """Stop sampling without the other ranks, because this one failed."""
         self._halt()
         while self._adapters:
-            with suppress(_Failed), self._adapters.pop()[2]:
+            with suppress(_Failed), self._adapters.pop().stack:
                 raise _Failed
 
     def _halt(self) -> None:
@@ -151,11 +159,12 @@ class Ahead:
 
     def _run(self) -> None:
         pending = self._pending()
-        sampling = self._steps[0].job.requests[0][1]
+        _, sampling = self._steps[0].job.requests[0]
         try:
             while not self._stopped:
-                session = self._adapters[-1][1]
-                for completion in session.generate(self._requests(pending, session), sampling):
+                session = self._adapters[-1].session
+                requests = self._requests(pending, session)
+                for completion in session.generate(requests, sampling):
                     rollout, policy = self._asked.pop(id(completion.request))
                     rollout.take(completion, policy)
         except BaseException as error:  # for `finish` to raise
@@ -174,14 +183,14 @@ class Ahead:
         newest adapter.
         """
         while not self._stopped:
-            policy, newest, _ = self._adapters[-1]
+            newest = self._adapters[-1].session
             if newest is not session and (session.given_up or session.servers != newest.servers):
                 return
             rollout, request = next(pending)
             if request is not None:
-                policy, newest, _ = self._adapters[-1]
-                request = replace(request, adapter=newest.adapter)
-                self._asked[id(request)] = rollout, policy
+                adapter = self._adapters[-1]
+                request = replace(request, adapter=adapter.session.adapter)
+                self._asked[id(request)] = rollout, adapter.step
             yield request
 
     def _pending(self) -> Iterator[tuple[Any, Request | None]]:
