@@ -67,7 +67,8 @@ def score(answers: Answers, samples: int) -> EvalScores:
         if sample != GREEDY:
             drawn[prompt] += is_correct(result)
     at_k: dict[str, PassAtK] = {}
-    for k, share in pass_at_ks([(samples, count) for count in drawn.values()]).items():
+    groups = [(samples, count) for count in drawn.values()]
+    for k, share in pass_at_ks(groups).items():
         interval = wilson(share * len(drawn), len(drawn))
         at_k[str(k)] = {"pass": share, "interval": list(interval)}
     return {
@@ -204,7 +205,7 @@ def untrained_warning(lines: Lines) -> str | None:
 
 def _how_flat(flat: Lines) -> tuple[str, str]:
     """Describe the rewards of steps without an update, and say what to do."""
-    means = [line["reward"] for line in flat if line["reward"] is not None]
+    means = _measured(flat, "reward")
     if not means:
         cure = "Correct the verifier; verdicts.jsonl has the errors"
         return "no answer has a reward, all verdicts are ERROR", cure
@@ -230,12 +231,16 @@ def _how_flat(flat: Lines) -> tuple[str, str]:
 
 def mismatch_warning(lines: Lines) -> str | None:
     """Return a warning if the newest step's divergence is far above the earlier ones, and was not one step before."""
-    values = [line["mismatch_kl"] for line in lines if line.get("mismatch_kl") is not None]
-    if not _is_high(values) or _is_high(values[:-1]) or lines[-1].get("mismatch_kl") is None:
+    values = _measured(lines, "mismatch_kl")
+    if not _is_high(values) or _is_high(values[:-1]):
+        return None
+    *earlier, newest = values
+    step = lines[-1]
+    if step.get("mismatch_kl") is None:
         return None
     return (
-        f"step {lines[-1]['step']}: the log-probs of the sampler and those of the trainer differ more than before: "
-        f"mismatch_kl is {values[-1]:.2g} nats per token, and was {median(values[:-1]):.2g} in the median of the "
+        f"step {step['step']}: the log-probs of the sampler and those of the trainer differ more than before: "
+        f"mismatch_kl is {newest:.2g} nats per token, and was {median(earlier):.2g} in the median of the "
         "earlier steps. A server may sample with an old adapter, or the policy changes fast: lower lr"
     )
 
@@ -250,7 +255,8 @@ def advice(lines: Lines) -> list[str]:
 
     Every ten steps this compares the newest ten with the first ten. It omits what the ten steps before showed already.
     """
-    warnings = list(filter(None, [rate_warning(lines)]))
+    warning = rate_warning(lines)
+    warnings = [warning] if warning else []
     steps = steps_of(lines)
     if len(steps) % _WINDOW == 0:
         earlier = _findings(steps[:-_WINDOW])
@@ -274,9 +280,11 @@ def _findings(steps: Lines) -> dict[str, str]:
     ends = {}  # the first and the newest values
     moved = {}
     for name in ("reward", "distinct", "right", f"pass_at_{max(ks, default=1)}", *parts):
-        values = [line[name] for line in steps if line.get(name) is not None]
+        values = _measured(steps, name)
         if len(values) >= 2 * _WINDOW:
-            first, last = ends[name] = values[:_WINDOW], values[-_WINDOW:]
+            first = values[:_WINDOW]
+            last = values[-_WINDOW:]
+            ends[name] = first, last
             moved[name] = f"from {fmean(first):.3g} to {fmean(last):.3g}"
     if "distinct" in ends:
         first, last = ends["distinct"]
@@ -310,7 +318,7 @@ def rate_warning(lines: Lines) -> str | None:
     It has moved if the means of the first and the last ten steps differ by more than two standard errors.
     """
     steps = steps_of(lines)
-    rewards = [line["reward"] for line in steps if line["reward"] is not None]
+    rewards = _measured(steps, "reward")
     if not len(steps) == len(rewards) == _EARLY_STEPS:
         return None
     half = _EARLY_STEPS // 2
@@ -325,9 +333,14 @@ def rate_warning(lines: Lines) -> str | None:
     )
 
 
+def _measured(lines: Lines, name: str) -> list[float]:
+    """Return the values of a measurement in the lines that have it."""
+    return [line[name] for line in lines if line.get(name) is not None]
+
+
 def _newest(lines: Lines, name: str, count: int) -> list[float]:
     """Return the newest ``count`` measured values; none if there are fewer."""
-    values = [line[name] for line in steps_of(lines) if line.get(name) is not None]
+    values = _measured(steps_of(lines), name)
     return values[-count:] if len(values) >= count else []
 
 
