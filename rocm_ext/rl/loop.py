@@ -85,7 +85,8 @@ class RLRecipe:
 
     def training_config(self) -> DictConfig:
         """Return the config of the learner, with all keys of the SFT recipe."""
-        return OmegaConf.create(config.trainer_config(self.cfg) | {"loss": self.objective_config()})
+        trainer = config.trainer_config(self.cfg)
+        return OmegaConf.create(trainer | {"loss": self.objective_config()})
 
     def objective_config(self) -> dict[str, object]:
         """Return the component of the learner's objective."""
@@ -214,7 +215,8 @@ class RLRecipe:
         """Answer the held-out prompts with the present adapter, of ``step``, inside :meth:`verification`."""
         requests = self.prompts.evaluation_requests(self.sampling)
         name = f"evaluation at {self.unit} {step}"
-        job = Job(name, requests, self.prompts.held_out, *self.records.phase(step, "eval"))
+        records = self.records.phase(step, "eval")
+        job = Job(name, requests, self.prompts.held_out, *records)
         return self.rollout(job, lambda: open_session(requests)).finish()
 
     def report_gain_at(self, step: int, looks: int) -> None:
@@ -477,17 +479,19 @@ class Loop(RLRecipe, ABC):
         if self.ahead is not None:
             job, answers = self.ahead.finish()
         else:
-            job = self.job(step, 0, self.choose(step, self.prompts_per_step))
+            prompts = self.choose(step, self.prompts_per_step)
+            job = self.job(step, 0, prompts)
             answers = self.rollout_of(job).finish()
         asked = list(job.prompts)
         rounds = [answers]
-        selected = self.select(rounds, [prompt.id for prompt in asked])
-        while refill := self.more_prompts(step, len(rounds), selected, asked):
-            asked += refill
-            job = self.job(step, len(rounds), refill, len(selected.samples))
-            rounds.append(self.rollout_of(job).finish())
+        while True:
             selected = self.select(rounds, [prompt.id for prompt in asked])
-        return selected
+            refill = self.more_prompts(step, len(rounds), selected, asked)
+            if not refill:
+                return selected
+            asked += refill
+            job = self.job(step, len(rounds), refill, earlier=len(selected.samples))
+            rounds.append(self.rollout_of(job).finish())
 
     def sample_ahead(self) -> None:
         """With ``max_staleness``, let servers sample coming steps; prompts with recorded answers come first."""
@@ -498,16 +502,19 @@ class Loop(RLRecipe, ABC):
         if self.ahead is None:
             assert self.workers is not None, "sampling happens inside verification()"
             self.ahead = Ahead(self.workers, done, self.max_staleness)
-        # for the check that servers use the adapter
-        some_requests = self.prompts.requests(self.prompts.training[:8], done, self.sampling)
-        self.ahead.use(policy, lambda: self.policy.session(policy, some_requests))
+        # the check that servers use the adapter asks a few prompts
+        few_prompts = self.prompts.training[:8]
+        few_requests = self.prompts.requests(few_prompts, done, self.sampling)
+        self.ahead.use(policy, lambda: self.policy.session(policy, few_requests))
         last = min(done + 1 + self.max_staleness, self.steps)
         for step in range(self.ahead.last + 1, last + 1):
             begun = self.records.begun(step)
             asked = [prompt for prompt in self.prompts.training if prompt.id in begun]
-            asked += self.choose(step, self.prompts_per_step - len(asked), exclude=begun)
+            missing = self.prompts_per_step - len(asked)
+            asked += self.choose(step, missing, exclude=begun)
             self.records.begin(step, [prompt.id for prompt in asked])
-            self.ahead.add(self.rollout_of(self.job(step, 0, asked), RolloutAhead))
+            job = self.job(step, 0, asked)
+            self.ahead.add(self.rollout_of(job, RolloutAhead))
 
     def job(self, step: int, round_: int, prompts: Sequence[Prompt], earlier: int = 0) -> Job:
         """Return the job of a round of a step's sampling, after ``earlier`` answers of the step.
