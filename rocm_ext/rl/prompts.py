@@ -154,7 +154,10 @@ class PromptSet:
         hashes = list(map(key, rendered))
         lengths = list(map(len, rendered))
         dropped = dict(getattr(prompts, "dropped", {}))
-        too_long = [prompt.origin for prompt in prompts if len(self.tokens[prompt.id]) > most]
+        too_long = []
+        for prompt, length in zip(prompts, lengths, strict=True):
+            if length > most:
+                too_long.append(prompt.origin)
         if too_long:
             dropped["too_long_for_the_model"] = too_long
         rows = getattr(prompts, "read", len(prompts))
@@ -163,8 +166,9 @@ class PromptSet:
         for reason, origins in dropped.items():
             counts[reason] = len(origins)
             first[reason] = origins[0]
-        content = numbers({"prompt": lengths}, hashes, lambda i: prompts[i].origin)
-        return {"rows": rows, "counts": counts, "first": first, **content}, hashes
+        content = {"rows": rows, "counts": counts, "first": first}
+        content |= numbers({"prompt": lengths}, hashes, lambda i: prompts[i].origin)
+        return content, hashes
 
     def __iter__(self) -> Iterator[Prompt]:
         return iter((*self.training, *self.held_out))
@@ -396,8 +400,9 @@ def choose_by_curriculum(
         Prompt ids; fewer than ``count`` if there are no more.
     """
     indices, hashes = _index(tuple(prompts))
+    excluded = [indices[prompt] for prompt in exclude if prompt in indices]
     free = np.ones(len(prompts), bool)
-    free[[indices[prompt] for prompt in exclude if prompt in indices]] = False
+    free[excluded] = False
     if curriculum == "informative":
         rates = _pass_rates(indices, asked)
         weights = _filled(rates * (1 - rates), 0.25)
@@ -412,15 +417,18 @@ def choose_by_curriculum(
             easy = math.ceil(share * len(prompts) - 1e-9)
             rates = _filled(_pass_rates(indices, asked), 0.5)
             easiest_first = np.lexsort((_mixed(hashes, seed, "rank"), -rates))
-            free[easiest_first[max(easy, count + len(exclude)) :]] = False
+            harder = easiest_first[max(easy, count + len(exclude)) :]
+            free[harder] = False
         chosen = []
         candidates = np.flatnonzero(free)
-        times_asked = np.array([len(asked.get(prompt, ())) for prompt in prompts], np.int64)
-        for times in np.unique(times_asked[candidates]).tolist():
-            if len(chosen) < count:
-                equally_often = candidates[times_asked[candidates] == times]
+        groups = [asked.get(prompts[index], ()) for index in candidates]
+        times_asked = np.fromiter(map(len, groups), np.int64)
+        for times in np.unique(times_asked).tolist():
+            missing = count - len(chosen)
+            if missing > 0:
+                equally_often = candidates[times_asked == times]
                 keys = _mixed(hashes, seed, "pass", times)
-                chosen += _lowest(equally_often, keys, count - len(chosen))
+                chosen += _lowest(equally_often, keys, missing)
     return [prompts[index] for index in chosen]
 
 
@@ -508,15 +516,18 @@ def _filled(values: np.ndarray, default: float) -> np.ndarray:
 def _index(prompts: tuple[str, ...]) -> tuple[dict[str, int], np.ndarray]:
     """Return the prompts' indices and their hashes (uint64 [prompts])."""
     indices = {prompt: index for index, prompt in enumerate(prompts)}
-    digests = [hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts]
-    return indices, np.frombuffer(b"".join(digests), np.uint64)
+    digests = b"".join(map(_digest, prompts))
+    return indices, np.frombuffer(digests, np.uint64)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 def _mixed(hashes: np.ndarray, *salt: object) -> np.ndarray:
     """Hash ``hashes`` again, with ``salt``: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    text = "\0".join(map(str, salt)).encode()
-    digest = hashlib.blake2b(text, digest_size=8).digest()
-    mixed = hashes ^ np.uint64(int.from_bytes(digest, "little"))
+    text = "\0".join(map(str, salt))
+    mixed = hashes ^ np.uint64(int.from_bytes(_digest(text), "little"))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     return mixed ^ (mixed >> np.uint64(31))
