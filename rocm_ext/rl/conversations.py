@@ -171,20 +171,23 @@ class ConversationQueue(RequestQueue):
 
     def _say(self, completion: Completion) -> None:
         talk = self._open[completion.request.key]
+        tokens = completion.tokens
         talk.answers += 1
         talk.offered += [tool for tool in talk.tools or () if tool not in talk.offered]
-        talk.tokens += completion.tokens
+        talk.tokens += tokens
         talk.logprobs += completion.logprobs
         if completion.routes is not None:
             # [tokens, layers * chosen]
-            talk.routes.append(completion.routes.reshape(len(completion.tokens), -1))
-        talk.context += completion.tokens
+            talk.routes.append(completion.routes.reshape(len(tokens), -1))
+        talk.context += tokens
         talk.text = completion.text
-        talk.sampled = marked_text(self._tokenizer, completion.tokens)
+        talk.sampled = marked_text(self._tokenizer, tokens)
         talk.stopped = completion.finish_reason == "stop"
         talk.last = self._message(talk, completion)
-        calls = {"tool_calls": talk.last["tool_calls"]} if "tool_calls" in talk.last else {}
-        answer = Turn("assistant", talk.last["content"], True, calls)
+        more = {}
+        if "tool_calls" in talk.last:
+            more["tool_calls"] = talk.last["tool_calls"]
+        answer = Turn("assistant", talk.last["content"], True, more)
         talk.turns.append(answer)
         talk.shown.append(answer)
         ended_by_request = talk.asked and len(talk.tokens) < self._sampling.max_new_tokens
@@ -207,7 +210,8 @@ class ConversationQueue(RequestQueue):
         for request in of_prompt:
             turns = to_turns(request.messages)
             tools = [dict(tool) for tool in request.tools] or None
-            talk = self._open[request.key] = _Talk(request, turns, list(request.tokens), tools)
+            talk = _Talk(request, turns, list(request.tokens), tools)
+            self._open[request.key] = talk
             self._wait_for(talk, self._environments.begin(request.key, self._rows[prompt]))
 
     def _wait_for(self, talk: _Talk, future: Future) -> None:

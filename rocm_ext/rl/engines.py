@@ -76,8 +76,10 @@ class Engines:
     def layout_bytes(self) -> int:
         """Upper bound on the bytes that sessions hold during training inside :meth:`keep_open`, without caches."""
         size = 0
-        engines: list[Any] = [self.sample, self.eval]
-        for engine in engines[: 1 if self.sample is self.eval else 2]:
+        engines: list[Any] = [self.sample]
+        if self.eval is not self.sample:
+            engines.append(self.eval)
+        for engine in engines:
             if getattr(engine, "refreshes", False):
                 size += engine.layout_bytes()
         return size
@@ -298,8 +300,10 @@ class ServerCheck:
             UserError: a server samples with the earlier adapter, or without an adapter.
         """
         ranks = self.learner.runtime.ranks
-        asked = list({request.tokens: request for request, _ in requests}.values())[:_ANSWERS]
-        sampling = Sampling(min(_TOKENS, requests[0][1].max_new_tokens))
+        by_tokens = {request.tokens: request for request, _ in requests}
+        asked = list(by_tokens.values())[:_ANSWERS]
+        _, run_sampling = requests[0]
+        sampling = Sampling(min(_TOKENS, run_sampling.max_new_tokens))
         given = ranks.on_main(lambda: self._usable(session.ask_each(asked, sampling)))
         answers = [answer for of_server in given.values() for answer in of_server]
         if not answers:
@@ -316,8 +320,9 @@ class ServerCheck:
     def _usable(self, given: Mapping[str, Sequence[Completion]]) -> dict[str, list[Completion]]:
         usable = {}
         for url, answers in given.items():
-            usable[url] = [c for c in answers if len(c.logprobs) == len(c.tokens) > 0]
-            if answers and not usable[url]:
+            complete = [c for c in answers if len(c.logprobs) == len(c.tokens) > 0]
+            usable[url] = complete
+            if answers and not complete:
                 self._warn(
                     url,
                     "returns no log-probs with token ids, so nothing checks that it uses new adapters",
@@ -327,8 +332,10 @@ class ServerCheck:
     def _logprobs(self, answers: Sequence[Completion]) -> Tensor:
         """Return the log-probs of the tokens of ``answers``, end to end, on the CPU."""
         prompts = {answer.request.prompt_id: answer.request.tokens for answer in answers}
-        rows, _ = to_rows([Sample.of(answer) for answer in answers], prompts)
-        return torch.from_numpy(np.concatenate(score(self.learner, rows))).double()
+        samples = list(map(Sample.of, answers))
+        rows, _ = to_rows(samples, prompts)
+        logprobs = np.concatenate(score(self.learner, rows))
+        return torch.from_numpy(logprobs).double()
 
     def _compare(
         self,
@@ -407,7 +414,8 @@ def _share(served: Tensor, new: Tensor, old: Tensor) -> tuple[float, float]:
         return -inf, inf
     share = float(seen @ change) / square
     noise = (seen - share * change) * change
-    error = sqrt(float(noise @ noise) * len(change) / (len(change) - 1)) / square
+    count = len(change)
+    error = sqrt(float(noise @ noise) * count / (count - 1)) / square
     return share - _SURE * error, share + _SURE * error
 
 
@@ -596,7 +604,8 @@ def free_memory(cfg: DictConfig, learner: Learner, beside_graphs: bool = False) 
     taken = measure(runtime.device)
     free = runtime.budget(taken) - taken
     if cfg.memory_fraction is not None:
-        free = min(free, int(cfg.memory_fraction * runtime.machine.total_memory) - taken)
+        allowed = int(cfg.memory_fraction * runtime.machine.total_memory)
+        free = min(free, allowed - taken)
     return free
 
 

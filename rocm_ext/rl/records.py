@@ -110,7 +110,8 @@ class Sample:
         begun = 0  # sampled tokens before this sequence
         at = 0  # sampled tokens so far
         end = len(self.tokens)
-        for before, given, fresh in (*(self.given or ()), (end, (), False)):
+        rest: Given = (end, (), False)
+        for before, given, fresh in [*(self.given or ()), rest]:
             ids += self.tokens[at:before]
             sampled += [True] * (before - at)
             at = before
@@ -264,7 +265,8 @@ class Records:
                 file.merge()
         ranks.barrier()
         done = {"sample": step, "eval": evaluated}
-        answers = per_prompt * sum(steps[-1][0] == step for steps in self.asked.values())
+        last_asked = [steps[-1][0] for steps in self.asked.values()]
+        answers = per_prompt * last_asked.count(step)
         for file in self._files:
             # answers of the last finished work
             newest: dict[str, set[SampleKey]] = {"sample": set(), "eval": set()}
@@ -292,7 +294,9 @@ class Records:
 
     def begun(self, step: int) -> set[str]:
         """Return the prompts of a step with answers of an earlier process, before this one asks them."""
-        return {prompt for prompt, _ in self._samples.left.get((step, "sample", 0), ())}
+        first_round = (step, "sample", 0)
+        answers = self._samples.left.get(first_round, ())
+        return {prompt for prompt, _ in answers}
 
     def finish(self, step: int, results: Mapping[SampleKey, Result]) -> None:
         """Add the verdicts of a finished step to ``asked``."""
@@ -476,7 +480,8 @@ class RecordFile:
             self.close()
             return new
         collected: list[Json] = []
-        for start in range(0, max(self._ranks.gather(len(new))), _AT_ONCE):
+        most = max(self._ranks.gather(len(new)))
+        for start in range(0, most, _AT_ONCE):
             of_main, *of_others = self._ranks.gather(new[start : start + _AT_ONCE])
             others = list(chain.from_iterable(of_others))
             collected += of_main + others

@@ -100,7 +100,8 @@ def filter_samples(
             unique = {tuple(sample.tokens): sample for sample in reversed(left)}
             dropped["duplicate"] += len(left) - len(unique)
             left = sorted(unique.values(), key=rank)
-        best = left[: max(1, math.ceil(best_fraction * len(left) - 1e-9))]
+        count = math.ceil(best_fraction * len(left) - 1e-9)
+        best = left[: max(1, count)]
         dropped["not_among_best"] += len(left) - len(best)
         allowed = best[:per_prompt]
         dropped["over_cap"] += len(best) - len(allowed)
@@ -352,14 +353,16 @@ def advantages(
     for group in by_prompt(rewards).values():
         count = len(group)
         mean = fsum(group.values()) / count
-        baseline = {"mean": mean, "leave_one_out": mean, "batch": mean_of_step, "none": 0.0}[center]
+        baselines = {"mean": mean, "leave_one_out": mean, "batch": mean_of_step, "none": 0.0}
+        baseline = baselines[center]
         if _equal(group) and abs(mean - baseline) <= EQUAL:
             values |= dict.fromkeys(group, 0.0)
             continue
         # a reward minus the mean of the others is this factor times the reward minus the mean of all
         factor = count / (count - 1) if center == "leave_one_out" else 1.0
         if scale != "none":
-            factor /= {"std": _deviation(group), "batch": of_step}[scale] + EPSILON
+            deviation = of_step if scale == "batch" else _deviation(group)
+            factor /= deviation + EPSILON
         values |= {key: factor * (reward - baseline) for key, reward in group.items()}
     return values
 
@@ -391,7 +394,8 @@ def length_share(
         return None
     if not of_lengths:
         return 0.0
-    return copysign(min(1.0, covariance**2 / (of_rewards * of_lengths)), covariance)
+    share = min(1.0, covariance**2 / (of_rewards * of_lengths))
+    return copysign(share, covariance)
 
 
 def _equal(group: Mapping[SampleKey, float]) -> bool:

@@ -272,7 +272,8 @@ class PolicyTrainer(Training):
     def log(self, to_logger: bool, **values: Any) -> None:
         """Write a line of ``metrics.jsonl``, and add it to ``lines``; the metric logger gets the numbers in it."""
         self.write_metrics(False, **values)
-        self.lines.append(self.ranks.agree({**self.position(), **values}))
+        line = {**self.position(), **values}
+        self.lines.append(self.ranks.agree(line))
         if to_logger:
             self.log_numbers(values)
 
@@ -286,7 +287,8 @@ class PolicyTrainer(Training):
     def save_if_due(self) -> None:
         """Write a checkpoint every ``save_every_n_steps`` steps and after the last."""
         every = self.cfg.save_every_n_steps
-        if (every and self.step % every == 0) or self.step == self.steps:
+        due = every and self.step % every == 0
+        if due or self.step == self.steps:
             self.save_checkpoint()
 
     def save_if_new(self) -> None:
