@@ -54,7 +54,8 @@ class Distil(Loop):
         if cfg.given_answers is not None:
             most = min(learner.decoder.max_seq_len, decoder.max_seq_len)
             self._given = given_samples(self.prompts, cfg.given_answers, learner, most)
-        self.trainer_cls.try_out(learner.cfg, learner, cfg.steps * updates_of_step(cfg))
+        updates = cfg.steps * updates_of_step(cfg)
+        self.trainer_cls.try_out(learner.cfg, learner, updates)
 
     def expected_work(self) -> Workload:
         """Describe the rows of a step: of given answers, or an estimate."""

@@ -212,13 +212,17 @@ class GRPO(Loop):
     def _sampled_rows(self, selected: Selected) -> tuple[Rows, list[str]]:
         """Convert the answers to rows with the columns that sampling and selection know; return their prompts, too."""
         samples = selected.trained
-        columns: dict[str, list[Any]] = {"advantages": []}
-        for key, advantage in selected.advantages.items():
-            columns["advantages"].append([advantage] * len(selected.samples[key].tokens))
-        if all(len(sample.logprobs) == len(sample.tokens) for sample in samples):
-            columns["sampler_logprobs"] = [sample.logprobs for sample in samples]
+        advantages = []
+        for sample in samples:
+            advantage = selected.advantages[sample.key]
+            advantages.append([advantage] * len(sample.tokens))
+        columns: dict[str, list[Any]] = {"advantages": advantages}
+        logprobs = [sample.logprobs for sample in samples]
+        lengths = [len(sample.tokens) for sample in samples]
+        if list(map(len, logprobs)) == lengths:
+            columns["sampler_logprobs"] = logprobs
             if "old_logprobs" in self.learner.objective.columns and self.old_logprobs == "sampler":
-                columns["old_logprobs"] = columns["sampler_logprobs"]
+                columns["old_logprobs"] = logprobs
         if self.cfg.router_replay:
             columns[ROUTES] = [sample.chosen_experts() for sample in samples]
         if selected.reference:

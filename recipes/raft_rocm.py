@@ -113,7 +113,7 @@ class RAFTTrainer(PolicyTrainer):
 
     def extra_state(self) -> State:
         """Return the part of a checkpoint that other trainings do not have."""
-        kept = {cycle: [list(key) for key in keys] for cycle, keys in self.kept.items()}
+        kept = {cycle: list(map(list, keys)) for cycle, keys in self.kept.items()}
         more = {
             "done": self.done,
             "trained": self.trained,
@@ -154,7 +154,8 @@ class RAFTTrainer(PolicyTrainer):
             self._progress.close()
         if self._before is not None:
             adapter = self.learner.adapter_state()
-            if all(torch.equal(value, adapter[name]) for name, value in self._before.items()):
+            unchanged = (torch.equal(adapter[name], old) for name, old in self._before.items())
+            if all(unchanged):
                 raise UserError(f"cycle {self.step + 1}: {nothing_changed(self.done, 'the cycle')}")
             self._before = None  # frees its tensors
         if not self.update_lines:
@@ -210,7 +211,8 @@ class RAFTTrainer(PolicyTrainer):
         finally:
             cfg.optimizer.lr = lr
         if cfg.optimizer_state == "run" and self.trained:
-            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+            fresh = self.optimizer.state_dict()
+            self.optimizer.load_state_dict({**fresh, "state": moments})
             self.scaler.load_state_dict(scale)
 
     def finish_update(self, interrupted: bool) -> None:

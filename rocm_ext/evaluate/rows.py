@@ -90,9 +90,9 @@ def compare(measured: Measured, base: Measured) -> dict[str, float | list[float]
         ``interval`` over rows. For pairs also ``gained`` and ``lost``, pairs in which only one model prefers the chosen
         answer, and ``p`` of McNemar's exact test.
     """
-    nll = np.array([_nll(row) for row in measured.rows])
-    nll_before = np.array([_nll(row) for row in base.rows])
-    tokens = np.array([_tokens(row) for row in measured.rows], np.float64)
+    nll = np.fromiter(map(_nll, measured.rows), np.float64)
+    nll_before = np.fromiter(map(_nll, base.rows), np.float64)
+    tokens = np.fromiter(map(_tokens, measured.rows), np.float64)
     difference = paired_ratio(nll - nll_before, tokens)
     result: dict[str, float | list[float]] = {
         "difference": difference.value,
@@ -176,8 +176,8 @@ def _row(rows: Rows, number: int, logprobs: np.ndarray) -> dict[str, float]:
         return row
     labels = labelled(rows.labels[number], rows.lengths[number])
     side = rows.columns[SIDE][number][labels]
-    sides = {"chosen": logprobs[side > 0], "rejected": logprobs[side < 0]}
-    for name, values in sides.items():
+    by_side = {"chosen": logprobs[side > 0], "rejected": logprobs[side < 0]}
+    for name, values in by_side.items():
         row[f"logprob_{name}"] = float(values.sum(dtype=np.float64))
         row[f"tokens_{name}"] = len(values)
     return row
