@@ -141,11 +141,8 @@ def pair(fields: Row, columns: Collection[str]) -> Json:
         return _openai_pair(row)
     talk = _talk_of(row)
     chosen = row.get("chosen")
-    if (
-        talk
-        and chosen is None
-        and not {"rejected_response", "rejected_messages"}.isdisjoint(columns)
-    ):
+    has_other = "rejected_response" in columns or "rejected_messages" in columns
+    if talk and chosen is None and has_other:
         return _swift_pair(row, talk)
     # a conversation in `chosen` has its prompt already
     has_prompt = isinstance(chosen, list) and chosen and role_of(chosen[0]) != "assistant"
@@ -172,11 +169,9 @@ def _swift_pair(row: Json, talk: str) -> Json:
     """Rename the columns of ms-swift: a conversation, and another answer to it."""
     row["chosen"] = listed(row.pop(talk), talk)
     answer = row.pop("rejected_response", "")
-    answers = (
-        [{"role": "assistant", "content": answer}]
-        if isinstance(answer, str)
-        else conversation(answer)
-    )
+    answers = [{"role": "assistant", "content": answer}]
+    if not isinstance(answer, str):
+        answers = conversation(answer)
     rejected = row.pop("rejected_messages", None)
     row["rejected"] = rejected or [*row["chosen"][:-1], *answers]
     return row
@@ -258,7 +253,8 @@ def _call(call: Any, schemas: Json) -> Any:
     if "function" in call:
         call["function"] = _call(call["function"], schemas)
     elif "arguments" in call:
-        call["arguments"] = _arguments(call["arguments"], schemas.get(str(call.get("name"))))
+        parameters = schemas.get(str(call.get("name")))
+        call["arguments"] = _arguments(call["arguments"], parameters)
     return call
 
 
@@ -293,8 +289,12 @@ def schema(value: Any) -> Any:
         return [schema(part) for part in value]
     if not isinstance(value, Mapping):
         return value
-    kept = ("default", "const") if _nullable(value) else ()
-    return {key: schema(part) for key, part in value.items() if part is not None or key in kept}
+    may_be_null = ("default", "const") if _nullable(value) else ()
+    parts = {}
+    for key, part in value.items():
+        if part is not None or key in may_be_null:
+            parts[key] = schema(part)
+    return parts
 
 
 def _nullable(schema: Any) -> bool:

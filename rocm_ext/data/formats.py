@@ -72,10 +72,8 @@ def _gsm8k(row: Row) -> Json:
 def _mbpp(row: Row) -> Json:
     if "test_list" not in row:
         _need(row, "mbpp", "prompt", "entry_point", "tests")
-        return {
-            **row,
-            "prompt": f"{row['prompt'].rstrip()}\n\nName the function `{row['entry_point']}`.",
-        }
+        task = f"{row['prompt'].rstrip()}\n\nName the function `{row['entry_point']}`."
+        return {**row, "prompt": task}
     task = "text" if "text" in row else "prompt"
     _need(row, "mbpp", task)
     tests = _texts(row, "test_list")
@@ -272,7 +270,8 @@ def _private(text: Any) -> list[Any]:
             f"private_test_cases is neither JSON nor a packed pickle: {error}"
         ) from error
     texts = [argument for code, argument, _ in opcodes if "UNICODE" in code.name]
-    if len(texts) != 1 or not {code.name for code, _, _ in opcodes} <= TEXT_OPCODES:
+    names = {code.name for code, _, _ in opcodes}
+    if len(texts) != 1 or not names <= TEXT_OPCODES:
         raise ValueError(
             "private_test_cases must be a pickle of text alone; unpickling another could run code"
         )
@@ -288,7 +287,8 @@ def _called_functions(code: Any, tests: str) -> set[str]:
         return set()
     defined = {statement.name for statement in body if isinstance(statement, ast.FunctionDef)}
     functions = [node.func for node in nodes if isinstance(node, ast.Call)]
-    return defined & {function.id for function in functions if isinstance(function, ast.Name)}
+    called = {function.id for function in functions if isinstance(function, ast.Name)}
+    return defined & called
 
 
 def _need(row: Row, format: str, *columns: str) -> None:

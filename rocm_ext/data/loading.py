@@ -267,8 +267,8 @@ def local_files(source: str) -> list[str]:
         return [str(path)]
     magic = has_magic(source)
     files = sorted(glob(str(path), recursive=True)) if magic else []
-    path_like = magic or _suffix(path) in LOADERS or source[:1] in "./~" or source.count("/") > 1
-    if path_like and not files and not path.is_dir():
+    path_like = source[:1] in "./~" or source.count("/") > 1 or _suffix(path) in LOADERS
+    if (magic or path_like) and not files and not path.is_dir():
         raise UserError(f"{source}: no such file or folder (looked in {Path.cwd()})")
     return files
 

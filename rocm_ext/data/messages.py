@@ -59,9 +59,8 @@ def to_turns(turns: Any, blank: bool = False) -> list[Turn]:
         blank: whether an assistant's message may be empty.
     """
     checked: list[Turn] = []
-    for number, message in enumerate(
-        expect(turns, (list, tuple), "a conversation must be a list of messages")
-    ):
+    messages = expect(turns, (list, tuple), "a conversation must be a list of messages")
+    for number, message in enumerate(messages):
         try:
             turn = _to_turn(message, blank)
         except ValueError as error:
@@ -86,7 +85,10 @@ def _to_turn(message: Any, blank: bool) -> Turn:
     if role is None:
         unknown = message.get("role", message.get("from"))
         raise ValueError(f"unknown role {unknown!r}; known: {', '.join(ROLES)}")
-    more = {key: value for key, value in message.items() if key not in _READ and value is not None}
+    more = {}
+    for key, value in message.items():
+        if key not in _READ and value is not None:
+            more[key] = value
     content = message.get("content", message.get("value"))
     reasoning = _reasoning(message)
     if reasoning is not None:

@@ -66,12 +66,12 @@ def of_name(name: str) -> Json | None:
     if name == "smollm":
         first = {"type": "Digits", "individual_digits": True}
     else:
-        rules = {named: rule for rule, named in _SPLITS.items()}.get(name)
-        if rules is None:
+        expressions = {named: expression for expression, named in _SPLITS.items()}
+        if name not in expressions:
             return None
         first = {
             "type": "Split",
-            "pattern": {"Regex": rules},
+            "pattern": {"Regex": expressions[name]},
             "behavior": "Isolated",
             "invert": False,
         }

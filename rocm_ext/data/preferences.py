@@ -95,7 +95,8 @@ class PreferenceDataset(SourceDataset):
             prompt = [turn._replace(masked=True) for turn in turns[:shared]]
             answer = turns[shared:]
             noted += [*prompt, *answer]
-            conversations.append(Conversation([*prompt, *answer], tools) if answer else None)
+            whole = Conversation([*prompt, *answer], tools)
+            conversations.append(whole if answer else None)
         return ReadRow(fields, conversations, noted)
 
     def _item(self, index: int, row: ReadRow, rendered: Sequence[Labelled | Exception]) -> Row:
@@ -118,8 +119,8 @@ class PreferenceDataset(SourceDataset):
         named = {*columns, *given}
         if not named & {*PAIRED} and named & {*KTO}:
             fields = single(given)
-            self._use(["prompt", "completion", *KTO])
-            self._use([*EXTRAS, *(given.keys() - fields.keys())])
+            renamed = given.keys() - fields.keys()
+            self._use(["prompt", "completion", *KTO, *EXTRAS, *renamed])
             return fields
         given.pop("completion", None)
         fields = pair(given, columns)
@@ -135,8 +136,8 @@ class PreferenceDataset(SourceDataset):
                 f"{what}, or label (true or false) for single answers; use column_map, or lora_finetune_rocm with "
                 "rocm_ext.data.sft_dataset to train on right answers alone"
             )
-        self._use(["prompt", *SIDES])
-        self._use([*EXTRAS, *(given.keys() - fields.keys())])
+        renamed = given.keys() - fields.keys()
+        self._use(["prompt", *SIDES, *EXTRAS, *renamed])
         return fields
 
 
@@ -176,7 +177,8 @@ def _last(turns: Sequence[Turn], role: str, default: int) -> int:
 
 def _turns(side: str, fields: Row, system_prompt: str | None) -> list[Turn]:
     """Return the turns of one answer with its prompt."""
-    return to_turns(with_system(_conversation(side, fields), fields.get("system"), system_prompt))
+    messages = _conversation(side, fields)
+    return to_turns(with_system(messages, fields.get("system"), system_prompt))
 
 
 def _conversation(side: str, fields: Row) -> list[Any]:

@@ -114,15 +114,17 @@ def prompt_dataset(
     count = len(rows) if limit is None else min(limit, len(rows))
     for index in range(count):
         try:
-            prompt = _prompt(row_at(rows, index), mapping, format, system_prompt, origin(index))
+            row = row_at(rows, index)
+            prompt = _prompt(row, mapping, format, system_prompt, origin(index))
             if prompt is None:
                 unused.append(origin(index))
             else:
                 prompts.append(prompt)
         except ValueError as error:
             bad.append(f"{origin(index)}: {error}")
-    if bad and (bad_rows == "error" or len(bad) == count):
-        cure = "" if len(bad) == count else ", or set bad_rows: drop to leave it out"
+    all_bad = len(bad) == count
+    if bad and (bad_rows == "error" or all_bad):
+        cure = "" if all_bad else ", or set bad_rows: drop to leave it out"
         raise UserError(about_bad_rows(bad, count, f"correct what is bad{cure}"))
     if bad:
         log.warning("%s", about_bad_rows(bad, count, "left out (bad_rows: drop)"))
@@ -175,7 +177,8 @@ def _turns(prompt: Prompt) -> list[str]:
 
 
 def _is_single(prompt: Prompt) -> bool:
-    return sum(m["role"] == "user" for m in prompt.messages) == 1
+    roles = [message["role"] for message in prompt.messages]
+    return roles.count("user") == 1
 
 
 def _prompt(
@@ -190,11 +193,10 @@ def _prompt(
             fields[ours] = values[yours]
     tools = to_tools(fields.get("tools"))
     if format is None:
+        asked = dict(fields)
         if "messages" in fields:
-            talk = conversation(fields["messages"], tools)
-            turns = _turns_of(fields | {"messages": talk}, mapping)
-        else:
-            turns = _turns_of(fields, mapping)
+            asked["messages"] = conversation(fields["messages"], tools)
+        turns = _turns_of(asked, mapping)
     else:
         formatted = FORMATS[format](fields)
         if formatted is None:

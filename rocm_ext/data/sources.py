@@ -192,9 +192,8 @@ class SourceDataset(Dataset, ABC):
         rendered = iter(render_conversations(self.tokenizer, conversations))
         results = []
         for part in by_row:
-            results.append(
-                [next(rendered) if conversation else _NO_TOKENS for conversation in part]
-            )
+            answers = [next(rendered) if conversation else _NO_TOKENS for conversation in part]
+            results.append(answers)
         return results
 
     @abstractmethod
@@ -227,11 +226,9 @@ class SourceDataset(Dataset, ABC):
     def _about_unreasoned(self) -> str:
         """Return the warning about rows without reasoning where the prompt opens it."""
         template: Any = self._renderer.template
-        switch = (
-            ", or set chat_template_args: {enable_thinking: False}"
-            if template.switches_reasoning
-            else ""
-        )
+        switch = ""
+        if template.switches_reasoning:
+            switch = ", or set chat_template_args: {enable_thinking: False}"
         return (
             f"{len(self._unreasoned):,} of {len(self):,} rows of {self.source} have no reasoning, first "
             f"{self.origin(min(self._unreasoned))}, and the prompt of {template.origin} opens it with <think>: they "
@@ -257,9 +254,8 @@ class SourceDataset(Dataset, ABC):
 
     def _note(self, index: int, turns: Sequence[Turn]) -> None:
         """Note what :meth:`warnings` says of a row: unread keys, special tokens in its texts, missing reasoning."""
-        if self._renderer.opens_reasoning and not all(
-            turn.masked or turn.reasons for turn in turns
-        ):
+        reasons = all(turn.masked or turn.reasons for turn in turns)
+        if self._renderer.opens_reasoning and not reasons:
             self._unreasoned.add(index)
         for turn in turns:
             self._unread.update(turn.more.keys() - self._names_read)
@@ -334,9 +330,8 @@ class ConversationDataset(SourceDataset):
         if not isinstance(self._renderer, PlainRenderer):
             return
         columns = SCHEMAS[schema]
-        if schema == "prompt_completion" and not any(
-            isinstance(fields[column], list) for column in columns
-        ):
+        has_messages = any(isinstance(fields[column], list) for column in columns)
+        if schema == "prompt_completion" and not has_messages:
             return
         found = " and ".join(f"{column} ({type(fields[column]).__name__})" for column in columns)
         raise ValueError(
@@ -348,8 +343,9 @@ class ConversationDataset(SourceDataset):
         """Return the matching schema of a row, and its values under our column names."""
         row, fields = self._mapped(index)
         fits = [name for name in self._schemas if fields.keys() >= set(SCHEMAS[name])]
-        if len(fits) > 1:  # prefer the schema whose columns the user mapped
-            fits = [name for name in fits if self.column_map.keys() & set(SCHEMAS[name])] or fits
+        mapped = [name for name in fits if self.column_map.keys() & set(SCHEMAS[name])]
+        if len(fits) > 1 and mapped:
+            fits = mapped
         if len(fits) != 1:
             raise ValueError(self._misfit(row, fields, fits))
         (schema,) = fits
@@ -387,9 +383,9 @@ class ConversationDataset(SourceDataset):
     def _messages(self, schema: str, fields: Row, tools: list[Json] | None) -> list[Any]:
         """Return the messages of a row, with the system message of the row or of the config."""
         if schema == "prompt_completion":
-            messages = _said_or_listed("user", "prompt", fields) + _said_or_listed(
-                "assistant", "completion", fields
-            )
+            prompt = _said_or_listed("user", "prompt", fields)
+            completion = _said_or_listed("assistant", "completion", fields)
+            messages = prompt + completion
         elif schema == "alpaca":
             messages = [*asked(fields), _said("assistant", "output", fields)]
         else:

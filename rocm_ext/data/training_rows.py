@@ -41,11 +41,8 @@ def training_rows(
     if cfg.validation_fraction:
         rows, validation = rows.split(cfg.validation_fraction, cfg.data_seed)
         log.info("validation_fraction: %s rows are set aside", f"{len(validation):,}")
-    if (
-        cfg.early_stopping_patience
-        and validation is None
-        and cfg.early_stopping_metric != EVAL_METRIC
-    ):
+    watches_rows = cfg.early_stopping_patience and cfg.early_stopping_metric != EVAL_METRIC
+    if watches_rows and validation is None:
         raise UserError(
             "early_stopping_patience needs validation rows: set dataset_val or validation_fraction; or set "
             f"eval_prompts and early_stopping_metric={EVAL_METRIC}"
