@@ -48,7 +48,8 @@ class TextEncoder:
                 special.add(token.content)
             # Added tokens split a text first, so the text behind one is tokenised independently. Exceptions, left out
             # here: added tokens that absorb white space or depend on their neighbours.
-            if not (token.lstrip or token.rstrip or token.single_word or token.normalized):
+            absorbs_space = token.lstrip or token.rstrip
+            if not (absorbs_space or token.single_word or token.normalized):
                 self._splits[number] = token.content
         self.special = frozenset(special)
         bytes_ = (self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
@@ -150,9 +151,10 @@ class TextEncoder:
         matches = list(self._split.finditer(text))
         if [match[0] for match in matches] != known:
             return []
-        starts = map(re.Match.start, matches)
-        ends = map(re.Match.end, matches)
-        return list(map(_Anchor, starts, ends, indices))
+        anchors = []
+        for match, index in zip(matches, indices, strict=True):
+            anchors.append(_Anchor(*match.span(), index))
+        return anchors
 
 
 class _Anchor(NamedTuple):

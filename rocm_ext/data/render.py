@@ -320,8 +320,9 @@ class TemplateRenderer:
         """Implement :func:`render_reply` with the template."""
         prompt = self.template.render(before, tools, prompt=True)
         replied = self.template.render([*before, answer, *reply], tools, prompt=True)
-        if replied.startswith(prompt + sampled):
-            return self._behind(replied, len(prompt + sampled)), False
+        begun = prompt + sampled
+        if replied.startswith(begun):
+            return self._behind(replied, len(begun)), False
         answered = self.template.render([*before, answer], tools)
         if answered.startswith(prompt) and replied.startswith(answered):
             return self._behind(replied, len(prompt)), False

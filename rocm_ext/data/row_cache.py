@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,8 @@ def cached_rows(make_key: Callable[[], Any], read: Callable[[], Rows]) -> Rows:
     root = cache_folder()
     if key is None or root is None:
         return read()
-    digest = hashlib.sha256(json.dumps(key, default=str).encode()).hexdigest()
+    text = json.dumps(key, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()
     folder = root / "rows" / digest[:32]
     rows = _load(folder)
     if rows is not None:
@@ -247,8 +248,8 @@ def _write(folder: Path, rows: Rows) -> None:
         "tokens": concatenated(rows.tokens),
         "labels": concatenated(rows.labels),
         "bounds": np.cumsum([0, *map(len, rows.tokens)]),
-        "lengths": np.array([length for row in rows.lengths for length in row]),
-        "sequences": np.array([len(row) for row in rows.lengths]),
+        "lengths": np.array(list(chain.from_iterable(rows.lengths))),
+        "sequences": np.array(list(map(len, rows.lengths))),
         "numbers": np.array(rows.numbers),
     }
     for name, column in rows.columns.items():

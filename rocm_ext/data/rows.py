@@ -326,8 +326,8 @@ class Rows:
         self.columns[name] = []
         dtype = np.int16 if name == ROUTES else np.float32
         for labels, lengths, row in zip(self.labels, self.lengths, values, strict=True):
-            shape = (len(labels), *np.shape(row)[1:])
-            column = np.zeros(shape, dtype)
+            _, *rest = np.shape(row)
+            column = np.zeros((len(labels), *rest), dtype)
             column[labelled(labels, lengths)] = row
             self.columns[name].append(column)
 
@@ -335,7 +335,7 @@ class Rows:
         """Return the least and the greatest weight of a row; None if all are 1."""
         if ROW_WEIGHT not in self.columns:
             return None
-        weights = [float(column[0]) for column in self.columns[ROW_WEIGHT]]
+        weights = [float(values[0]) for values in self.columns[ROW_WEIGHT]]
         return min(weights), max(weights)
 
     def fingerprint(self) -> str:

@@ -107,7 +107,8 @@ class ChatTemplate:
         """Return whether a message's text appears. Templates of some multimodal models take only lists of parts."""
         self._listed = listed
         try:
-            return _BEGIN in self._render([Turn("user", _BEGIN, False)], None, prompt=False)
+            turn = Turn("user", _BEGIN, False)
+            return _BEGIN in self._render([turn], None, prompt=False)
         except UserError:
             return False
 
@@ -119,14 +120,16 @@ class ChatTemplate:
             tools: JSON schemas of the functions that the assistant may call.
             prompt: whether to add the header of the assistant's next turn.
         """
-        return self._render(turns, tools, prompt).replace(_BEGIN, "").replace(_END, "")
+        marked = self._render(turns, tools, prompt)
+        return marked.replace(_BEGIN, "").replace(_END, "")
 
     def render_marked(self, turns: Turns, tools: Tools) -> tuple[str, Spans]:
         """Render a conversation; also return start and end of the generation blocks, in characters."""
         text = ""
         start = 0
         spans = []
-        for part in re.split(f"({_BEGIN}|{_END})", self._render(turns, tools, prompt=False)):
+        marked = self._render(turns, tools, prompt=False)
+        for part in re.split(f"({_BEGIN}|{_END})", marked):
             if part == _BEGIN:
                 start = len(text)
             elif part == _END:
@@ -170,7 +173,8 @@ class _GenerationBlock(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+        block = nodes.CallBlock(self.call_method("_mark"), [], [], body)
+        return block.set_lineno(line)
 
     def _mark(self, caller: Any) -> str:
         return f"{_BEGIN}{caller()}{_END}"
@@ -264,8 +268,9 @@ def _named_templates(folder: Path, config: Json) -> tuple[dict[str, str], str]:
         return {"default": templates}, str(file)
     named = {}
     for entry in templates if isinstance(templates, list) else [templates]:
-        name = entry.get("name") if isinstance(entry, Mapping) else None
-        text = entry.get("template") if isinstance(entry, Mapping) else None
+        fields = entry if isinstance(entry, Mapping) else {}
+        name = fields.get("name")
+        text = fields.get("template")
         if not isinstance(name, str) or not isinstance(text, str) or name in named:
             raise UserError(f"{file}: chat_template must be text, or a list of name and template")
         named[name] = text

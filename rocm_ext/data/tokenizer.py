@@ -70,7 +70,8 @@ class ChatTokenizer:
         self.end_of_text = ends[0]
         self.template_args = dict(template_args or {})
         self.reserved = reserved_tokens(base) if reserved is None else reserved
-        self.stop_tokens = list(dict.fromkeys([*getattr(base, "stop_tokens", ()), *ends]))
+        stops = [*getattr(base, "stop_tokens", ()), *ends]
+        self.stop_tokens = list(dict.fromkeys(stops))
         self.max_seq_len = getattr(base, "max_seq_len", None)
         self.cuts = False
         self._template = template
@@ -275,7 +276,8 @@ def _warn_if_different(base: Any, folder: Path, args: Json, today: date) -> None
         if template is None or not (folder / TOKENIZER).is_file():
             return
         encoder = TextEncoder(folder / TOKENIZER)
-        theirs = encoder.encode(template.render(to_turns(_SAMPLE[:1]), None, prompt=True))
+        text = template.render(to_turns(_SAMPLE[:1]), None, prompt=True)
+        theirs = encoder.encode(text)
     except UserError as error:
         log.info("the model's chat template is not compared with torchtune's: %s", error)
         return
