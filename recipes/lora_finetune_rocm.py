@@ -130,7 +130,7 @@ class LoRAFinetune:
         """Return a :class:`rocm_ext.evaluate.answers.Evaluator` of ``eval_prompts``; None without them."""
         if self.cfg.eval_prompts is None:
             return None
-        # here: importing it takes time, which most runs save
+        # this import takes time, which most runs save
         from rocm_ext.evaluate.answers import Evaluator
 
         evaluation = Evaluator(self.cfg, self.learner)

@@ -203,7 +203,7 @@ class RAFTTrainer(PolicyTrainer):
             self.learner.load_adapter(self.first, "the first adapter")
         moments = self.optimizer.state_dict()["state"]
         scale = self.scaler.state_dict()
-        # in the config, because an overridden setup_optimizer or setup_scheduler reads the rate there
+        # the config has the rate, because an overridden setup_optimizer or setup_scheduler reads it there
         decayed = lr * cfg.lr_decay ** len(self.trained)
         cfg.optimizer.lr = max(decayed, min(cfg.lr_floor, lr))
         try:

@@ -27,8 +27,9 @@ LOADERS = {
     ".ndjson": "json",
 }
 SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk writes into a folder
-_NULLABLE = ("arguments", "default", "const")  # of calls and schemas, see rocm_ext.data.dialects
-_SHOWN_REASONS, _SHOWN_ORIGINS = 10, 5  # of bad rows
+# keys of calls and schemas, see rocm_ext.data.dialects
+_NULLABLE = ("arguments", "default", "const")
+_SHOWN_REASONS, _SHOWN_ORIGINS = 10, 5  # the most that a message about bad rows has
 
 Origin = Callable[[int], str]  # a row's number -> its origin
 

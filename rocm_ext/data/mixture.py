@@ -22,7 +22,7 @@ class DataShare(TypedDict, total=False):
     rows: int  # training rows
     weight: float | None  # None if the config has no weights
     rows_of_epoch: int
-    share: float  # of an epoch's rows
+    share: float  # part of an epoch's rows
     rows_given: int  # rows in the run's steps; missing if these are not known
 
 

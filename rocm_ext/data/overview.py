@@ -27,7 +27,7 @@ from rocm_ext.data.render import TemplateRenderer
 from rocm_ext.data.rows import SIDE, SIDES, Rows, key, labelled
 from rocm_ext.data.sources import ROW_WEIGHT
 
-_BARS = 10  # of a histogram with bars of equal width
+_BARS = 10  # the most bars of equal width in a histogram
 _TAIL = 16  # a longest row above this many medians makes bars double in width
 
 
@@ -49,7 +49,7 @@ class TokenText(TypedDict, total=False):
     side: str
     tokens: int
     trained_tokens: int
-    text: str  # with special tokens
+    text: str  # special tokens included
     # start and end of trained parts, in characters; one across an edge is in the later part
     trained: list[list[int]]
 

@@ -14,7 +14,7 @@ from rocm_ext.data.rows import SIDE, SIDES
 from rocm_ext.data.sources import EXTRAS, ReadRow, SourceDataset, weight_in
 
 FIELDS = ("prompt", *SIDES, "completion", *KTO, *EXTRAS)
-_SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")  # of Anthropic's hh-rlhf
+_SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")  # the form of Anthropic's hh-rlhf
 
 
 def preference_dataset(

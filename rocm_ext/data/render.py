@@ -58,7 +58,7 @@ class Conversation(NamedTuple):
 
 
 Conversations = Sequence[Conversation | Exception]
-Rendered = list[Labelled | Exception]  # by conversation, see `each`
+Rendered = list[Labelled | Exception]  # an entry per conversation, see `each`
 
 
 def render_prompt(tokenizer: Any, messages: Sequence[Mapping], tools: Tools = None) -> list[int]:
@@ -508,7 +508,7 @@ class TorchtuneRenderer(TokenizerRenderer):
 
     def _render(self, turns: Turns, unmasked: Sequence[int]) -> tuple[list[int], list[bool]]:
         """Return tokens and mask; only the turns at these indices are unmasked."""
-        # here, because it takes seconds, and most models bring a chat template
+        # this import takes seconds, and most models bring a chat template
         from torchtune.data import Message
 
         messages = []

@@ -189,7 +189,7 @@ def _load(folder: Path) -> Rows | None:
     except OSError as error:  # another user's
         log.warning("the tokenised rows cannot be read (%s), so the data is", one_line(error))
         return None
-    with suppress(OSError):  # of another user
+    with suppress(OSError):  # the folder may be another user's
         (folder / _META).touch()  # the last use
     log.info("the tokenised rows come from %s", folder)
     warn(rows.said)

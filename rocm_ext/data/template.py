@@ -19,7 +19,7 @@ from rocm_ext.base.types import Json, Message
 from rocm_ext.data.messages import REASONING_KEYS, Turn
 
 TEMPLATE = "chat_template.jinja"
-OF_PROCESSORS = "chat_template.json"  # in older folders of multimodal models
+OF_PROCESSORS = "chat_template.json"  # older folders of multimodal models have it
 _CONFIG = "tokenizer_config.json"
 Turns = Sequence[Turn]
 Tools = Sequence[Mapping] | None  # JSON schemas of the functions that the assistant may call

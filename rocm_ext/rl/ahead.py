@@ -94,7 +94,7 @@ class Ahead:
         self._steps: deque[RolloutAhead] = deque()  # not finished, oldest first
         self._added: SimpleQueue[RolloutAhead] = SimpleQueue()
         self._adapters: deque[_Adapter] = deque()  # oldest first
-        # by the request's id, the rollout and the adapter's step
+        # rollout and adapter's step, by the request's id
         self._asked: dict[int, tuple[RolloutAhead, int]] = {}
         self._free = 0.0  # when the finished steps had their answers
         self._failed: BaseException | None = None
@@ -167,7 +167,7 @@ class Ahead:
                 for completion in session.generate(requests, sampling):
                     rollout, policy = self._asked.pop(id(completion.request))
                     rollout.take(completion, policy)
-        except BaseException as error:  # for `finish` to raise
+        except BaseException as error:  # `finish` raises it
             self._failed = error
 
     @property

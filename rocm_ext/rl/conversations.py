@@ -307,7 +307,8 @@ class ConversationQueue(RequestQueue):
         if left < 1:
             self._cut(talk, "max_new_tokens")
             return None
-        added = len(context) - len(request.tokens) - len(talk.tokens)  # by the environment
+        # tokens of the environment
+        added = len(context) - len(request.tokens) - len(talk.tokens)
         if added > self._limits.added:
             numbers = f": {added} are needed and {self._limits.added} allowed"
             self._cut(talk, "max_environment_tokens", numbers)

@@ -446,7 +446,7 @@ def open_engines(
     """
     engine = _build_engine(cfg, learner, stopped)
     _check_logprobs(engine, sampling, logprobs_for)
-    # asked once the weights are loaded
+    # the first call comes once the weights are loaded
     weights = cache(partial(frozen_bytes, learner.decoder, learner.runtime.ranks.world))
 
     def training_memory() -> int:
@@ -572,7 +572,7 @@ def _check_adapters(
         engine.check_adapter(first)
     if not writes:
         return  # the run writes no adapter that it samples with
-    # in the run's folder, because the server must see this path
+    # the server must see this path, so it is in the run's folder
     folder = Path(cfg.output_dir) / ".adapter-check"
     ranks = learner.runtime.ranks
 

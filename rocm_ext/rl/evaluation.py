@@ -21,14 +21,14 @@ from rocm_ext.verifiers import Result
 Lines = Sequence[Json]  # lines of ``metrics.jsonl`` in order, for steps and evaluations
 
 LENGTH_STEPS = 10  # newest steps whose mean counts: one step alone is noisy
-_MISMATCH_FACTOR = 5.0  # of the median of all earlier steps
+_MISMATCH_FACTOR = 5.0  # a multiple of the median of all earlier steps
 # nats per token; 16-bit servers and answers of the step before give 1e-4 to 1e-2
 _MISMATCH_LEAST = 0.02
 _MISMATCH_STEPS = 3  # earlier steps that a median needs
-_EARLY_STEPS = 20  # after which a reward should have moved
+_EARLY_STEPS = 20  # a reward should have moved after so many
 _WINDOW = 10  # steps whose mean is advised on
-_MANY = 0.5  # of the groups
-_GROUPS = {  # of groups that teach nothing
+_MANY = 0.5  # share of the groups
+_GROUPS = {  # what groups that teach nothing have, and the cure
     "all_right": "have right answers only: choose harder prompts, or set curriculum: informative",
     "all_wrong": "have no right answer: choose easier prompts, partial rewards, or more samples_per_prompt",
 }

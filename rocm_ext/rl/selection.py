@@ -84,7 +84,7 @@ def filter_samples(
             dropped[missed] += 1
         elif drop_truncated and sample.finish_reason == "length":
             dropped["truncated"] += 1
-        elif not sample.tokens:  # of a server: there is nothing to train on
+        elif not sample.tokens:  # a server's answer may be empty: there is nothing to train on
             dropped["empty"] += 1
         else:
             by_prompt.setdefault(sample.prompt_id, []).append(sample)
