@@ -577,7 +577,8 @@ class Loop(RLRecipe, ABC):
         )
         scores = evaluation.score(answers, self.cfg.eval_samples)
         self.trainer.finish_evaluation(step, scores, answers.stats)
-        log.info("%s %d: held-out %s", self.unit, step, Score(scores["correct"], scores["prompts"]))
+        held_out = Score(scores["correct"], scores["prompts"])
+        log.info("%s %d: held-out %s", self.unit, step, held_out)
 
     def report_gain(self) -> None:
         """Log the best adapter's gain on the held-out prompts over the initial model."""

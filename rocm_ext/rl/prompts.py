@@ -421,7 +421,7 @@ def choose_by_curriculum(
             free[harder] = False
         chosen = []
         candidates = np.flatnonzero(free)
-        groups = [asked.get(prompts[index], ()) for index in candidates]
+        groups = [asked.get(prompts[index], ()) for index in candidates.tolist()]
         times_asked = np.fromiter(map(len, groups), np.int64)
         for times in np.unique(times_asked).tolist():
             missing = count - len(chosen)

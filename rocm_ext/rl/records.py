@@ -35,7 +35,7 @@ from rocm_ext.verifiers import Result, Verdict
 _AT_ONCE = 1024  # records that a rank sends to the others at a time, to save memory
 # tokens sampled before it, its ids, whether these replace all before it
 Given = tuple[int, Sequence[int], bool]
-# by prompt, the steps that asked it and its pass rates there
+# the steps that asked a prompt and its pass rates there, by prompt
 Asked = dict[str, list[tuple[int, float | None]]]
 # step or cycle, "sample" or "eval", round of a step's sampling
 Scope = tuple[int, str, int]
@@ -132,7 +132,8 @@ class Sample:
 
 def packed_routes(routes: np.ndarray) -> str:
     """Return the experts that routers chose, as :class:`Sample` has them."""
-    return base64.b64encode(zlib.compress(routes.astype("<i2").tobytes())).decode()
+    compressed = zlib.compress(routes.astype("<i2").tobytes())
+    return base64.b64encode(compressed).decode()
 
 
 def key_of(record: Json) -> SampleKey:
@@ -148,9 +149,8 @@ def to_sample(record: Json) -> Sample:
 
 def to_result(record: Json) -> Result:
     """Convert a line of ``verdicts.jsonl``."""
-    return Result(
-        Verdict(record["verdict"]), record["reward"], record["detail"], record.get("parts", {})
-    )
+    verdict = Verdict(record["verdict"])
+    return Result(verdict, record["reward"], record["detail"], record.get("parts", {}))
 
 
 def measure(
@@ -432,12 +432,13 @@ class RecordFile:
 
     def merge(self) -> None:
         """Cut a line that a kill left incomplete, and move the lines of other ranks here."""
-        with disk_errors(self._path):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._path.exists():
-                os.truncate(self._path, _complete(self._path))
-            for part in sorted(self._path.parent.glob(f"{self._path.stem}.rank*.jsonl")):
-                with part.open("rb") as source, self._path.open("ab") as file:
+        path = self._path
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                os.truncate(path, _complete(path))
+            for part in sorted(path.parent.glob(f"{path.stem}.rank*.jsonl")):
+                with part.open("rb") as source, path.open("ab") as file:
                     file.write(source.read(_complete(part)))
                 part.unlink()
 
@@ -469,7 +470,7 @@ class RecordFile:
             for record in records:
                 content = (json.dumps({**beginning, **record}) + "\n").encode()
                 written = self._handle.write(content)
-                if written != len(content):  # on a full disk
+                if written != len(content):  # the disk is full
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def collect(self, scope: Scope, new: list[Json]) -> list[Json]:

@@ -140,7 +140,7 @@ class Rollout:
             if workers.conversations:
                 queue = workers.conversations(queue, sampling, self._rows, job.turns)
             self._queues.append((queue, sampling))
-        self._count = ranks.counter()  # of the answers that all ranks sample
+        self._count = ranks.counter()  # counts the answers that all ranks sample
         self._stats: dict[str, float] = {}
         if workers.pool:
             for key, record in sampled.items():
@@ -158,9 +158,9 @@ class Rollout:
             job.samples.drop(lambda record: key_of(record) not in job.verdicts.records)
         elif pool and pool.groups:
             # a group is judged again if it was judged in part, or with other answers than this process asks for
-            groups = _by_group(keys)
             judged = _by_group(job.verdicts.records)
-            complete = {group for group in groups if judged.get(group) == groups[group]}
+            asked = _by_group(keys).items()
+            complete = {group for group, answers in asked if judged.get(group) == answers}
             job.verdicts.drop(lambda record: _group(key_of(record)) not in complete)
         for records in (job.samples, job.verdicts):
             # a resumed run may ask for fewer answers
