@@ -12,7 +12,7 @@ from rocm_ext.base.importing import COMPONENT
 from rocm_ext.base.kinds import POSITIVE, check, number, one_of
 from rocm_ext.losses.objective import Columns, Objective, Terms
 
-# columns
+# The columns that a teacher adds to the rows.
 HIDDEN = "teacher_hidden"
 LOGPROBS = "teacher_logprobs"
 _KINDS = {
@@ -99,12 +99,14 @@ class Distillation(Objective):
         model = logits[:, :words]
         teacher = other[:, :words]
         if self.tally is not None:
-            self.tally.mean("agreement", model.argmax(-1) == teacher.argmax(-1))
+            agrees = model.argmax(-1) == teacher.argmax(-1)
+            self.tally.mean("agreement", agrees)
         model_logprobs = model.log_softmax(-1, dtype=torch.float32)
         teacher_logprobs = teacher.log_softmax(-1, dtype=torch.float32)
         value, grad = divergence(model_logprobs, teacher_logprobs, self.beta, gradient)
-        if grad is not None and words < logits.shape[-1]:
-            grad = F.pad(grad, (0, logits.shape[-1] - words))
+        padding = logits.shape[-1] - words
+        if grad is not None and padding:
+            grad = F.pad(grad, (0, padding))
         return value, grad
 
 
@@ -130,17 +132,19 @@ def divergence(model: Tensor, teacher: Tensor, beta: float, gradient: bool) -> T
         q = teacher.exp()
         value = (q * teacher.sub_(model)).sum(-1)
         return value, model.exp_().sub_(q) if gradient else None
-    rest: Any = 0.0
+    weight = 1.0
+    teacher_part: Any = 0.0
     if beta == 1:
         ratio = teacher.neg_().add_(model)
     else:
-        mixture = torch.logaddexp(model + math.log(1 - beta), teacher + math.log(beta))
+        weight = 1 - beta
+        mixture = torch.logaddexp(model + math.log(weight), teacher + math.log(beta))
         ratio = model - mixture
-        rest = beta * (teacher.exp() * mixture.neg_().add_(teacher)).sum(-1)
+        teacher_ratio = mixture.neg_().add_(teacher)
+        teacher_part = beta * (teacher.exp() * teacher_ratio).sum(-1)
     p = model.exp_()
-    weight = 1.0 if beta == 1 else 1 - beta
     kl = (p * ratio).sum(-1)
-    value = weight * kl + rest
+    value = weight * kl + teacher_part
     if not gradient:
         return value, None
     # the derivative by a logit is p (g - sum(p g)), where g, the derivative by a probability, is the weighted log-ratio

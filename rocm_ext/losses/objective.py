@@ -59,16 +59,16 @@ class Tally:
     def highest(self, name: str, values: Tensor) -> None:
         """Add ``values``, of any shape but not empty, to the maximum ``name``."""
         value = values.max().double()
-        self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
+        highest = self._maxima.get(name, value)
+        self._maxima[name] = torch.maximum(highest, value)
 
     def result(self, ranks: Ranks) -> dict[str, float]:
         """Return means and maxima by name over all ranks. All ranks call this, also those without measurements."""
-        tensors = [*self._sums.values(), *self._counts.values(), *self._maxima.values()]
-        values = iter(torch.stack(tensors).tolist() if tensors else [])  # waits for the device once
-        of_rank = [
-            {name: next(values) for name in parts}
-            for parts in (self._sums, self._counts, self._maxima)
-        ]
+        measured = self._sums, self._counts, self._maxima
+        tensors = [tensor for named in measured for tensor in named.values()]
+        numbers = torch.stack(tensors).tolist() if tensors else []  # waits for the device once
+        remaining = iter(numbers)
+        of_rank = [{name: next(remaining) for name in named} for named in measured]
         sums: dict[str, float] = {}
         counts: dict[str, float] = {}
         maxima: dict[str, float] = {}
@@ -78,8 +78,9 @@ class Tally:
                 counts[name] = counts.get(name, 0.0) + rank_counts[name]
             for name, value in rank_maxima.items():
                 maxima[name] = max(value, maxima.get(name, value))
-        # all weights may be 0
-        means = {name: total / (counts[name] or 1.0) for name, total in sums.items()}
+        means = {}
+        for name, total in sums.items():
+            means[name] = total / (counts[name] or 1.0)  # all weights may be 0
         return means | maxima
 
 
@@ -220,9 +221,10 @@ class Objective(ABC):
             Scalar in fp32, differentiable with respect to ``hidden`` and the head's parameters. Divide the sum over
             a step by :meth:`denominator`.
         """
-        parameters = [p for p in getattr(head, "parameters", tuple)() if p.requires_grad]
+        parameters = getattr(head, "parameters", tuple)()
+        trained = [p for p in parameters if p.requires_grad]
         labels = _Labels(self, targets, columns, sequence)
-        return _Summed.apply(head, labels, torch.is_grad_enabled(), hidden, *parameters)
+        return _Summed.apply(head, labels, torch.is_grad_enabled(), hidden, *trained)
 
 
 class CrossEntropy(Objective):
@@ -244,9 +246,9 @@ class _Labels:
         self.columns = columns
         self.sequence = sequence
         self._weights = objective.weights(sequence)
-        of_rows = columns.get("weight")
-        if of_rows is not None:
-            self._weights = of_rows if self._weights is None else self._weights * of_rows
+        row_weights = columns.get("weight")
+        if row_weights is not None:
+            self._weights = row_weights if self._weights is None else self._weights * row_weights
         self._ahead: Terms | None = None
         # Weights of 1/length would push gradients of 16-bit logits below the smallest fp16. So weights are at least 1
         # while gradients are 16 bits wide, and `scale` is multiplied in afterwards, together with the loss scale.
@@ -258,7 +260,8 @@ class _Labels:
     def chunks(self) -> Iterator[slice]:
         """Yield slices of labels; the logits of one slice exist at a time."""
         size = self.objective.chunk_for(self.targets.device)
-        return (slice(start, start + size) for start in range(0, len(self.targets), size))
+        for start in range(0, len(self.targets), size):
+            yield slice(start, start + size)
 
     def logits(self, head: Head, hidden: Tensor) -> Tensor:
         """Return the logits [n, v] of one chunk, divided by the temperature."""
@@ -275,8 +278,9 @@ class _Labels:
         nll = []
         with torch.no_grad(), torch.random.fork_rng(devices):
             for rows in self.chunks():
-                of_chunk, _ = _nll(self.logits(head, hidden[rows]), self.targets[rows], False)
-                nll.append(of_chunk)
+                targets = self.targets[rows]
+                chunk_nll, _ = _nll(self.logits(head, hidden[rows]), targets, False)
+                nll.append(chunk_nll)
         self._ahead = self.objective.terms(torch.cat(nll), self.columns, self.sequence)
 
     def other(self, rows: slice) -> Any:
@@ -301,9 +305,12 @@ class _Labels:
     def _terms(self, nll: Tensor, rows: slice) -> Terms:
         """Return the weighted value and derivative of one chunk, without its entropy."""
         if self._ahead is None:
-            value, derivative = self.objective.terms(nll, self._columns(rows), self.sequence[rows])
+            columns = self._columns(rows)
+            value, derivative = self.objective.terms(nll, columns, self.sequence[rows])
         else:
-            value, derivative = (None if part is None else part[rows] for part in self._ahead)  # type: ignore[assignment]
+            values, derivatives = self._ahead
+            value = values[rows]
+            derivative = None if derivatives is None else derivatives[rows]
         if self._weights is None:
             return value, derivative
         weights = self._weights[rows]
