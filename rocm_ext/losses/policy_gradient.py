@@ -124,8 +124,10 @@ class PolicyGradient(Objective):
         numbers = {"kl_coef": kl_coef, "entropy_coef": entropy_coef, "temperature": temperature}
         check({"loss": loss, **weights, **limits, **numbers}, _KINDS, "loss.")
         kind = ALGORITHMS[loss]
-        self.clip_low, self.clip_high, self.clip_dual, self.kl_in = complete(loss, limits).values()
-        self.clip_dual = None if self.clip_dual == "none" else self.clip_dual
+        limits = complete(loss, limits)
+        self.clip_low, self.clip_high, self.clip_dual, self.kl_in = limits.values()
+        if self.clip_dual == "none":
+            self.clip_dual = None
         normalize = kind.normalize if normalize is None else normalize
         if normalize is None:
             raise UserError(
@@ -172,7 +174,8 @@ class PolicyGradient(Objective):
             derivative = _mean_over_sequences(derivative, sequence)
         if self.kl_coef and self.kl_in == "loss":
             distance = columns[REFERENCE] + nll
-            slope = self.kl_coef * _ratio(-nll - old).clamp(max=_MOST) * distance
+            ratio = _ratio(-nll - old).clamp(max=_MOST)
+            slope = self.kl_coef * ratio * distance
             value = value + slope * distance / 2
             derivative = derivative + slope
         return value, derivative
@@ -188,8 +191,10 @@ class PolicyGradient(Objective):
         if self.kind.frozen:
             weight = ratio.clamp(max=1 + self.clip_high) * advantages
             return weight * nll, weight
-        highest = torch.where(advantages > 0, 1 + self.clip_high, self.clip_dual or torch.inf)
-        bounded = ratio.clamp(torch.where(advantages > 0, 0.0, 1 - self.clip_low), highest)
+        is_good = advantages > 0
+        lowest = torch.where(is_good, 0.0, 1 - self.clip_low)
+        highest = torch.where(is_good, 1 + self.clip_high, self.clip_dual or torch.inf)
+        bounded = ratio.clamp(lowest, highest)
         moves = (bounded == ratio) & (log_ratio < _HIGHEST)
         return -advantages * bounded, torch.where(moves, advantages * ratio, 0.0)
 
@@ -209,9 +214,10 @@ class PolicyGradient(Objective):
     ) -> None:
         probability = (-nll).exp()
         advantages = columns["advantages"]
+        is_bad = advantages < 0
         gradient = advantages.abs() * (1 - probability)
         tally.mean("token_gradient", gradient)
-        improbable = (advantages < 0) & (probability < 0.5)
+        improbable = is_bad & (probability < 0.5)
         tally.mean("improbable_share", improbable, gradient.double() ** 2)
         if not self.on_policy:
             ratio = _ratio(self._log_ratio(nll, old, sequence))
@@ -219,10 +225,10 @@ class PolicyGradient(Objective):
             tally.highest("ratio_max", ratio)
             high = ratio > 1 + self.clip_high
             if not self.kind.frozen:
-                tally.mean("clipped_low", (ratio < 1 - self.clip_low) & (advantages < 0))
+                tally.mean("clipped_low", (ratio < 1 - self.clip_low) & is_bad)
                 high = high & (advantages > 0)
                 if self.clip_dual is not None:
-                    tally.mean("clipped_dual", (ratio > self.clip_dual) & (advantages < 0))
+                    tally.mean("clipped_dual", (ratio > self.clip_dual) & is_bad)
             tally.mean("clipped_high", high)
         if "sampler_logprobs" in columns:
             distance = old - columns["sampler_logprobs"]
@@ -237,7 +243,7 @@ class PolicyGradient(Objective):
             over = sum_over_sequences if self.mismatch_level == "sequence" else _mean_over_sequences
             log_weight = over(log_weight, sequence)
         weight = _ratio(log_weight)
-        (lowest, highest) = self.mismatch_limits
+        lowest, highest = self.mismatch_limits
         outside = (weight < lowest) | (weight > highest)
         if self.tally is not None:
             self.tally.mean("mismatch_limited", outside)

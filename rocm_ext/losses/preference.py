@@ -51,7 +51,8 @@ def _logistic(
     chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, gamma: float
 ) -> Slopes:
     margin = beta * (chosen - rejected) - gamma
-    value = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+    swapped_sides = smoothing * F.logsigmoid(-margin)
+    value = -(1 - smoothing) * F.logsigmoid(margin) - swapped_sides
     slope = beta * (smoothing - torch.sigmoid(-margin))
     return value, slope, -slope
 
@@ -70,7 +71,9 @@ def _ipo(chosen: Tensor, rejected: Tensor, beta: float, *_: float) -> Slopes:
 def _apo_zero(chosen: Tensor, rejected: Tensor, beta: float, *_: float) -> Slopes:
     up = torch.sigmoid(beta * chosen)
     down = torch.sigmoid(beta * rejected)
-    return 1 - up + down, -beta * up * (1 - up), beta * down * (1 - down)
+    by_chosen = -beta * up * (1 - up)
+    by_rejected = beta * down * (1 - down)
+    return 1 - up + down, by_chosen, by_rejected
 
 
 def _odds_ratio(chosen: Tensor, rejected: Tensor, beta: float, *_: float) -> Slopes:
@@ -294,20 +297,22 @@ class UnpairedPreference(Objective):
         margin = side * (reward - self.beta * (self.baseline or 0.0))
         missed = torch.sigmoid(-margin)
         good = side.clamp(min=0)
-        weight = self.desirable_weight * good + self.undesirable_weight * (1 - good)
+        bad = 1 - good
+        weight = self.desirable_weight * good + self.undesirable_weight * bad
         if self.tally is not None:
             sums = sum_over_sequences(-nll, sequence)
             share = 1 / labels.double()  # a label's part of its answer
             self.tally.mean("reward_chosen", reward, share * good)
             self.tally.mean("logprobs_chosen", sums, share * good)
-            self.tally.mean("reward_rejected", reward, share * (1 - good))
-            self.tally.mean("logprobs_rejected", sums, share * (1 - good))
+            self.tally.mean("reward_rejected", reward, share * bad)
+            self.tally.mean("logprobs_rejected", sums, share * bad)
             self.tally.mean("margin", margin, share)
             self.tally.mean("accuracy", margin > 0, share)
             self.tally.mean("kl", _divergence(logprobs))
             if self.baseline is not None:
                 self.tally.mean("baseline", torch.full_like(nll, self.baseline))
-        return weight * missed / labels, weight * side * self.beta * missed * (1 - missed)
+        derivative = weight * side * self.beta * missed * (1 - missed)
+        return weight * missed / labels, derivative
 
 
 def _divergence(distance: Tensor) -> Tensor:
