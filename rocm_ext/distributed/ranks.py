@@ -88,8 +88,8 @@ class Ranks:
         """
         if world_size() == 1:
             return cls(device)
-        version = tuple(int(n) for n in torch.__version__.split(".")[:2])
-        if version < (2, 7):  # fully_shard(ignored_params=…)
+        major, minor, *_ = torch.__version__.split(".")
+        if (int(major), int(minor)) < (2, 7):  # older ones lack fully_shard(ignored_params=…)
             raise UserError(f"several ranks need torch 2.7 or newer, found {torch.__version__}")
         # gloo beside RCCL/NCCL: counts and flags must not wait for the GPU
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -155,8 +155,11 @@ class Ranks:
         """Sum the gradients over the ranks, in one all-reduce."""
         if self.mesh is None:
             return
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-        flat = torch.cat([g.reshape(-1) for g in gradients])
+        gradients = []
+        for p in parameters:
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            gradients.append(gradient.reshape(-1))
+        flat = torch.cat(gradients)
         dist.all_reduce(flat)
         sizes = [p.numel() for p in parameters]
         for p, total in zip(parameters, flat.split(sizes), strict=True):
@@ -223,14 +226,17 @@ def _meet() -> dist.Store:
     Raises:
         UserError: a rank is missing, or machine 0 has left.
     """
-    store = next(dist.rendezvous("env://", timeout=timedelta(seconds=_MEET)))[0]
+    patience = timedelta(seconds=_MEET)
+    store, _, _ = next(dist.rendezvous("env://", timeout=patience))
     keys = [f"rocm_ext/rank/{number}" for number in range(world_size())]
     store.set(keys[rank()], "")
     missing: list[str] = []
     try:
         store.wait(keys)
     except dist.DistStoreError:
-        missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
+        for number, key in enumerate(keys):
+            if not store.check([key]):
+                missing.append(str(number))
     except dist.DistNetworkError as error:
         raise UserError("machine 0 has left; look at the messages there") from error
     if missing:
@@ -254,6 +260,8 @@ def _interface() -> str | None:
             probe.connect(address)  # sends nothing
             local = probe.getsockname()[0]
         for name, addresses in psutil.net_if_addrs().items():
-            if any(entry.address.partition("%")[0] == local for entry in addresses):
-                return name
+            for entry in addresses:
+                address, _, _ = entry.address.partition("%")
+                if address == local:
+                    return name
     return None
