@@ -5,9 +5,9 @@ dtype. Parameters have the same names as in torchtune's classes, so torchtune's 
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from statistics import mode
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torchtune.modules.peft import DoRALinear, LoRALinear
 from rocm_ext.base.errors import UserError, nearest, one_line, refuse
 from rocm_ext.base.types import Json
 from rocm_ext.config.model_folder import names_layer
+from rocm_ext.model.names import last_part, last_parts, replace_parameter
 from rocm_ext.model.token_rows import TokenRows, token_rows
 from rocm_ext.model.weights.quantized import Quantized
 
@@ -47,7 +48,8 @@ class Lora(LoRALinear):
         drops = self.training and isinstance(self.dropout, nn.Dropout)
         # torch 2.11 compiles an operation in place in an autograd function to one without gradients (pytorch#180642)
         if self._quantize_base or drops or torch.compiler.is_compiling():
-            return base_linear(self, x) + low_rank(self.dropout(x), a, self.scale * b)
+            base = base_linear(self, x)
+            return base + low_rank(self.dropout(x), a, self.scale * b)
         out = _LoraFunction.apply(x, self.weight, self.bias, a, b, self.scale)
         # here, because torch refuses to change a view from a function in place
         return out.view(*x.shape[:-1], -1)
@@ -73,12 +75,13 @@ class _LoraFunction(torch.autograd.Function):
         x2, weight, a, b = ctx.saved_tensors
         a_ = a.to(g.dtype)
         b_ = (ctx.scale * b).to(g.dtype)
-        low = g @ b_  # [n, rank]
+        grad_low = g @ b_  # [n, rank]
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (g @ weight).addmm_(low, a_).view(ctx.shape)
-        grad_a = (low.T @ x2).to(a.dtype)
-        grad_b = (g.T @ (x2 @ a_.T)).to(b.dtype)
+            grad_x = (g @ weight).addmm_(grad_low, a_).view(ctx.shape)
+        grad_a = (grad_low.T @ x2).to(a.dtype)
+        low = x2 @ a_.T  # [n, rank]
+        grad_b = (g.T @ low).to(b.dtype)
         return grad_x, None, None, grad_a, grad_b.mul_(ctx.scale), None
 
 
@@ -105,7 +108,9 @@ class Dora(DoRALinear):
         base = base_linear(self, x)
         if self.bias is not None:
             base = base - self.bias
-        low = low_rank(self.dropout(x), self.lora_a.weight, self.scale * self.lora_b.weight)
+        a = self.lora_a.weight
+        b = self.scale * self.lora_b.weight
+        low = low_rank(self.dropout(x), a, b)
         # The backward pass treats the norm as a constant (section 4.3 of the paper).
         factor = (self.magnitude / self.weight_norm()).to(x.dtype)
         out = factor * (base + low)
@@ -205,9 +210,8 @@ class Sizes:
     def of(self, name: str) -> tuple[int, float]:
         """Return r and alpha of a linear layer, or of a fused weight of experts, by its published name."""
         name = self._matched(name)
-        ranks = (rank for key, rank in self.rank_pattern.items() if names_layer(key, name))
-        alphas = (alpha for key, alpha in self.alpha_pattern.items() if names_layer(key, name))
-        return next(ranks, self.rank), next(alphas, self.alpha)
+        rank = _of_layer(name, self.rank_pattern, self.rank)
+        return rank, _of_layer(name, self.alpha_pattern, self.alpha)
 
     def check_keys(self, names: Iterable[str]) -> None:
         """Check that every key matches one of the adapted layers ``names``."""
@@ -227,14 +231,21 @@ class Sizes:
         return name
 
 
+def _of_layer(name: str, pattern: Mapping[str, Any], usual: Any) -> Any:
+    """Return the value of the first key that matches a layer, or else the ``usual`` one."""
+    for key, value in pattern.items():
+        if names_layer(key, name):
+            return value
+    return usual
+
+
 def ends_with(name: str, target: str) -> bool:
     """Return whether PEFT's ``target`` names the layer or parameter ``name``: it is the name, or its end."""
     return f".{name}".endswith(f".{target}")
 
 
 def _end(name: str) -> str:
-    parts = 2 if name.endswith(".weight") else 1
-    return ".".join(name.split(".")[-parts:])
+    return last_parts(name, 2 if name.endswith(".weight") else 1)
 
 
 def described(sizes: Mapping[str, tuple[int, float]]) -> Json:
@@ -259,7 +270,7 @@ def described(sizes: Mapping[str, tuple[int, float]]) -> Json:
 
 def _described(values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
     """Return the most common value, and a pattern for the others."""
-    ((usual, _),) = Counter(values.values()).most_common(1)
+    usual = mode(values.values())
     by_end: dict[str, set[float]] = {}
     for name, value in values.items():
         by_end.setdefault(_end(name), set()).add(value)
@@ -356,7 +367,7 @@ def adopt(model: nn.Module, cfg_model) -> None:
             # keeps parameters, names and hooks; FSDP2 uses the same technique
             module.__class__ = Lora if type(module) is LoRALinear else Dora
         if isinstance(module, Adapter):
-            adapted.add(name.rsplit(".", 1)[-1])
+            adapted.add(last_part(name))
     for parameter in adapter_parameters(model).values():
         parameter.requires_grad_(True)
     missing = sorted(set(cfg_model.get("lora_attn_modules") or ()) - adapted)
@@ -453,8 +464,7 @@ def init_adapters(model: nn.Module, seed: int, device: torch.device) -> None:
             value = torch.zeros(shape, dtype=torch.float32, device=first)
             if has_values and key == "lora_a.weight":
                 nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
-            owner, _, leaf = key.rpartition(".")
-            setattr(layer.get_submodule(owner), leaf, nn.Parameter(value.to(device)))
+            replace_parameter(layer, key, nn.Parameter(value.to(device)))
 
 
 def rank_and_alpha(layer: Adapter) -> tuple[int, float]:

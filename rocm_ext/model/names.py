@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 from rocm_ext.base.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-# PEFT's names of the first and the last layer
+# These are PEFT's names of the first and the last layer.
 EMBEDDINGS = "embed_tokens"
 OUTPUT = "lm_head"
 EMBEDDINGS_WEIGHT = "model.embed_tokens.weight"
@@ -73,6 +73,17 @@ def last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+def last_parts(name: str, count: int) -> str:
+    """Return the last ``count`` parts of ``name``, with the dots between them."""
+    return ".".join(name.split(".")[-count:])
+
+
+def replace_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put ``parameter`` in the place of the parameter ``name`` of ``model``."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, parameter)
+
+
 # ---- Hugging Face
 
 
@@ -114,7 +125,7 @@ _TOP_BACK = {theirs: ours for ours, theirs in _TOP.items()}
 _IN_LAYER_BACK = {theirs: ours for ours, theirs in _IN_LAYER.items()}
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
 
-# Linear layers of a native decoder by PEFT's names
+# Linear layers of a native decoder have these names in PEFT.
 LINEAR = [last_part(theirs) for theirs in _IN_LAYER.values() if theirs.endswith("_proj")]
 
 
@@ -124,7 +135,8 @@ class NativeNames(Names):
     def published(self, name: str) -> str:
         """``layers.0.sa_norm.scale`` -> ``model.layers.0.input_layernorm.weight``."""
         module, _, leaf = name.rpartition(".")
-        leaf = "weight" if leaf == "scale" else leaf
+        if leaf == "scale":
+            leaf = "weight"
         if layer := _LAYER.fullmatch(module):
             return f"model.layers.{layer[1]}.{_IN_LAYER[layer[2]]}.{leaf}"
         return f"{_TOP[module]}.{leaf}"
