@@ -69,7 +69,9 @@ class Mask:
         if length not in self._dense:
             index = torch.arange(length, device=device)
             zero = index.new_zeros(())
-            attends = self._rule(zero, zero, index[:, None], index[None, :])
+            query = index[:, None]
+            key = index[None, :]
+            attends = self._rule(zero, zero, query, key)
             self._dense[length] = attends.expand(length, length)
         return self._dense[length]
 
@@ -134,7 +136,8 @@ def _attend(query, key, value, mask: Mask, dropout, scaling, softcap, sinks) -> 
         return sdpa(q, k, v, mask.kernel, mask=allowed, **settings)
 
     has_kernel = mask.kernel in ("auto", "flash") and softcap is None and sinks is None
-    return mask.lengths.attend([query, key, value], compute, together=mask.plain and has_kernel)
+    together = mask.plain and has_kernel
+    return mask.lengths.attend([query, key, value], compute, together)
 
 
 # ---- slots

@@ -75,9 +75,8 @@ class WeightNames:
 
     def converter(self, pattern: str) -> WeightConverter:
         """Return a copy of the converter with the source ``pattern``."""
-        return deepcopy(
-            next(entry for entry in self._converters if pattern in entry.source_patterns)
-        )
+        found = (entry for entry in self._converters if pattern in entry.source_patterns)
+        return deepcopy(next(found))
 
 
 class Converted(Mapping[str, Tensor]):
@@ -98,9 +97,9 @@ class Converted(Mapping[str, Tensor]):
         self._names = names
         self._state = state
         self._shapes = on_meta(state)
-        # first target -> patterns and tensors
+        # the patterns and tensors by their converter's first target
         self._sources: dict[str, list[tuple[str | None, str]]] = {}
-        self._first: dict[str, str] = {}  # any target -> first target
+        self._first: dict[str, str] = {}  # the first target by any target
         for name in sorted(state, key=dot_natural_key):
             if self._names.ignored(name):
                 continue
@@ -164,30 +163,34 @@ class Converted(Mapping[str, Tensor]):
         pattern, source = self._sources[first][0]
         if pattern is None:
             return {source: weights[name]}
-        expected = {self._names.renamed(source): source for _, source in self._sources[first]}
-        # some have no reverse
+        expected = {}
+        for _, stored in self._sources[first]:
+            expected[self._names.renamed(stored)] = stored
+        # some converters have no reverse
         with explain_errors(f"{name} cannot be taken apart into {source} and others"):
             back = self._names.converter(pattern).reverse_transform()
             for target, weight in weights.items():
                 key, matched = back.rename_source_key(target)
                 back.add_tensor(key, target, str(matched), weight)  # type: ignore[arg-type]
             made = back.convert(key, model=self._model, config=self._model.config)  # type: ignore[attr-defined]
-        tensors = {self._names.bare(key): value for key, value in made.items()}
-        if tensors.keys() != expected.keys():
+        pieces = {}
+        for key, value in made.items():
+            piece = value[0] if isinstance(value, list) else value
+            pieces[self._names.bare(key)] = piece
+        if pieces.keys() != expected.keys():
             raise UserError(
                 f"{name} is made of {source} and others, but transformers takes it apart into {min(made)}"
             )
-        pieces = {}
-        for key, value in tensors.items():
-            piece = value[0] if isinstance(value, list) else value
+        tensors = {}
+        for key, piece in pieces.items():
             stored = expected[key]
             like = self._shapes[stored]
             if piece.shape != like.shape:
                 raise UserError(
                     f"transformers makes {stored} {list(piece.shape)} of {name}, not the checkpoint's"
                 )
-            pieces[stored] = piece.to(like.dtype)
-        return pieces
+            tensors[stored] = piece.to(like.dtype)
+        return tensors
 
     def on_meta(self) -> dict[str, Tensor]:
         """Return all tensors without their values, at no cost of memory."""

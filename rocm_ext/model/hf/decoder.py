@@ -44,6 +44,7 @@ from rocm_ext.model.hf.targets import (
     ALL_EXPERTS,
     frozen_kinds,
     fused_experts,
+    listed,
     put_in,
     put_in_experts,
 )
@@ -121,7 +122,8 @@ class TransformersDecoder(Decoder):
                 raise UserError(
                     f"{type(model).__name__} has one weight in two places, {first} and {path}, which is not supported"
                 )
-        causal = {getattr(part, "is_causal", None) for part in self.layers.modules()} - {None}
+        causal = {getattr(part, "is_causal", None) for part in self.layers.modules()}
+        causal.discard(None)
         if False in (causal or {getattr(config, "is_decoder", True)}):
             raise UserError(
                 f"{type(model).__name__} attends to later tokens; only causal language models are supported"
@@ -179,7 +181,8 @@ class TransformersDecoder(Decoder):
     def forward(self, tokens: Tensor) -> Tensor:
         """Compute the logits of complete rows: [b, s] -> [b, s, v]."""
         if not self.packs:
-            return torch.stack([self.output(row) for row in self._run(tokens)])
+            hidden_rows = self._run(tokens)
+            return torch.stack([self.output(hidden) for hidden in hidden_rows])
         rows = []
         for row in tokens:
             positions = torch.arange(len(row), device=row.device)[None]
@@ -256,7 +259,8 @@ class _Head(nn.Module):
     def __init__(self, model, body: str) -> None:
         super().__init__()
         causal = copy.copy(model)
-        causal._modules = {**model._modules, body: _Given(model.get_submodule(body))}
+        given = _Given(model.get_submodule(body))
+        causal._modules = {**model._modules, body: given}
         self.causal = causal
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -297,7 +301,8 @@ class _Given(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            value = None if name.startswith("_") else getattr(self._body[0], name, None)
+            (body,) = self._body
+            value = None if name.startswith("_") else getattr(body, name, None)
             if not isinstance(value, int | float):
                 raise
             return value
@@ -345,7 +350,10 @@ def _number(config, key: str) -> int:
 
 
 def _name_of(model: nn.Module, part: nn.Module | None) -> str:
-    return next((name for name, module in model.named_modules() if module is part), "")
+    for name, module in model.named_modules():
+        if module is part:
+            return name
+    return ""
 
 
 def build(
@@ -376,7 +384,7 @@ def build(
     if parameters is None and targets is not None and not list(targets):
         raise UserError(f"target_modules is empty; expected {ALL} or names of linear layers")
     if targets is not None and targets != ALL:
-        targets = [targets] if isinstance(targets, str) else list(targets)
+        targets = listed(targets)
         for name in map(str, parameters or ()):
             if name.endswith(".weight"):  # adapters name some linear layers by their weights
                 targets.append(name.removesuffix(".weight"))

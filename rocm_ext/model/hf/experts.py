@@ -58,7 +58,8 @@ def sorted_experts(
     x = _products(self, "down_proj", x, rows)
     if self.has_post_expert_norm:
         x = self.post_expert_norm(x)
-    return _Combine.apply(x, top_k_weights, rows.order, rows.back).to(hidden_states.dtype)
+    out = _Combine.apply(x, top_k_weights, rows.order, rows.back)
+    return out.to(hidden_states.dtype)
 
 
 def _products(self, name: str, x: Tensor, rows: Rows) -> Tensor:
@@ -88,7 +89,8 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
         (back,) = ctx.saved_tensors
-        return grad[back].view(*ctx.shape, -1).sum(1), None, None
+        by_token = grad[back].view(*ctx.shape, -1)  # [t, k, d]
+        return by_token.sum(1), None, None
 
 
 def _with_zeros(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
@@ -157,8 +159,12 @@ ALL_EXPERTS_FUNCTIONS.register(SORTED, sorted_experts)
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers' fused experts by name, in the model's order."""
-    # transformers' mark of experts whose forward pass can be replaced
-    return {name: part for name, part in model.named_modules() if hasattr(part, "is_transposed")}
+    experts = {}
+    for name, part in model.named_modules():
+        # transformers' mark of experts whose forward pass can be replaced
+        if hasattr(part, "is_transposed"):
+            experts[name] = part
+    return experts
 
 
 class Replay:
@@ -224,8 +230,8 @@ class Replay:
         assert self._given is not None
         given = self._given[:, layer].to(routers)
         if self._differs is not None:
-            is_new = (given[..., None] != routers[:, None]).all(-1)
-            self._differs.append(is_new & (given >= 0))
+            differs = given[..., None] != routers[:, None]  # [t, chosen, chosen]
+            self._differs.append(differs.all(-1) & (given >= 0))
         return torch.where(given < 0, routers, given)
 
 

@@ -90,7 +90,8 @@ class Rows:
         token = torch.arange(t, device=device)
         order = (k * token).repeat(experts)
         back = t * top_k_index + token[:, None]  # [t, k]
-        ends = t * torch.arange(1, experts + 1, device=device, dtype=torch.int32)
+        numbers = torch.arange(1, experts + 1, device=device, dtype=torch.int32)
+        ends = t * numbers
         return cls(order, back.flatten(), ends, grouped=False, every=True)
 
     @cached_property
@@ -98,8 +99,9 @@ class Rows:
         """Experts with rows, and where these are. It waits for the device."""
         # in plans there are no values
         if self.every or isinstance(self.ends, FakeTensor) or self.ends.is_meta:
+            rows = len(self.order)
             experts = len(self.ends)
-            ends = [len(self.order) * (i + 1) // experts for i in range(experts)]
+            ends = [rows * number // experts for number in range(1, experts + 1)]
         else:
             ends = self.ends.tolist()
         parts = []
@@ -153,19 +155,22 @@ class Rows:
         x = x.reshape(-1, x.shape[-1])
         out = x.new_empty(len(x), weight.shape[2])
         for i, part in ALIKE.get()(self.parts):
+            rows = x[part]
+            products = out[part]
             if bias is None:
-                torch.mm(x[part], weight[i], out=out[part])
+                torch.mm(rows, weight[i], out=products)
             else:
-                torch.addmm(bias[i], x[part], weight[i], out=out[part])
+                torch.addmm(bias[i], rows, weight[i], out=products)
             for x2, weight2 in others:
-                out[part].addmm_(x2[part], weight2[i])
+                products.addmm_(x2[part], weight2[i])
         return out
 
     def gradient(self, left: Tensor, right: Tensor) -> Tensor:
         """Multiply two tensors' rows by expert: [n, p], [n, q] -> leftᵀ right, [experts, p, q]."""
         if self.grouped and _aligned(left, right):
             return _grouped_mm(left.T, right, offs=self.ends)
-        out = left.new_zeros(len(self.ends), left.shape[1], right.shape[1])
+        shape = len(self.ends), left.shape[1], right.shape[1]
+        out = left.new_zeros(shape)
         for i, part in ALIKE.get()(self.parts):
             torch.mm(left[part].T, right[part], out=out[i])
         return out
@@ -201,7 +206,7 @@ def trial(device: torch.device) -> str:
     d = 512
     f = 768
     rank = 16
-    index = torch.randint(3, experts - 2, (512, k), generator=rng).to(device)
+    index = torch.randint(3, experts - 2, (512, k), generator=rng)
 
     def some(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng).to(device, torch.bfloat16)
@@ -211,7 +216,7 @@ def trial(device: torch.device) -> str:
     w = some(experts, f, d)
     a = some(experts, rank, d)
     wide = some(2048, f)
-    by_loop = Rows.of(index, experts, torch.float32)
+    by_loop = Rows.of(index.to(device), experts, torch.float32)
     grouped = replace(by_loop, grouped=True)
     calls = [
         lambda rows: rows.products((x, w.mT)),
@@ -225,7 +230,9 @@ def trial(device: torch.device) -> str:
 
     pairs: list[Any] = []
     for call in calls:
-        pairs.append((partial(times, grouped, call), partial(times, by_loop, call)))
+        fast = partial(times, grouped, call)
+        slow = partial(times, by_loop, call)
+        pairs.append((fast, slow))
     return trials.compare(_WHAT, pairs, 1e-2)
 
 

@@ -24,8 +24,8 @@ from rocm_ext.machine.numerics import Kernel
 from rocm_ext.model.attention import Lengths
 
 ROWS = "packed_rows"  # argument that passes the lengths to a model's layers, which need them again backward
-# tokens of a chunk
 Compute = Callable[..., Any]  # a function of tensors
+# tokens of a chunk
 _SMALLEST = 16
 _LARGEST = 64
 
@@ -48,9 +48,8 @@ def _chosen(
     options: Mapping[str, object],
 ) -> Compute:
     """Return ``theirs`` where the package's kernel computes it, else the same function ``in_torch``."""
-    packs = any(
-        options.get(name) is not None for name in ("seq_idx", "cu_seqlens")
-    )  # refused without the package
+    # without the package, theirs refuses these options
+    packs = any(options.get(name) is not None for name in ("seq_idx", "cu_seqlens"))
     has_kernel = _installed(package) and on_gpu(x)
     return theirs if packs or has_kernel else in_torch
 
@@ -103,9 +102,8 @@ def _delta_rule(theirs: Compute, largest: int = _LARGEST) -> Compute:
             length = q.shape[1]
             power = 1 << (length - 1).bit_length()  # the next power of 2
             size = min(chunk_size, largest, max(_SMALLEST, power))
-            return function(
-                q, *others, chunk_size=size, **options
-            )  # fla's sixth argument is another
+            # by name, because fla's sixth argument is another
+            return function(q, *others, chunk_size=size, **options)
 
         inputs = (query, key, value, g, beta)
         if packed_rows is None:
@@ -185,19 +183,21 @@ def chunk_scan(
     size = min(_LARGEST, length)
     count = math.ceil(length / size)
 
-    def chunks(t: Tensor) -> Tensor:  # [b, s, heads, ...] -> [b, chunks, heads, size, ...]
+    def chunks(t: Tensor) -> Tensor:  # [b, s, heads, ...] -> [b, chunks, size, heads, ...]
         behind = count * size - length
         others = (0, 0) * (t.dim() - 2)
         padded = pad(t.float(), (*others, 0, behind))
         return padded.unflatten(1, (count, size))
 
-    def joined(
-        t: Tensor,
-    ) -> Tensor:  # [b, chunks, heads, i, d] -> [b, chunks, groups, i, heads of a group x d]
-        return t.unflatten(2, (groups, -1)).transpose(3, 4).flatten(4)
+    def joined(t: Tensor) -> Tensor:
+        """[b, chunks, heads, i, d] -> [b, chunks, groups, i, heads of a group x d]."""
+        by_group = t.unflatten(2, (groups, -1))  # [b, chunks, groups, heads of a group, i, d]
+        return by_group.transpose(3, 4).flatten(4)
 
-    def by_head(t: Tensor) -> Tensor:  # and back
-        return t.unflatten(4, (-1, d)).transpose(3, 4).flatten(2, 3)
+    def by_head(t: Tensor) -> Tensor:
+        """Undo ``joined``."""
+        apart = t.unflatten(4, (-1, d))  # [b, chunks, groups, i, heads of a group, d]
+        return apart.transpose(3, 4).flatten(2, 3)
 
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
@@ -205,9 +205,8 @@ def chunk_scan(
         dt = softplus(dt)
     dt = dt.clamp(*dt_limit).float()
     values = chunks(x.float() * dt[..., None]).transpose(2, 3)  # [b, chunks, heads, size, d]
-    decay = (
-        chunks(dt * A.float()).cumsum(2).transpose(2, 3)
-    )  # [b, chunks, heads, size]: logs, since the chunk began
+    # logs of the decay since the chunk began, [b, chunks, heads, size]
+    decay = chunks(dt * A.float()).cumsum(2).transpose(2, 3)
     b = chunks(B).transpose(2, 3)  # [b, chunks, groups, size, n]
     c = chunks(C).transpose(2, 3)
 

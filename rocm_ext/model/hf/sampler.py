@@ -29,6 +29,7 @@ from rocm_ext.model.hf.attention import SLOTS, ForwardPass, forward_pass
 from rocm_ext.model.hf.checkpoint import persistent_buffers
 from rocm_ext.model.hf.experts import ROUTES, Replay, experts_of
 from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, expert_loras, plain
+from rocm_ext.model.names import replace_parameter
 from rocm_ext.model.plan_cache import remembered
 from rocm_ext.model.sampler import (
     MIN_ROWS,
@@ -269,8 +270,11 @@ class TransformersSampler(Sampler):
         self._rounded = partial(span_for, device)
         state, linear = _weights(source, merges(source, merge))
         model = source.empty_model(SLOTS)
+        layers = dict(adapters(source))
+        adapted: list[Any] = []
         for name, layer in linear.items():
             model.set_submodule(name, layer)
+            adapted.append((layer, [layers[name]]))
         decoder = source.wrapped(model).eval().requires_grad_(False)
         decoder.kernel = source.kernel
         decoder.load_state_dict(state, assign=True)
@@ -281,8 +285,6 @@ class TransformersSampler(Sampler):
         if placed.type != "meta":
             decoder.place_buffers(placed)
         self._config = model.config
-        layers = dict(adapters(source))
-        adapted: list[Any] = [(layer, [layers[name]]) for name, layer in linear.items()]
         tied = decoder.output_layer if decoder.tied else None
         for name, rows in token_rows(source):
             copied = rows.copy()
@@ -358,7 +360,8 @@ class TransformersSampler(Sampler):
                 tokens[row, : len(prompt)] = torch.tensor(prompt, dtype=torch.long)
             tokens = tokens.to(self.device)
             layers, _ = _prefill(self.decoder.body, self._config, tokens, self.decoder.kernel)
-            caches += [row_of(layers, row, len(prompt)) for row, prompt in enumerate(group)]
+            for row, prompt in enumerate(group):
+                caches.append(row_of(layers, row, len(prompt)))
         return caches
 
     def _groups(self, prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
@@ -379,7 +382,7 @@ class TransformersSampler(Sampler):
     ) -> Tensor:
         cache.begin(positions, span)
         rows = {"input_ids": tokens[:, None], "position_ids": positions[:, None]}
-        with forward_pass(positions[:, None], self.decoder.kernel, cache, self.fixed_shapes):
+        with forward_pass(rows["position_ids"], self.decoder.kernel, cache, self.fixed_shapes):
             hidden = self.decoder.body(**rows, cache=cache, use_cache=True).last_hidden_state
         return self.decoder.output(hidden[:, 0])
 
@@ -398,7 +401,8 @@ def _prefill(
     run: Callable[..., Any], config, tokens: Tensor, kernel: str
 ) -> tuple[list[Any], ForwardPass]:
     """Return the cache's layers after ``tokens`` [n, s], and the pass, with the model's use of attention."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    positions = index.expand(tokens.shape)
     cache = Cache(layers=layers_of(config))
     with forward_pass(positions, kernel) as now:
         run(input_ids=tokens, position_ids=positions, cache=cache, use_cache=True)
@@ -410,13 +414,17 @@ def _fake_prefill(decoder, replay: Replay | None = None) -> tuple[list[Any], For
     body = decoder.body
     with FakeTensorMode():
         if replay is not None:
-            replay.begin(torch.zeros(_PROBE, replay.layers * replay.chosen, dtype=torch.long))
+            routes = torch.zeros(_PROBE, replay.layers * replay.chosen, dtype=torch.long)
+            replay.begin(routes)
         fakes = {}
         for name, tensor in chain(body.named_parameters(), body.named_buffers()):
             fakes[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        run = partial(functional_call, body, fakes, ())
+
+        def run(**given) -> Any:
+            return functional_call(body, fakes, (), given)
+
         tokens = torch.zeros(1, _PROBE, dtype=torch.long)
-        return _prefill(lambda **given: run(given), decoder.model_.config, tokens, "auto")  # type: ignore[union-attr]
+        return _prefill(run, decoder.model_.config, tokens, "auto")
 
 
 @torch.no_grad()
@@ -509,8 +517,7 @@ def obstacle_of(source) -> str:
     vars(bare)["memory"] = source.memory
     for name, weight in source.named_parameters():
         if stays_quantized(weight):
-            owner, _, leaf = plain(name).rpartition(".")
-            setattr(bare.get_submodule(owner), leaf, frozen(weight.detach().to("meta")))
+            replace_parameter(bare, plain(name), frozen(weight.detach().to("meta")))
 
     def step() -> str:
         sampler = TransformersSampler(bare, False, torch.device("cuda"))

@@ -12,7 +12,7 @@ from torch import nn
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.model.hf.experts import experts_of
 from rocm_ext.model.lora import ExpertLora, Sizes, adapted_linear, ends_with
-from rocm_ext.model.names import last_part
+from rocm_ext.model.names import last_part, last_parts
 
 ALL = "all-linear"
 ALL_EXPERTS = "all-experts"
@@ -40,14 +40,17 @@ def put_in(
     Raises:
         UserError: a target matches no layer, or a layer that cannot be adapted or stored in 4 bits.
     """
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    linears = {}
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            linears[name] = module
     if targets is None or targets == ALL:
         inside = (name for name in linears if name.startswith(f"{layers}."))
         names = [name for name in inside if not _left_out(model, name)]
         if not names:
             raise UserError(f"no linear layer of {type(model).__name__} can be adapted")
     else:
-        names = _matches(model, linears, _listed(targets))
+        names = _matches(model, linears, listed(targets))
     for name in names:
         linear = linears[name]
         out, width = linear.weight.shape
@@ -58,7 +61,8 @@ def put_in(
     return names
 
 
-def _listed(targets: Iterable[str] | str) -> list[str]:
+def listed(targets: Iterable[str] | str) -> list[str]:
+    """Return a config's names of layers or parameters as a list."""
     return [targets] if isinstance(targets, str) else list(map(str, targets))
 
 
@@ -84,11 +88,12 @@ def put_in_experts(model: nn.Module, targets, sizes: Sizes, adapted: Iterable[st
             )
     else:
         known = {f"{name}.weight" for name in adapted}
-        names = _matching_parameters(model, list(experts), _listed(targets), known)
+        names = _matching_parameters(model, list(experts), listed(targets), known)
     for name in names:
         module, key = experts[name]
         rank, alpha = sizes.of(name)
-        lora = ExpertLora(module.get_parameter(key).shape, bool(module.is_transposed), rank, alpha)
+        shape = module.get_parameter(key).shape
+        lora = ExpertLora(shape, bool(module.is_transposed), rank, alpha)
         module.add_module(f"{key}{ExpertLora.SUFFIX}", lora)
     return names
 
@@ -111,10 +116,11 @@ def _matching_parameters(
             f"target_parameters is empty; expected null, {ALL_EXPERTS} or names of experts' weights"
         )
     every = [name for name, _ in model.named_parameters()]
+    matched: set[str] = set()
     for target in targets:
         matching = [name for name in every if ends_with(name, target)]
         if not matching:
-            ends = sorted({".".join(name.split(".")[-2:]) for name in experts})
+            ends = sorted({last_parts(name, 2) for name in experts})
             raise UserError(
                 f"target_parameters has {target!r}, which is no parameter{nearest(target, ends)}"
             )
@@ -125,7 +131,8 @@ def _matching_parameters(
                 f"target_parameters has {target!r}, but {others[0]} of {owner.__name__} is no fused weight of experts "
                 "that LoRA can adapt; target_modules adapts linear layers"
             )
-    return [name for name in experts if any(ends_with(name, target) for target in targets)]
+        matched.update(matching)
+    return [name for name in experts if name in matched]
 
 
 def frozen_kinds(model: nn.Module, adapted: Iterable[str]) -> Counter[str]:
@@ -134,9 +141,10 @@ def frozen_kinds(model: nn.Module, adapted: Iterable[str]) -> Counter[str]:
     kinds = Counter[str]()
     for name, parameter in model.named_parameters():
         layer = name.removesuffix(".weight")
-        if parameter.ndim < 2 or name.endswith("bias") or ".lora_" in name or layer in known:
-            continue
-        kinds[".".join(layer.split(".")[-2:])] += 1
+        is_matrix = parameter.ndim >= 2 and not name.endswith("bias")
+        has_lora = ".lora_" in name or layer in known
+        if is_matrix and not has_lora:
+            kinds[last_parts(layer, 2)] += 1
     return kinds
 
 
@@ -161,6 +169,7 @@ def _read_past(kind: type) -> frozenset[str]:
 
 
 def _matches(model: nn.Module, linears: dict[str, nn.Linear], targets: list[str]) -> list[str]:
+    matched: set[str] = set()
     for target in targets:
         matching = [name for name in linears if ends_with(name, target)]
         for name in matching:
@@ -174,4 +183,5 @@ def _matches(model: nn.Module, linears: dict[str, nn.Linear], targets: list[str]
             if any(ends_with(name, target) for name, _ in model.named_modules()):
                 problem = "no linear layer, or shares its weights"
             raise UserError(f"target_modules has {target!r}, which is {problem}")
-    return [name for name in linears if any(ends_with(name, target) for target in targets)]
+        matched.update(matching)
+    return [name for name in linears if name in matched]
