@@ -45,7 +45,8 @@ class NativeDecoder(TransformerDecoder, Decoder):
     @property
     def packs(self) -> bool:  # type: ignore[override]
         """Whether it takes packed rows. Gemma 2's attention, for example, needs padded rows."""
-        return all(isinstance(getattr(layer, "attn", None), Attention) for layer in self.layers)
+        attentions = [getattr(layer, "attn", None) for layer in self.layers]
+        return all(isinstance(attention, Attention) for attention in attentions)
 
     @property
     def shares(self) -> bool:  # type: ignore[override]
@@ -62,7 +63,8 @@ class NativeDecoder(TransformerDecoder, Decoder):
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
         mask = Lengths(batch.lengths, batch.shared) if batch.lengths else None
-        return self.run(batch.tokens, batch.positions, [mask] * len(self.layers))
+        masks = [mask] * len(self.layers)
+        return self.run(batch.tokens, batch.positions, masks)
 
     def run(self, tokens: Tensor, positions: Tensor, masks: Sequence[Any]) -> Tensor:
         """Run the model up to its output layer.
@@ -165,7 +167,8 @@ def build(
 def _targets(given: Iterable[str] | str | None, tied: bool) -> frozenset[str]:
     if given is None or given == _ALL:
         return frozenset(LINEAR)
-    names = frozenset([given] if isinstance(given, str) else map(str, given))
+    listed = [given] if isinstance(given, str) else given
+    names = frozenset(map(str, listed))
     known = [*LINEAR, OUTPUT]
     refuse(
         f"target_modules has {name!r}, which is no layer{nearest(name, known)}"
@@ -193,10 +196,13 @@ class _Builder:
     def decoder(self) -> NativeDecoder:
         a = self.architecture
         embeddings = nn.Embedding(a.vocabulary, a.width)
-        output = TiedLinear(embeddings) if a.tied else self._linear(OUTPUT, a.width, a.vocabulary)
+        output: Any = TiedLinear(embeddings)
+        if not a.tied:
+            output = self._linear(OUTPUT, a.width, a.vocabulary)
+        layers = [self._layer(f"model.layers.{i}") for i in range(a.layers)]
         decoder = NativeDecoder(
             tok_embeddings=embeddings,
-            layers=nn.ModuleList(self._layer(f"model.layers.{i}") for i in range(a.layers)),
+            layers=nn.ModuleList(layers),
             max_seq_len=a.positions,
             num_heads=a.heads,
             head_dim=a.head_dim,
@@ -336,7 +342,8 @@ class NativeSampler(Sampler):
     @torch.no_grad()
     def step(self, tokens: Tensor, positions: Tensor, cache: SlotCache, span: int) -> Tensor:
         cache.begin(positions, span)
-        return self.decoder.output(self.decoder.run(tokens, positions, cache.layers))
+        hidden = self.decoder.run(tokens, positions, cache.layers)
+        return self.decoder.output(hidden)
 
 
 def _bare(module) -> Any:
@@ -426,7 +433,8 @@ class _Copies:
         # without the constructor, and without hooks of FSDP and others
         kind = _joined_kind(module)
         made = object.__new__(_without_hooks(kind or type(module)))  # type: ignore[arg-type]
-        vars(made).update({**vars(module), **vars(nn.Module()), "training": False})
+        vars(made).update(vars(module) | vars(nn.Module()))
+        vars(made)["training"] = False
         made._buffers = dict(module._buffers)
         made._parameters = dict(module._parameters)
         for name, parameter in made._parameters.items():

@@ -42,7 +42,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, scale, eps):  # type: ignore[override]
         x32 = x.float()
-        factor = x32.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()  # [..., 1]
+        mean_square = x32.pow(2).mean(-1, keepdim=True)  # [..., 1]
+        factor = mean_square.add_(eps).rsqrt_()
         ctx.save_for_backward(x, scale, factor)
         return (x32 * factor).mul_(scale).to(x.dtype)
 
@@ -83,7 +84,8 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
         """Rotate heads [b, s, heads, head_dim], bit for bit as torchtune does; positions [b, s] may be left out."""
         if torch.compiler.is_compiling():
             return super().forward(x, input_pos=input_pos)
-        return rotated(x, self.tables(x.dtype, x.shape[1], input_pos))
+        tables = self.tables(x.dtype, x.shape[1], input_pos)
+        return rotated(x, tables)
 
     def tables(
         self, dtype: torch.dtype, length: int, input_pos: Tensor | None
@@ -96,7 +98,8 @@ class HalvesRoPE(Qwen2RotaryPositionalEmbeddings):
             input_pos: [...], the tokens' positions, by default indices, [1, length].
         """
         table = self.cache[:length][None] if input_pos is None else self.cache[input_pos]
-        cos, sin = table.unsqueeze(-2).to(dtype).chunk(2, dim=-1)
+        table = table.unsqueeze(-2).to(dtype)  # [..., 1, 2 head_dim]
+        cos, sin = table.chunk(2, dim=-1)
         first, second = sin.chunk(2, dim=-1)
         return cos, torch.cat((-first, second), dim=-1)
 
@@ -162,11 +165,10 @@ class Prompts(Pass):
         lengths = self._lengths.values
         keys = k.transpose(1, 2).split(lengths, dim=2)  # each [1, kv_heads, s, head_dim]
         values = v.transpose(1, 2).split(lengths, dim=2)
+        # copies, because views would keep the other prompts' tensors alive
+        copied = partial(torch.clone, memory_format=torch.contiguous_format)
         for cache, key, value in zip(self._caches, keys, values, strict=False):
-            # copies, because views would keep the other prompts' tensors alive
-            key = key.clone(memory_format=torch.contiguous_format)
-            value = value.clone(memory_format=torch.contiguous_format)
-            cache.layers.append(Prefix(key, value))
+            cache.layers.append(Prefix(copied(key), copied(value)))
         # not together, because others' lengths would change a sum
         return attend(q, k, v, self._lengths, kernel=kernel, together=False)
 
@@ -267,7 +269,8 @@ class Attention(MultiHeadAttention):
         elif rope is not None:
             qk = [rope(heads, input_pos=input_pos) for heads in qk]
         if len(qk) == 1:
-            qk = list(qk[0].split_with_sizes((self.num_heads, self.num_kv_heads), dim=-2))
+            sizes = self.num_heads, self.num_kv_heads
+            qk = list(qk[0].split_with_sizes(sizes, dim=-2))
         q, k = qk
         # torchtune applies these norms to [b, h, s, head_dim]. They act only on head_dim, so the result is the same.
         if self.q_norm is not None and not self.norms_first:
