@@ -189,9 +189,9 @@ class Slots:
         places = self.once(self.places, lambda: self._cache.positions % self.places)
         self.keys[rows, :, places] = key
         self.values[rows, :, places] = value
-        n = len(key)
-        span = min(self._cache.span, self.places)
-        return self.keys[:n, :, :span], self.values[:n, :, :span]
+        running = slice(len(key))
+        read = slice(min(self._cache.span, self.places))
+        return self.keys[running, :, read], self.values[running, :, read]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
         """Write the step's keys and values, and attend within each slot.
@@ -208,7 +208,8 @@ class Slots:
         keys, values = self.write(k, v)
         # The heads of a group become queries of one kv head, so keys and values are not expanded.
         groups = q.view(n, kv_heads, -1, head_dim)
-        out = sdpa(groups, keys, values, kernel, mask=self._cache.mask(q.dtype))
+        mask = self._cache.mask(q.dtype)
+        out = sdpa(groups, keys, values, kernel, mask=mask)
         return out.reshape(q.shape)
 
     def put(self, rows: slice, prefix, known: int) -> None:
@@ -457,7 +458,10 @@ def _index(numbers: list[int], device: torch.device) -> Tensor:
 
 
 def _rows(values: Tensor, index: Tensor) -> Tensor:
-    return F.embedding(index, values.flatten(1)).unflatten(1, values.shape[1:])
+    """Return the rows ``index`` [n] of ``values`` [s, ...]: [n, ...]."""
+    _, *shape = values.shape
+    flat = F.embedding(index, values.flatten(1))
+    return flat.unflatten(1, shape)
 
 
 @torch.compiler.disable

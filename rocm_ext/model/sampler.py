@@ -247,18 +247,22 @@ def copied_bytes(source: Decoder, merge: bool | None = None) -> int:
     changed = changed_weights(source).items()
     adapted = {name: layer for name, layer in changed if isinstance(layer, Lora | Dora)}
     groups = source.joined_weights()
-    numbers = sum(2 * rows.weight.numel() for _, rows in token_rows(source))  # fp32 counts twice
+    numbers = 0
+    for _, rows in token_rows(source):
+        numbers += 2 * rows.weight.numel()  # fp32 counts twice
     if merges(source, merge):
         copied.update(adapted)
     else:
         joined = {name: group for group in groups for name in group}
         for name, layer in adapted.items():
-            # of B, see SamplingLinear
-            rows = sum(len(weights[other]) for other in joined.get(name, [name]))
-            numbers += layer.lora_a.weight.numel() + rows * layer.lora_b.weight.shape[1]
+            group = joined.get(name, [name])
+            b_rows = sum(len(weights[other]) for other in group)  # see SamplingLinear
+            rank = layer.lora_b.weight.shape[1]
+            numbers += layer.lora_a.weight.numel() + b_rows * rank
     for group in groups:
         parts = [weights[name] for name in group]
-        if not copied.isdisjoint(group) or not (parts[0].is_meta or _is_one(parts)):
+        is_copied = not copied.isdisjoint(group)
+        if is_copied or not (parts[0].is_meta or _is_one(parts)):
             copied.update(group)
     numbers += sum(weights[name].numel() for name in copied)
     return numbers * source.tok_embeddings.weight.dtype.itemsize
@@ -282,8 +286,8 @@ def _as_one(weights: Sequence[Tensor]) -> Tensor:
         return weights[0]
     if _is_one(weights):
         first = weights[0]
-        rows = sum(map(len, weights))
-        return first.as_strided((rows, *first.shape[1:]), first.stride())
+        shape = sum(map(len, weights)), *first.shape[1:]
+        return first.as_strided(shape, first.stride())
     return torch.cat(list(weights))
 
 
@@ -364,7 +368,8 @@ class SamplingLinear(nn.Module):
     __call__ = forward
 
     def _product(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self.weight, self.bias if self.factor is None else None)
+        bias = self.bias if self.factor is None else None
+        out = F.linear(x, self.weight, bias)
         if self.a is not None:
             out.addmm_(F.linear(x, self.a), self.b.T)
         if self.factor is not None:

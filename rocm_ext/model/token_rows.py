@@ -63,7 +63,8 @@ class TokenRows(nn.Module):
         if self.disabled:
             return base
         tokens = tokens.to(self.ids.dtype).contiguous()
-        at = torch.searchsorted(self.ids, tokens).clamp_(max=len(self.tokens) - 1)
+        last = len(self.tokens) - 1
+        at = torch.searchsorted(self.ids, tokens).clamp_(max=last)
         same = self.ids[at] == tokens
         rows = F.embedding(at, self.weight).to(base.dtype)  # an arbitrary row for other tokens
         if isinstance(scale, Tensor):
@@ -83,7 +84,8 @@ class TokenRows(nn.Module):
     def copy(self) -> "TokenRows":
         """Return a copy for sampling, which changes only in :meth:`refresh`."""
         made = TokenRows(self.tokens, self._layer[0])
-        made.weight = nn.Parameter(self.weight.detach().clone(), requires_grad=False)
+        weight = self.weight.detach().clone()
+        made.weight = nn.Parameter(weight, requires_grad=False)
         made.ids = self.ids
         return made
 
@@ -117,7 +119,8 @@ def _with_rows(kind) -> type:
     def output(self, hidden: Tensor) -> Tensor:
         return self.token_rows.logits(hidden, compute(self, hidden))
 
-    parts: dict[str, Any] = {name: embed if issubclass(kind, nn.Embedding) else output}
+    with_rows = embed if issubclass(kind, nn.Embedding) else output
+    parts: dict[str, Any] = {name: with_rows}
     if name == "__call__":  # the objective asks a head for them
         parts["parameters"] = lambda self: self.token_rows.parameters()
     return type(kind.__name__, (kind,), parts)
@@ -143,7 +146,9 @@ def train_tokens(decoder, wanted, folder: Path) -> None:
     """
     if not isinstance(wanted, Mapping):
         wanted = dict.fromkeys((EMBEDDINGS, OUTPUT), wanted)
-    numbers = {str(name): _numbers(tokens, folder, decoder) for name, tokens in wanted.items()}
+    numbers = {}
+    for name, tokens in wanted.items():
+        numbers[str(name)] = _numbers(tokens, folder, decoder)
     if not numbers or not all(numbers.values()):
         raise UserError("trainable_tokens is empty; expected null or some tokens")
     tied = decoder.output_layer if is_tied(decoder) else None
@@ -163,15 +168,13 @@ def _problems(layer, tokens: list[int]) -> Iterator[str]:
         )
     if getattr(layer, "bias", None) is not None:
         yield "cannot train the output layer, because it has a bias, which PEFT leaves out with such rows"
-    name = type(layer).__name__
+    kind = type(layer)
     if isinstance(layer, nn.Embedding):
-        if type(layer).forward is not nn.Embedding.forward and not hasattr(layer, "embed_scale"):
-            yield f"does not support embeddings of the class {name}"
-    elif (
-        "weight" in getattr(layer, "_parameters", ())
-        and type(layer).forward is not nn.Linear.forward
-    ):
-        yield f"does not support output layers of the class {name}"
+        only_scales = kind.forward is nn.Embedding.forward or hasattr(layer, "embed_scale")
+        if not only_scales:
+            yield f"does not support embeddings of the class {kind.__name__}"
+    elif "weight" in getattr(layer, "_parameters", ()) and kind.forward is not nn.Linear.forward:
+        yield f"does not support output layers of the class {kind.__name__}"
 
 
 def by_layer(decoder, given: Mapping[str, list[int]]) -> dict[str, list[int]]:
@@ -187,11 +190,15 @@ def by_layer(decoder, given: Mapping[str, list[int]]) -> dict[str, list[int]]:
         known[last_part(name)] = layer
     strange = (name for name in given if last_part(name) not in known)
     refuse(f"trainable_tokens has {name!r}; expected {EMBEDDINGS} or {OUTPUT}" for name in strange)
-    ids = {known[last_part(name)]: sorted(tokens) for name, tokens in given.items()}
-    if is_tied(decoder) and OUTPUT in ids and ids.pop(OUTPUT) != ids.get(EMBEDDINGS):
-        raise UserError(
-            f"trainable_tokens: {OUTPUT} is {EMBEDDINGS} in this model; give both the same tokens"
-        )
+    ids = {}
+    for name, tokens in given.items():
+        ids[known[last_part(name)]] = sorted(tokens)
+    if is_tied(decoder) and OUTPUT in ids:
+        output_ids = ids.pop(OUTPUT)
+        if output_ids != ids.get(EMBEDDINGS):
+            raise UserError(
+                f"trainable_tokens: {OUTPUT} is {EMBEDDINGS} in this model; give both the same tokens"
+            )
     return ids
 
 
