@@ -221,7 +221,7 @@ class Objective(ABC):
             Scalar in fp32, differentiable with respect to ``hidden`` and the head's parameters. Divide the sum over
             a step by :meth:`denominator`.
         """
-        parameters = getattr(head, "parameters", tuple)()
+        parameters: Any = getattr(head, "parameters", tuple)()
         trained = [p for p in parameters if p.requires_grad]
         labels = _Labels(self, targets, columns, sequence)
         return _Summed.apply(head, labels, torch.is_grad_enabled(), hidden, *trained)

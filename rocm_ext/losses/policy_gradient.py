@@ -124,8 +124,8 @@ class PolicyGradient(Objective):
         numbers = {"kl_coef": kl_coef, "entropy_coef": entropy_coef, "temperature": temperature}
         check({"loss": loss, **weights, **limits, **numbers}, _KINDS, "loss.")
         kind = ALGORITHMS[loss]
-        limits = complete(loss, limits)
-        self.clip_low, self.clip_high, self.clip_dual, self.kl_in = limits.values()
+        filled = complete(loss, limits)
+        self.clip_low, self.clip_high, self.clip_dual, self.kl_in = filled.values()
         if self.clip_dual == "none":
             self.clip_dual = None
         normalize = kind.normalize if normalize is None else normalize
