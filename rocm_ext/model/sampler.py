@@ -27,7 +27,7 @@ from rocm_ext.model.lora import (
     quantized,
 )
 from rocm_ext.model.token_rows import token_rows
-from rocm_ext.model.weights.quantized import Quantized
+from rocm_ext.model.weights.quantized import Quantized, frozen
 
 # On CPUs, matrix products with fewer or more rows use other kernels, which round differently (measured with MKL on
 # several threads). Without these bounds a sample would depend on the number of samples in its batch.
@@ -401,8 +401,3 @@ def _factors(layers: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     has_factor = any(isinstance(layer, Dora) for layer in layers)
     factor = torch.cat(ratios) if has_factor else None
     return torch.cat(lows), torch.block_diag(*highs), factor
-
-
-def frozen(tensor: Tensor) -> nn.Parameter:
-    """Return ``tensor`` as a parameter that is not trained."""
-    return nn.Parameter(tensor, requires_grad=False)

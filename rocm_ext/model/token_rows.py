@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.data.encoder import TOKENIZER, TextEncoder
 from rocm_ext.model.names import EMBEDDINGS, OUTPUT, TOKEN_ROWS, last_part
+from rocm_ext.model.weights.quantized import frozen
 
 
 class TokenRows(nn.Module):
@@ -84,8 +85,7 @@ class TokenRows(nn.Module):
     def copy(self) -> "TokenRows":
         """Return a copy for sampling, which changes only in :meth:`refresh`."""
         made = TokenRows(self.tokens, self._layer[0])
-        weight = self.weight.detach().clone()
-        made.weight = nn.Parameter(weight, requires_grad=False)
+        made.weight = frozen(self.weight.detach().clone())
         made.ids = self.ids
         return made
 

@@ -36,12 +36,12 @@ from rocm_ext.model.sampler import (
     Sampler,
     SamplingLinear,
     SequenceMemory,
-    frozen,
     merges,
     one_step,
     stays_quantized,
 )
 from rocm_ext.model.token_rows import TokenRows, attach, token_rows
+from rocm_ext.model.weights.quantized import frozen
 
 _CHOSEN = ("num_experts_per_tok", "moe_k")
 # small temporaries, and the pieces between them; measured 1.0 to 1.4 with 19 architectures

@@ -30,8 +30,9 @@ from rocm_ext.model.families import Architecture, Rope
 from rocm_ext.model.lora import Dora, Lora, Sizes, adapted_linear, dense, plain
 from rocm_ext.model.names import LINEAR, OUTPUT, NativeNames, last_part
 from rocm_ext.model.native.layers import Attention, HalvesRoPE, PrefixCache, Prompts
-from rocm_ext.model.sampler import MIN_ROWS, Sampler, SamplingLinear, SequenceMemory, frozen, merges
+from rocm_ext.model.sampler import MIN_ROWS, Sampler, SamplingLinear, SequenceMemory, merges
 from rocm_ext.model.token_rows import TokenRows, token_rows
+from rocm_ext.model.weights.quantized import frozen
 
 _ALL = "all-linear"
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from rocm_ext.machine import trials
 from rocm_ext.model.families import StoredFormat
+from rocm_ext.model.names import replace_parameter
 from rocm_ext.model.weights.unpack import BLOCKS, unpack
 
 # OCP Microscaling Formats (MX) 1.0, table 5: a sign and E2M1. The first value of a byte is in its low bits
@@ -237,7 +238,8 @@ def _like(weight: Quantized, *, dtype=None, device=None, **_) -> Quantized:
 
 def _swap(weight: Quantized, first: int = 0, second: int = 1) -> Quantized | None:
     last = weight.ndim - 1
-    if {first % weight.ndim, second % weight.ndim} != {last - 1, last}:
+    swapped = {first % weight.ndim, second % weight.ndim}
+    if swapped != {last - 1, last}:
         return None
     return Quantized(weight.packed, weight.scale, *weight._rest(turned=True))
 
@@ -273,7 +275,8 @@ def _cat(weights: Sequence[Any], dim: int = 0) -> Quantized | None:
         return None
     dim %= first.ndim
     rows, _ = first.block
-    if dim == first.ndim - 2 and any(weight.shape[dim] % rows for weight in weights):
+    cuts_blocks = any(weight.shape[dim] % rows for weight in weights)
+    if dim == first.ndim - 2 and cuts_blocks:
         return None
     return _joined(torch.cat, weights, dim)
 
@@ -353,16 +356,11 @@ def _counts(rows: int, columns: int, block: Block) -> Block:
     return math.ceil(rows / high), math.ceil(columns / wide)
 
 
-def of_blocks(
-    packed: Tensor,
-    kind: str,
-    dtype: torch.dtype = torch.float32,
-    heads: Heads | None = None,
-) -> Quantized:
+def of_blocks(packed: Tensor, kind: str, heads: Heads | None = None) -> Quantized:
     """Return the weight of ggml's blocks, ``packed`` [..., out, bytes]; for arguments see :class:`Quantized`."""
     no_scales = packed.new_empty(*packed.shape[:-1], 0)
     values, _ = BLOCKS[kind]
-    return Quantized(packed, no_scales, (1, values), dtype, kind=kind, heads=heads)
+    return Quantized(packed, no_scales, (1, values), torch.float32, kind=kind, heads=heads)
 
 
 def fp8_rows(weight: Tensor, transposed: bool = False, multiplies: bool = False) -> Quantized:
@@ -372,7 +370,8 @@ def fp8_rows(weight: Tensor, transposed: bool = False, multiplies: bool = False)
     """
     rows = weight.mT.contiguous() if transposed else weight  # [..., out, in]
     values, scale = _by_rows(rows)
-    return Quantized(values, scale, (1, rows.shape[-1]), weight.dtype, transposed, multiplies)
+    block = 1, rows.shape[-1]
+    return Quantized(values, scale, block, weight.dtype, transposed, multiplies)
 
 
 def _by_rows(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -383,8 +382,8 @@ def _by_rows(values: Tensor) -> tuple[Tensor, Tensor]:
         if arch.startswith("gfx94"):  # CDNA 3; CDNA 4 has the standard's
             kind = torch.float8_e4m3fnuz
     largest = values.abs().amax(-1, keepdim=True).float()
-    # NaN stays, for finite_part
-    scale = torch.where(largest == 0, 1.0, largest / torch.finfo(kind).max)
+    highest = torch.finfo(kind).max
+    scale = torch.where(largest == 0, 1.0, largest / highest)  # NaN stays, for finite_part
     return (values / scale).to(kind), scale
 
 
@@ -402,14 +401,19 @@ def stand_in(weight: Tensor, kind: str, block: Block, transposed: bool = False) 
     block = high or rows, wide or columns
     scales = _counts(rows, columns, block)
     shape = [*before, rows, columns]
-    dtypes = torch.float8_e4m3fn, torch.float32
+    dtype = torch.float8_e4m3fn
+    scale_dtype = torch.float32
     if kind == "mxfp4":
         shape = [*before, rows, scales[1], 16]
-        dtypes = torch.uint8, torch.uint8
-    packed = torch.empty(shape, dtype=dtypes[0], device="meta")
-    scale = torch.empty(*before, *scales, dtype=dtypes[1], device="meta")
-    made = Quantized(packed, scale, block, weight.dtype, transposed)
-    return nn.Parameter(made, requires_grad=False)
+        dtype = scale_dtype = torch.uint8
+    packed = torch.empty(shape, dtype=dtype, device="meta")
+    scale = torch.empty(*before, *scales, dtype=scale_dtype, device="meta")
+    return frozen(Quantized(packed, scale, block, weight.dtype, transposed))
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """Return ``tensor`` as a parameter that is not trained."""
+    return nn.Parameter(tensor, requires_grad=False)
 
 
 def expect_blocks(decoder, blocks: Mapping[str, Quantized]) -> Any:
@@ -418,13 +422,12 @@ def expect_blocks(decoder, blocks: Mapping[str, Quantized]) -> Any:
     Both are on the meta device.
     """
     for name, parameter in list(decoder.named_parameters()):
-        owner, _, leaf = name.rpartition(".")
-        if owner.endswith((".lora_a", ".lora_b")):
+        if name.endswith((".lora_a.weight", ".lora_b.weight")):
             continue
         stored = blocks.get(decoder.names.published(name))
         if stored is not None and stored.shape == parameter.shape:  # loading refuses others
             weight = stored.with_parts(torch.clone, parameter.dtype)
-            setattr(decoder.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))
+            replace_parameter(decoder, name, frozen(weight))
     return decoder
 
 
@@ -507,7 +510,9 @@ def trial(device: torch.device) -> str:
     weight: Any = fp8_rows(random(1536, 1024), multiplies=True)
     pairs: list[Any] = []
     for call in ((x, weight.t()), (grad, weight)):
-        pairs.append((partial(scaled_product, *call), partial(dequantised, *call)))
+        fast = partial(scaled_product, *call)
+        slow = partial(dequantised, *call)
+        pairs.append((fast, slow))
     # rounding x to FP8 changes a product by 2.6 %, and the weight's error is in both
     return trials.compare(_WHAT, pairs, 0.04)
 
