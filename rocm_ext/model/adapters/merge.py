@@ -20,11 +20,11 @@ from rocm_ext.base.hub import files_of
 from rocm_ext.base.log import log
 from rocm_ext.data.template import OF_PROCESSORS, TEMPLATE
 from rocm_ext.model.adapters.peft_files import read_peft
-from rocm_ext.model.adapters.peft_layers import take_experts, updates_by_weight
+from rocm_ext.model.adapters.peft_layers import split_experts, updates_by_weight
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.families import CONFIG, QUANTISED
 from rocm_ext.model.lora import changed_weights, dense, expert_factors, merged_linear, plain
-from rocm_ext.model.names import LORA_A, LORA_B, MAGNITUDE, PREFIX, ROWS
+from rocm_ext.model.names import LORA_A, LORA_B, MAGNITUDE, ROWS
 from rocm_ext.model.token_rows import by_layer, is_tied, layer_names
 from rocm_ext.model.weights.checkpointer import State, StoredWeights, on_meta, weight_files
 
@@ -89,8 +89,10 @@ def merge(
         index = {}
         size = 0
         for file in files:
-            tensors = {name: merged.of(name).contiguous() for name in state.of_file(file)}
-            size += sum(tensor.nbytes for tensor in tensors.values())
+            tensors = {}
+            for name in state.of_file(file):
+                tensors[name] = merged.of(name).contiguous()
+                size += tensors[name].nbytes
             target = "model.safetensors"  # transformers looks for a single file by this name
             if len(files) > 1:
                 target = str(Path(file).with_suffix(".safetensors"))
@@ -133,11 +135,14 @@ class MergedWeights:
         self._state = state
         self._adapter = adapter
         self.config, stored = read_peft(adapter)
-        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
-        self.experts = take_experts(tensors, decoder, self.config)
-        updates = updates_by_weight(tensors)
-        self.linear = {name: parts for name, parts in updates.items() if ROWS not in parts}
-        self.rows = {name: parts[ROWS] for name, parts in updates.items() if ROWS in parts}
+        self.experts, others = split_experts(stored, decoder, self.config)
+        self.linear: dict[str, dict[str, Tensor]] = {}
+        self.rows: dict[str, Tensor] = {}
+        for name, parts in updates_by_weight(others).items():
+            if ROWS in parts:
+                self.rows[name] = parts[ROWS]
+            else:
+                self.linear[name] = parts
         self._weights = decoder.converted(state)  # by the model's names
         self._ready: dict[str, Tensor] = {}  # pieces of merged weights that are not written yet
         # by a file's tensor, the weights that consist of it, if any changes
@@ -171,7 +176,8 @@ class MergedWeights:
         for name in self._changed():
             if name not in shapes:
                 yield f"has weights for {name}, but {base} does not"
-        if len(self.rows) < len(by_layer(self._decoder, self.config.tokens)):
+        trained = by_layer(self._decoder, self.config.tokens)
+        if len(self.rows) < len(trained):
             yield f"is damaged: it lacks rows of {dict(self.config.tokens)}"
         for name, rows in self.rows.items():
             shape = list(shapes[name].shape)
@@ -241,7 +247,8 @@ class MergedWeights:
             change = b_by_expert[i] @ a_by_expert[i]  # [out, in]
             if layer.transposed:
                 change = change.T
-            merged[i] = _round_by_chance(weight[i].float() + scale * change, dtype, f"{name}.{i}")
+            exact = weight[i].float() + scale * change
+            merged[i] = _round_by_chance(exact, dtype, f"{name}.{i}")
         return merged
 
     def _ids(self, name: str) -> list[int]:
@@ -281,15 +288,16 @@ def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         dtype: bf16 or fp16; for other dtypes the values are cast.
     """
     _check_finite(exact, dtype, name)
-    # bits of the fraction that fp32 has in addition
+    # fp32's fraction has so many bits more
     dropped = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)
     if dropped is None:
         return exact.to(dtype)
     generator = np.random.default_rng(crc32(name.encode()))
-    chance = generator.integers(0, 1 << dropped, tuple(exact.shape), np.uint16)
+    step = 1 << dropped
+    chance = generator.integers(0, step, tuple(exact.shape), np.uint16)
     bits = exact.contiguous().view(torch.int32)
     bits = bits + torch.from_numpy(chance.astype(np.int32))
-    kept = bits & -(1 << dropped)
+    kept = bits & -step
     return kept.view(torch.float32).to(dtype)
 
 

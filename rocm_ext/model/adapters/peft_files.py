@@ -93,9 +93,8 @@ _EXPECTED = {
 def _are_ids(value) -> bool:
     if not isinstance(value, list) or not value:
         return False
-    if any(type(number) is not int or not 0 <= number < 2**31 for number in value):
-        return False
-    return len(set(value)) == len(value)
+    in_range = all(type(number) is int and 0 <= number < 2**31 for number in value)
+    return in_range and len(set(value)) == len(value)
 
 
 # Other initialisations of an adapter (PiSSA, OLoRA, CorDA, LoftQ) also change the base model.
@@ -183,7 +182,8 @@ class PeftConfig(Sizes):
                 the settings for the run's config.
         """
         sizes = sizes_of(layers)
-        theirs = described({name: self.of(name.removesuffix(".weight")) for name in sizes})
+        own_sizes = {name: self.of(name.removesuffix(".weight")) for name in sizes}
+        theirs = described(own_sizes)
         self._check_patterns(folder, decoder, theirs)
         theirs |= {
             "use_rslora": self.rslora,
@@ -332,14 +332,15 @@ def check_checkpointer(cfg: DictConfig, decoder: Decoder) -> None:
 def adapter_state(decoder: Decoder) -> dict[str, Tensor]:
     """Copies of the adapter's weights on the CPU, under torchtune's names."""
     parameters = adapter_parameters(decoder).items()
-    return {name: parameter.detach().cpu().clone() for name, parameter in parameters}
+    return {name: peft_layers.on_cpu(parameter) for name, parameter in parameters}
 
 
 def fingerprint(state: State) -> str:
     """Return the SHA-256 of tensors by name, in hex."""
     digest = sha256()
     for name, tensor in sorted(state.items()):
-        digest.update(name.encode() + tensor.float().numpy().tobytes())
+        digest.update(name.encode())
+        digest.update(tensor.float().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -439,8 +440,9 @@ def read_adapter(source: Path, decoder: Decoder, model_type: str) -> dict[str, T
 def _check_targets(folder: Path, state: State, decoder: Decoder, layers: list[PeftLayer]) -> None:
     """Check that adapter and model adapt the same kinds of layers."""
     layers_of_file = [name.removesuffix(LORA_A) for name in state if name.endswith(LORA_A)]
+    layers_of_model = [name.removesuffix(".weight") for name in sizes_of(layers)]
     theirs = sorted(set(map(last_part, layers_of_file)))
-    ours = sorted({last_part(name.removesuffix(".weight")) for name in sizes_of(layers)})
+    ours = sorted(set(map(last_part, layers_of_model)))
     if not theirs or theirs == ours:
         return
     if decoder.names is None:  # torchtune's builders
@@ -512,7 +514,8 @@ def _shapes_fit(
     config: PeftConfig, layer: str, a: list[int], b: list[int], *norms: list[int]
 ) -> bool:
     """Return whether A, B and DoRA's norms of a layer have shapes [r, in], [out, r] and [out]."""
-    if len(a) != 2 or len(b) != 2 or any(norm != b[:1] for norm in norms):
+    are_matrices = len(a) == len(b) == 2
+    if not are_matrices or any(norm != b[:1] for norm in norms):
         return False
     inner, _ = config.of(layer)
     if config.parameters and a[0]:  # maybe r rows for each expert
@@ -542,7 +545,8 @@ def _finite_tensors(source: Path) -> dict[str, Tensor]:
             state = _load(source)
         else:
             state = load_file(weights)
-    if not isinstance(state, dict) or not all(isinstance(part, Tensor) for part in state.values()):
+    is_state = isinstance(state, dict) and all(isinstance(part, Tensor) for part in state.values())
+    if not is_state:
         raise UserError(f"cannot read the adapter in {source}: expected tensors by name")
     for name, tensor in state.items():
         problem = ""

@@ -35,6 +35,7 @@ from rocm_ext.model.names import (
     Names,
     TorchtuneNames,
     last_part,
+    last_parts,
     our_part,
     peft_part,
     split_peft,
@@ -88,9 +89,10 @@ def trained_layers(decoder: Decoder, names: Names) -> list[PeftLayer]:
         weight = f"{module}.weight"
         with explain_errors(f"{weight} belongs to no layer of such a model"):
             weight = names.published(weight)
+        published = weight.removesuffix(".weight")
         # `target_modules` cannot name these: PEFT 0.19 would take them for experts
         by_parameter = last_part(module) in decoder.names_of_experts and not is_rows
-        layers.append(PeftLayer(name, layer, weight, weight.removesuffix(".weight"), by_parameter))
+        layers.append(PeftLayer(name, layer, weight, published, by_parameter))
     return layers
 
 
@@ -144,7 +146,7 @@ def target_modules(layers: Iterable[PeftLayer], decoder: Decoder) -> list[str]:
 def target_parameters(layers: Iterable[PeftLayer], decoder: Decoder) -> list[str]:
     """Return ``target_parameters``: the ends of the adapted weights' names, or full names if others end alike."""
     adapted = {layer.weight for layer in layers if layer.by_parameter}
-    ends = {".".join(name.split(".")[-2:]) for name in adapted}
+    ends = {last_parts(name, 2) for name in adapted}
     others = matching(decoder, ends) - adapted
     modules = {end.partition(".")[0] for end in ends}
     left_out = any(last_part(name) in modules for name in decoder.left_out)
@@ -190,8 +192,11 @@ def is_old(peft_version: str) -> bool:
 
 def _numbers(release: str) -> list[int]:
     """The first three numbers; a part such as the ``1rc1`` of a release candidate counts as 0."""
-    parts = release.split(".")[:3]
-    return [int(part) if part.isascii() and part.isdigit() else 0 for part in parts]
+    numbers = []
+    for part in release.split(".")[:3]:
+        is_number = part.isascii() and part.isdigit()
+        numbers.append(int(part) if is_number else 0)
+    return numbers
 
 
 # ---- tensors
@@ -205,8 +210,8 @@ def to_peft(layers: Sequence[PeftLayer], names: Names) -> dict[str, Tensor]:
         layer = peft_layer.layer
         module = PREFIX + peft_layer.module
         if isinstance(layer, ExpertLora):
-            a = _on_cpu(layer.lora_a.weight)
-            b = _on_cpu(layer.lora_b.weight)
+            a = on_cpu(layer.lora_a.weight)
+            b = on_cpu(layer.lora_b.weight)
             if old and not layer.transposed:
                 a, b = _swapped(a, b, layer.experts)
             tensors |= {module + LORA_A: a, module + LORA_B: b}
@@ -214,14 +219,15 @@ def to_peft(layers: Sequence[PeftLayer], names: Names) -> dict[str, Tensor]:
         ours = peft_layer.name.removesuffix(f".{TOKEN_ROWS}")
         for key in layer.adapter_params():
             part = peft_part(f"{peft_layer.name}.{key}")
-            tensor = _on_cpu(layer.get_parameter(key))
+            tensor = on_cpu(layer.get_parameter(key))
             if part != LORA_A:  # it has no output rows
                 tensor = names.published_rows(f"{ours}.weight", tensor)
             tensors[module + part] = tensor
     return tensors
 
 
-def _on_cpu(parameter: Tensor) -> Tensor:
+def on_cpu(parameter: Tensor) -> Tensor:
+    """Return a copy of a parameter's values on the CPU."""
     return parameter.detach().cpu().clone()
 
 
@@ -239,12 +245,12 @@ def from_peft(
     Raises:
         UserError: experts of the model have no adapter, or one of another size, or a tensor belongs to no layer.
     """
-    left = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+    experts, others = split_experts(state, decoder, config)
     result: dict[str, Tensor] = {}
-    for weight, (a, b, _) in take_experts(left, decoder, config).items():
+    for weight, (a, b, _) in experts.items():
         name = weight + ExpertLora.SUFFIX
         result |= {f"{name}.lora_a.weight": a, f"{name}.lora_b.weight": b}
-    for name, tensor in left.items():
+    for name, tensor in others.items():
         module, part = split_peft(name)
         published = f"{module}.weight"
         with explain_errors(
@@ -265,11 +271,13 @@ class ExpertUpdate(NamedTuple):
     layer: ExpertLora
 
 
-def take_experts(state: dict[str, Tensor], decoder: nn.Module, config) -> dict[str, ExpertUpdate]:
-    """Remove the experts' part of an adapter from ``state``, and return it by the names of the weights.
+def split_experts(
+    state: Mapping[str, Tensor], decoder: nn.Module, config
+) -> tuple[dict[str, ExpertUpdate], dict[str, Tensor]]:
+    """Return the experts' part of an adapter by the names of the weights, and the other tensors without PEFT's prefix.
 
     Args:
-        state: tensors by PEFT's names without its prefix.
+        state: tensors by PEFT's names.
         decoder: model that takes the adapter.
         config: the adapter's :class:`~rocm_ext.model.adapters.peft_files.PeftConfig`. If an expert has as many inputs
             as outputs, both layouts have the same shapes, and PEFT's version decides.
@@ -277,15 +285,16 @@ def take_experts(state: dict[str, Tensor], decoder: nn.Module, config) -> dict[s
     Raises:
         UserError: a tensor is missing, or has another shape.
     """
+    others = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
     updates = {}
     for peft_layer in expert_layers(decoder):
         layer = peft_layer.layer
         assert isinstance(layer, ExpertLora)
         name_a = peft_layer.module + LORA_A
         name_b = peft_layer.module + LORA_B
-        refuse(f"missing {name}" for name in (name_a, name_b) if name not in state)
-        a = state.pop(name_a)
-        b = state.pop(name_b)
+        refuse(f"missing {name}" for name in (name_a, name_b) if name not in others)
+        a = others.pop(name_a)
+        b = others.pop(name_b)
         rank, _ = config.of(peft_layer.weight)
         inner = layer.experts * rank
         shapes = a.shape, b.shape
@@ -297,7 +306,7 @@ def take_experts(state: dict[str, Tensor], decoder: nn.Module, config) -> dict[s
         elif not fits:
             raise UserError(f"{name_a} is {list(a.shape)}, expected {[inner, layer.in_dim]}")
         updates[peft_layer.weight] = ExpertUpdate(a, b, layer)
-    return updates
+    return updates, others
 
 
 def updates_by_weight(adapter: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
