@@ -145,9 +145,10 @@ def blocks_in(folder: Path) -> dict[str, Quantized]:
     weights = {name: stored.on_meta(name) for name in stored.names}
     apart = [name for name in weights if len(stored.kinds(name)) > 1]
     if apart:
+        kinds = " and ".join(sorted(stored.kinds(apart[0])))
         log.warning(
             "%d weights, first %s, are stored as %s; they are unpacked as they are loaded",
-            len(apart), apart[0], " and ".join(sorted(stored.kinds(apart[0]))),
+            len(apart), apart[0], kinds,
         )  # fmt: skip
     return {name: weight for name, weight in weights.items() if isinstance(weight, Quantized)}
 
@@ -236,7 +237,8 @@ class StoredWeights(Mapping[str, Tensor]):
                 parts = parts + before[scales[name]]
             self._stored[weights.get(name, name)] = parts
         for file, names in self._names.items():
-            self._names[file] = [weights.get(name, name) for name in names if name not in joined]
+            kept = [name for name in names if name not in joined]
+            self._names[file] = [weights.get(name, name) for name in kept]
 
     @property
     def files(self) -> list[str]:
@@ -347,7 +349,8 @@ class _Raw(ABC):
     def sample(self, name: str) -> Tensor:
         like = self.on_meta(name)
         parts = _spread(like.numel())
-        values = torch.empty(sum(map(len, parts)), dtype=like.dtype)
+        count = sum(map(len, parts))
+        values = torch.empty(count, dtype=like.dtype)
         content = values.view(torch.uint8).numpy().data
         width = like.element_size()
         with self._open(name, "RANDOM") as file:
@@ -391,9 +394,9 @@ class _Safetensors(_Raw):
             pass  # it has checked the header
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+            self._header = json.loads(file.read(length))
+        self._header.pop("__metadata__", None)
         self._begin = 8 + length
-        self._header = {name: entry for name, entry in header.items() if name != "__metadata__"}
         self.names = sorted(self._header)
 
     def on_meta(self, name: str) -> Tensor:
@@ -443,7 +446,8 @@ class _Gguf:
         return [(self._files[part.name], part.name) for part in self._parts[name]]
 
     def on_meta(self, name: str) -> Tensor:
-        return self._joined(name, [file.on_meta(part) for file, part in self._stored(name)])
+        tensors = [file.on_meta(part) for file, part in self._stored(name)]
+        return self._joined(name, tensors)
 
     def read(self, name: str) -> Tensor:
         tensors = []
@@ -453,7 +457,8 @@ class _Gguf:
         return self._joined(name, tensors)
 
     def sample(self, name: str) -> Tensor:
-        return torch.cat([file.sample(part) for file, part in self._stored(name)])
+        samples = [file.sample(part) for file, part in self._stored(name)]
+        return torch.cat(samples)
 
     def _joined(self, name: str, tensors: list[Tensor]) -> Tensor:
         kind, *others = self.kinds(name)
@@ -468,7 +473,8 @@ class _Gguf:
         with explain_errors(str(self.path), f"; {AGAIN}"):
             made = llama_cpp.joined(self._parts[name], tensors, kind)
         shape = self._shapes.get(name, [])
-        if 1 in shape and list(made.shape) == [side for side in shape if side != 1]:
+        wide_sides = [side for side in shape if side != 1]
+        if 1 in shape and list(made.shape) == wide_sides:
             return made.view(shape)  # llama.cpp's shapes have no sides of 1
         return made
 
@@ -478,9 +484,8 @@ class _Blocks(_Raw, GgufFile):
 
     def on_meta(self, name: str) -> Tensor:
         at = self.places[name]
-        return torch.empty(
-            at.stored_shape, dtype=torch.uint8 if at.kind else at.dtype, device="meta"
-        )
+        dtype = torch.uint8 if at.kind else at.dtype
+        return torch.empty(at.stored_shape, dtype=dtype, device="meta")
 
     def begin(self, name: str) -> int:
         return self.places[name].begin

@@ -25,19 +25,11 @@ LINKS = "gguf.json"
 SHAPES = "shapes.json"
 AGAIN = "download the file again"
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's types of numbers
-# ggml's types with blocks
+# ggml's types with blocks, and those that are not unpacked here
 _TYPES = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
           14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
           23: "IQ4_XS", 39: "MXFP4"}  # fmt: skip
-_OTHERS = {
-    19: "IQ1_S",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    40: "NVFP4",
-    41: "Q1_0",
-    42: "Q2_0",
-}  # not unpacked here; fmt: skip
+_OTHERS = {19: "IQ1_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}
 _SCALARS = {
     0: "<B",
     1: "<b",
@@ -79,12 +71,14 @@ class Place:
         if not self.kind:
             return self.shape
         values, size = BLOCKS[self.kind]
-        return (*self.shape[:-1], self.shape[-1] // values * size)
+        *rows, columns = self.shape
+        return *rows, columns // values * size
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return math.prod(self.stored_shape) * (1 if self.kind else self.dtype.itemsize)
+        size = 1 if self.kind else self.dtype.itemsize
+        return math.prod(self.stored_shape) * size
 
 
 class GgufFile:
@@ -104,7 +98,8 @@ class GgufFile:
             self._size = path.stat().st_size
             with path.open("rb") as self._file:
                 self.metadata, self.places = self._read()
-        end = max((place.begin + place.nbytes for place in self.places.values()), default=0)
+        ends = [place.begin + place.nbytes for place in self.places.values()]
+        end = max(ends, default=0)
         if end > self._size:
             raise UserError(f"{path} has {self._size:,} bytes instead of {end:,}; {AGAIN}")
 
@@ -114,7 +109,8 @@ class GgufFile:
         with self.path.open("rb") as file:
             file.seek(at.begin)
             content = bytearray(file.read(at.nbytes))
-        return torch.frombuffer(content, dtype=at.dtype).reshape(at.shape).float()
+        numbers = torch.frombuffer(content, dtype=at.dtype)
+        return numbers.reshape(at.shape).float()
 
     @property
     def architecture(self) -> str:

@@ -118,8 +118,9 @@ def joined(parts: Sequence[Part], tensors: Sequence[Tensor], kind: str) -> Tenso
         raise ValueError(f"{first.name} has blocks of {kind}; expected numbers")
     if any(tensor.shape != weight.shape for tensor in tensors):
         raise ValueError(f"{first.name} and {parts[-1].name} have different shapes")
-    if isinstance(first.rows, Tensor) and weight.shape[dim] != len(first.rows):
-        raise ValueError(f"{first.name} has {weight.shape[dim]} rows instead of {len(first.rows)}")
+    rows = weight.shape[dim]
+    if isinstance(first.rows, Tensor) and rows != len(first.rows):
+        raise ValueError(f"{first.name} has {rows} rows instead of {len(first.rows)}")
     if len(parts) > 1:
         shape = list(weight.shape)
         shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
@@ -291,8 +292,9 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
         if arch != "LLAMA" or heads is None:
             return [Part(name)]
         # in Hugging Face's files, the two halves of a head rotate together; llama.cpp's Llama rotates neighbours
-        halves = torch.arange(heads * a.head_dim).view(heads, 2, a.head_dim // 2)
-        neighbours = halves.transpose(1, 2)  # [heads, head_dim / 2, 2]
+        rows = torch.arange(heads * a.head_dim)
+        halves = rows.view(heads, 2, -1)  # [heads, 2, head_dim / 2]
+        neighbours = halves.transpose(1, 2)
         return [Part(name, neighbours.flatten())]
 
     return Layout(arch, a.layers, a.vocabulary, keys, parts, factors)
@@ -324,7 +326,8 @@ def places(folder: Path, first: GgufFile, stored: Collection[str]) -> dict[str, 
             known.update(part.name for part in parts)
             break
     ahead = tuple(f"blk.{layout.layers + number}." for number in range(_ahead(first)))
-    others = sorted(name for name in {*stored} - known if not name.startswith(ahead))
+    unknown = {*stored} - known
+    others = sorted(name for name in unknown if not name.startswith(ahead))
     refuse(f"{first.path} has {name}, which no layer of this {names.arch} has" for name in others)
     return weights
 
@@ -365,9 +368,11 @@ def config_of(files: Sequence[GgufFile]) -> Json:
     asked = dict(_COMMON)
     optional = set(_OPTIONAL)  # see check_config
     if row is not None:
-        config |= {key: value for key, value in row.only.items() if not callable(value)}
+        for key, value in row.only.items():
+            if not callable(value):
+                config[key] = value
         asked |= row.keys
-        optional |= asked.keys() if "expert_count" in row.keys else row.keys.keys()
+        optional.update(asked if "expert_count" in row.keys else row.keys)
     keys = _keys(file)
     values = Metadata()
     for key, theirs in asked.items():
@@ -388,9 +393,8 @@ def config_of(files: Sequence[GgufFile]) -> Json:
     if row is None:
         biased_qkv = arch == "llama" and "blk.0.attn_q.bias" in places
         config["attention_bias"] = biased_qkv or "blk.0.attn_output.bias" in places
-    config["rope_parameters"] = _rope_of(
-        files, keys, config, row is not None and row.arch == "GEMMA4"
-    )
+    proportional = row is not None and row.arch == "GEMMA4"
+    config["rope_parameters"] = _rope_of(files, keys, config, proportional)
     turned = keys.pop("rope.dimension_count", width)
     if turned != width:
         partial = arch.startswith("qwen35") and turned in range(2, width, 2)
@@ -461,7 +465,8 @@ def check_config(folder: Path, file: GgufFile) -> None:
     for row in _ROWS.values():
         if row.arch == layout.arch:
             asked |= row.keys.keys()
-    needed = {_stored_key(arch, key) for key in layout.keys.keys() & asked - _OPTIONAL}
+    asked -= _OPTIONAL
+    needed = {_stored_key(arch, key) for key in layout.keys.keys() & asked}
     for key, value in _stored(arch, layout.keys).items():
         if key not in stored:
             if key in needed:
@@ -507,7 +512,8 @@ def _keys(file: GgufFile) -> Metadata:
     period = keys.get(pattern)
     layers = keys.get("block_count", 0)
     if type(period) is int and layers in range(_MOST_LAYERS):
-        keys[pattern] = [layer % max(period, 1) > 0 for layer in range(1, layers + 1)]
+        every = max(period, 1)
+        keys[pattern] = [layer % every > 0 for layer in range(1, layers + 1)]
     return keys
 
 
@@ -555,11 +561,12 @@ def _rope_of(files: Sequence[GgufFile], keys: Metadata, config: Json, proportion
             "rope.scaling.original_context_length", config["max_position_embeddings"]
         )
         rope["original_max_position_embeddings"] = trained
-        rope |= {key: keys.pop(stored) for key, stored in _YARN.items() if stored in keys}
+        for key, stored in _YARN.items():
+            if stored in keys:
+                rope[key] = keys.pop(stored)
         if "attention_factor" in rope:
-            rope["attention_factor"] *= (
-                0.1 * math.log(rope["factor"]) + 1.0
-            )  # llama.cpp multiplies by this one
+            usual = 0.1 * math.log(rope["factor"]) + 1.0  # llama.cpp multiplies by it
+            rope["attention_factor"] *= usual
         _check_betas(path, read_rope({"rope_parameters": rope}, 1).yarn)
     holders = [file for file in files if _FACTORS in file.places]
     if not holders:
@@ -629,13 +636,12 @@ def _rope_keys(rope: Rope) -> Metadata:
     if rope.kind in ("linear", "yarn"):
         keys |= {"rope_scaling_type": rope.kind, "rope_scaling_factor": rope.factor}
     if rope.yarn:
-        usual = 0.1 * math.log(rope.factor) + 1.0  # whatever torch's default dtype is
+        usual = 0.1 * math.log(rope.factor) + 1.0  # llama.cpp multiplies by it
         keys |= {
             "rope_scaling_orig_ctx_len": int(rope.original),
             "rope_scaling_yarn_beta_fast": rope.yarn.fast,
             "rope_scaling_yarn_beta_slow": rope.yarn.slow,
-            "rope_scaling_attn_factors": rope.yarn.attention
-            / usual,  # llama.cpp multiplies by the usual one
+            "rope_scaling_attn_factors": rope.yarn.attention / usual,
         }
     return keys
 
@@ -746,7 +752,11 @@ def _gpt_oss(name: str, _) -> list[Part]:
     stem, experts, layer = name.partition(".experts.")
     if not experts:
         return [Part(name)]
-    end, change = ("bias", None) if layer.endswith("_bias") else ("weight", _TRANSPOSED)
+    end = "weight"
+    change: Change | None = _TRANSPOSED
+    if layer.endswith("_bias"):
+        end = "bias"
+        change = None
     if layer.startswith("down_proj"):
         parts = {"down": slice(None)}
     else:
@@ -762,7 +772,9 @@ def _qwen3_5(name: str, config) -> list[Part]:
     stem, delta, layer = name.partition(".linear_attn.")
     if not delta:
         parts = _experts(name, config)
-        return [replace(parts[0], change=_PLUS_ONE)] if name.endswith("norm.weight") else parts
+        if name.endswith("norm.weight"):
+            return [replace(parts[0], change=_PLUS_ONE)]
+        return parts
     heads = config.linear_num_value_heads
     keys = config.linear_num_key_heads
     by_head = torch.arange(heads).view(keys, -1).T.flatten()
@@ -787,10 +799,9 @@ def _qwen3_5(name: str, config) -> list[Part]:
 _GEMMA_4 = {  # ends of names, and what gguf knows for them
     "router.scale": "router.proj.scale",
     "router.per_expert_scale": "experts.down_proj.scale",
-    **{
-        end: f"{end}.weight"
-        for end in ("layer_scalar", "experts.gate_up_proj", "experts.down_proj")
-    },
+    "layer_scalar": "layer_scalar.weight",
+    "experts.gate_up_proj": "experts.gate_up_proj.weight",
+    "experts.down_proj": "experts.down_proj.weight",
 }
 
 
@@ -835,11 +846,9 @@ def _local_base(config) -> float:
 
 def _table(config) -> int:
     """Return the rows that llama.cpp expects in the layers' embeddings, if there are any."""
-    return (
-        config.vocab_size
-        if config.hidden_size_per_layer_input
-        else config.vocab_size_per_layer_input
-    )
+    if config.hidden_size_per_layer_input:
+        return config.vocab_size
+    return config.vocab_size_per_layer_input
 
 
 def _mlps(config) -> list[int]:
@@ -888,12 +897,10 @@ def _back_to_windows(every: int, values: Metadata, config: Json) -> Json:
     """Return the kinds of layers; where the file does not say it, every n-th layer has full attention."""
     pattern = values.get("sliding_window_pattern")
     if pattern:
-        return {
-            "layer_types": [
-                "sliding_attention" if slides else "full_attention" for slides in pattern
-            ]
-        }
-    return {"layer_types": _kinds(config["num_hidden_layers"], every, "sliding_attention")}
+        kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    else:
+        kinds = _kinds(config["num_hidden_layers"], every, "sliding_attention")
+    return {"layer_types": kinds}
 
 
 def _back_to_gemma(values: Metadata, config: Json, base: float) -> Json:
@@ -915,12 +922,11 @@ def _back_to_qwen3_5(values: Metadata, config: Json) -> Json:
     rope = dict(config["rope_parameters"])
     if sections := values.get("rope_dimension_sections"):
         rope["mrope_section"] = sections[:3]
+    every = values["full_attention_interval"]
     return {
         "rope_parameters": rope,
         "linear_value_head_dim": values["ssm_inner_size"] // config["linear_num_value_heads"],
-        "layer_types": _kinds(
-            config["num_hidden_layers"], values["full_attention_interval"], "linear_attention"
-        ),
+        "layer_types": _kinds(config["num_hidden_layers"], every, "linear_attention"),
     }
 
 

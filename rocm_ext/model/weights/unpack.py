@@ -90,10 +90,11 @@ def compiled(kind: str, dtype: torch.dtype) -> Unpack:
 def trial(device: torch.device) -> str:
     """Compare compiled functions with the uncompiled ones. Return what differs, or an empty text."""
     rng = torch.Generator().manual_seed(0)
-    pairs: list[tuple[Callable[[], Tensor], Callable[[], Tensor]]] = []
+    pairs: list[tuple[trials.Call, trials.Call]] = []
     for kind, (_, size) in BLOCKS.items():
         # bytes below 120 make no infinite scales
-        blocks = torch.randint(0, 120, (4096, size), generator=rng, dtype=torch.uint8).to(device)
+        blocks = torch.randint(0, 120, (4096, size), generator=rng, dtype=torch.uint8)
+        blocks = blocks.to(device)
         fast = partial(compiled(kind, torch.bfloat16), blocks)
         slow = partial(_plain, kind, blocks)
         pairs.append((fast, slow))
@@ -145,14 +146,16 @@ def _fifth_bits(packed: Tensor) -> Tensor:
 
 def _q5_0(blocks: Tensor) -> Tensor:
     scale = _half(blocks, 0)
-    values = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    high = _fifth_bits(blocks[:, 2:6])
+    values = _nibbles(blocks[:, 6:]) | high
     return scale * (values.to(torch.int8) - 16)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
     scale = _half(blocks, 0)
     least = _half(blocks, 2)
-    values = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    high = _fifth_bits(blocks[:, 4:8])
+    values = _nibbles(blocks[:, 8:]) | high
     return scale * values + least
 
 
