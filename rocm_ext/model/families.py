@@ -77,7 +77,8 @@ class Rope:
         """Return the angles by which a position rotates the pairs of a head's ``dim`` dimensions: [dim / 2] fp32."""
         import torch  # here, because `rocm-ext rows` reads architectures alone
 
-        theta = 1.0 / self.base ** (torch.arange(0, dim, 2).float() / dim)
+        exponents = torch.arange(0, dim, 2).float() / dim
+        theta = 1.0 / self.base**exponents
         if self.kind == "default":
             return theta
         if self.kind == "linear":
@@ -88,8 +89,10 @@ class Rope:
         wavelength = 2 * math.pi / theta
         share = (self.original / wavelength - self.low) / (self.high - self.low)
         between = (1 - share) * theta / self.factor + share * theta
-        scaled = torch.where(wavelength > self.original / self.low, theta / self.factor, between)
-        return torch.where(wavelength < self.original / self.high, theta, scaled)
+        is_low = wavelength > self.original / self.low
+        is_high = wavelength < self.original / self.high
+        scaled = torch.where(is_low, theta / self.factor, between)
+        return torch.where(is_high, theta, scaled)
 
     def _interpolated(self, dim: int, theta: Tensor, yarn: Yarn) -> Tensor:
         """Return YaRN's frequencies: unchanged in the first dimensions, divided in the last, interpolated between."""
@@ -201,7 +204,8 @@ def foreign_config(folder: Path, trust_remote_code: bool = False) -> ModelConfig
         multimodal = any(isinstance(config.get(part), Mapping) for part in _PARTS)
         name = _class_name(config, trust_remote_code)
         biased = name == "LlamaForCausalLM" and _switch(config, "mlp_bias")
-        if name in _FAMILIES and own_code(config) in (None, name) and not multimodal and not biased:
+        known = name in _FAMILIES and own_code(config) in (None, name)
+        if known and not multimodal and not biased:
             return None
         _stored_format(config)
     return config
@@ -366,7 +370,8 @@ def _stored_format(config: ModelConfig) -> StoredFormat | None:
 def _known_format(settings: ModelConfig) -> StoredFormat | None:
     """Return the format that a ``quantization_config`` describes, or None if it is not supported."""
     skipped = settings.get("modules_to_not_convert") or settings.get("ignore") or []
-    if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
+    are_names = isinstance(skipped, list) and all(isinstance(name, str) for name in skipped)
+    if not are_names:
         raise ValueError(
             f"the modules that are not quantised must be a list of names, found {skipped!r}"
         )
@@ -452,7 +457,8 @@ def read_rope(config: ModelConfig, positions: int) -> Rope:
         parameters.get("original_max_position_embeddings") or positions,
     )
     if kind == "yarn":
-        return Rope(base, kind, factor, original=original, yarn=_yarn(parameters, key, factor))
+        yarn = _yarn(parameters, key, factor)
+        return Rope(base, kind, factor, original=original, yarn=yarn)
     low = _number(parameters, "low_freq_factor")
     high = _number(parameters, "high_freq_factor")
     if low == high:

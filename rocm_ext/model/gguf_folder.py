@@ -53,7 +53,8 @@ def folder_of(name: str) -> Path | None:
         return None
     # links are not followed: their targets may have other names
     files = parts_of(Path(os.path.abspath(path)))
-    beside = [path.parent / name for name in _BESIDE if (path.parent / name).is_file()]
+    neighbours = [path.parent / name for name in _BESIDE]
+    beside = [file for file in neighbours if file.is_file()]
     cache = cache_folder()
     if cache is None:
         raise UserError(
@@ -87,7 +88,8 @@ def _key(files: Sequence[Path]) -> str:
     for file in files:
         stat = file.stat()
         facts.append((str(file), stat.st_size, stat.st_mtime_ns))
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    content = json.dumps(facts).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _file_of(path: Path) -> Path | None:
@@ -101,7 +103,11 @@ def _file_of(path: Path) -> Path | None:
     if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
         return None
     files = sorted(path.glob(f"*{SUFFIX}"))
-    models = {parts_of(file)[0] for file in files if not file.name.startswith("mmproj")}
+    models = set()
+    for file in files:
+        if not file.name.startswith("mmproj"):
+            first, *_ = parts_of(file)
+            models.add(first)
     if len(models) > 1:
         some = ", ".join(file.name for file in files[:3])
         raise UserError(f"{path} has {len(models)} models, {some}; name one")
@@ -134,7 +140,7 @@ def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
     if foreign_config(folder) is not None:
         from rocm_ext.model.hf.decoder import shapes_of
 
-        (folder / SHAPES).write_text(json.dumps(shapes_of(folder)) + "\n")
+        _save(folder / SHAPES, shapes_of(folder))
     makers = {"generation_config.json": _generation, TOKENIZER: _tokenizer, _SETTINGS: _settings}
     for name, make in makers.items():
         if name in copies:
@@ -144,9 +150,13 @@ def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
             (folder / name).write_text(text + "\n", encoding="utf-8")
     if _TEMPLATE in copies:
         shutil.copy(copies[_TEMPLATE], folder)
-    links = {"files": [str(file.path) for file in files], "made": made}
-    (folder / LINKS).write_text(json.dumps(links) + "\n")
-    (folder / REPO_ID).write_text(json.dumps({"repo_id": str(first.path)}) + "\n")
+    paths = [str(file.path) for file in files]
+    _save(folder / LINKS, {"files": paths, "made": made})
+    _save(folder / REPO_ID, {"repo_id": str(first.path)})
+
+
+def _save(path: Path, content: Json) -> None:
+    path.write_text(json.dumps(content) + "\n")
 
 
 def _tokenizer(file: GgufFile) -> Json:
@@ -171,7 +181,10 @@ def _tokenizer(file: GgufFile) -> Json:
     lists = all(isinstance(part, list) for part in (tokens, types, merges))
     is_complete = lists and len(tokens) == len(types) == len(set(tokens)) > 0
     check(is_complete, "describes its tokenizer in part only")
-    vocabulary = {text: number for number, text in enumerate(tokens) if types[number] != _UNUSED}
+    vocabulary = {}
+    for number, text in enumerate(tokens):
+        if types[number] != _UNUSED:
+            vocabulary[text] = number
     if kind == "llama":
         pairs = _merges_of(vocabulary, types, of.get("tokenizer.ggml.scores"))
     else:
@@ -254,7 +267,10 @@ def _merges_of(vocabulary: Mapping[str, int], types: Sequence[int], scores) -> l
     if not isinstance(scores, list) or len(scores) != len(types):
         return []
     mergeable = (_NORMAL, _USER)
-    pieces = {text: number for text, number in vocabulary.items() if types[number] in mergeable}
+    pieces = {}
+    for text, number in vocabulary.items():
+        if types[number] in mergeable:
+            pieces[text] = number
     # pieces are in the order of their numbers, which sorting keeps where scores are equal
     ranked = sorted(pieces, key=lambda text: -scores[pieces[text]])
     merges = []

@@ -64,7 +64,8 @@ def fingerprint(what) -> str:
     modules: set[str] = set()
     _describe(what, words, {}, modules)
     words += map(_stamp, sorted(_sources(modules)))
-    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:32]
+    content = "\0".join(words)
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def _describe(value, words: list[str], seen: dict[int, tuple[int, Any]], modules: set[str]) -> None:
@@ -83,8 +84,8 @@ def _describe(value, words: list[str], seen: dict[int, tuple[int, Any]], modules
     words.append(f"{module}.{getattr(kind, '__qualname__', kind)}")
     if isinstance(value, Tensor):
         words.append(f"{tuple(value.shape)} {value.dtype} {value.requires_grad}")
-        inner = [name for name in ("packed", "scale", "block") if hasattr(value, name)]
-        parts: Iterable[Any] = [getattr(value, name) for name in inner]
+        inner = _attributes(value, ("packed", "scale", "block"))
+        parts: Iterable[Any] = inner.values()
     elif isinstance(value, Mapping):
         parts = _entries(value)
     elif isinstance(value, Set):
@@ -98,13 +99,17 @@ def _describe(value, words: list[str], seen: dict[int, tuple[int, Any]], modules
     else:
         slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
         attributes = dict(getattr(value, "__dict__", {}))
-        attributes |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
-        parts = _entries(attributes)
+        parts = _entries(attributes | _attributes(value, slots))
     for part in parts:
         # modules have a dozen empty dictionaries of hooks
         if not isinstance(part, Mapping) or part:
             _describe(part, words, seen, modules)
     words.append(")")
+
+
+def _attributes(value, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of the attributes ``names`` that ``value`` has."""
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _entries(values: Mapping[Any, Any]) -> Iterator[Any]:
@@ -135,7 +140,8 @@ def _sources(modules: set[str]) -> set[Path]:
         file = getattr(sys.modules.get(name), "__file__", None)
         if file:
             folder = os.path.dirname(file)
-            if "site-packages" not in folder and not any(map(Path(folder).is_relative_to, known)):
+            is_known = any(map(Path(folder).is_relative_to, known))
+            if "site-packages" not in folder and not is_known:
                 folders.add(folder)
     if not folders:
         return set()
