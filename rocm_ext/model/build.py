@@ -25,6 +25,7 @@ from rocm_ext.model.lora import (
     reset,
     trained,
 )
+from rocm_ext.model.names import replace_parameter
 from rocm_ext.model.native.decoder import native
 from rocm_ext.model.native.layers import use_fused_norms
 from rocm_ext.model.weights.checkpointer import MODEL_KEY, State, StoredWeights, on_meta, sample
@@ -98,7 +99,8 @@ def check_quantized(
         sizes = f"16-bit weights take {unpacked / 2**30:.1f} GiB of {budget / 2**30:.1f}"
         reason = profile.locked[key].reason
         return [f"{key}={asked}: {sizes}, so the base model is quantised; {reason}"]
-    return check_locked(profile, {key: asked}, [key] if key in overrides else [])
+    lifted = [key] if key in overrides else []
+    return check_locked(profile, {key: asked}, lifted)
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Weights:
 
 def read_weights(cfg_checkpointer) -> Weights:
     """Open the base weights; :class:`StoredWeights` read a tensor at every access."""
-    # torchtune reads it only when resuming
+    # torchtune reads the adapter only when it resumes
     cfg = config.without(cfg_checkpointer, "adapter_checkpoint")
     # torchtune raises a bare Exception for unknown names
     with explain_errors(f"checkpointer: cannot read {cfg.checkpoint_dir}"):
@@ -147,7 +149,8 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
     state = decoder.converted(weights.state)
     # every access allocates; others may be maps or parts of a larger tensor
     owned = isinstance(state, StoredWeights)
-    expected = {plain(name): tensor for name, tensor in (frozen | buffers).items()}
+    stored = frozen | buffers
+    expected = {plain(name): tensor for name, tensor in stored.items()}
     misfits = _misfits(expected, on_meta(state), "the checkpoint")
     if misfits:
         raise UserError(
@@ -188,8 +191,7 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
         if shard.numel():
             lowest, highest = shard.aminmax()  # unlike a sum, without a copy in fp32
             extremes[name] = lowest.float() + highest.float()
-        owner, _, leaf = wrapped.rpartition(".")
-        setattr(decoder.get_submodule(owner), leaf, nn.Parameter(placed, requires_grad=False))
+        replace_parameter(decoder, wrapped, nn.Parameter(placed, requires_grad=False))
     _check_finite(extremes, state)
     if larger:
         log.warning(
@@ -236,7 +238,8 @@ def _check_finite(extremes: State, state: State) -> None:
         return
     bad = [name for name, value in extremes.items() if not value.isfinite()]
     advice = " in this dtype; set dtype=bf16 or fp32"
-    if not all(state[name].isfinite().all() for name in bad):
+    stored_finite = all(state[name].isfinite().all() for name in bad)
+    if not stored_finite:
         advice = "; the files are damaged: download them again"
     raise UserError(
         f"checkpointer: base weights {_first_three(bad, ', ')} have values that are not finite{advice}"

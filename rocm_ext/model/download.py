@@ -41,13 +41,15 @@ def use_downloaded(cfg: DictConfig, ranks: Ranks) -> None:
         UserError: the hub has no such model, wants a login, or cannot be reached.
     """
     name = cfg.model.get("checkpoint_dir")
-    if isinstance(name, str) and is_hub_name(name):
+    if not isinstance(name, str):
+        return
+    if is_hub_name(name):
         folder = _on_one_rank(lambda: fetch_texts(name), ranks)
         log.info("model %s: %s", name, folder)
         _put(cfg, name, folder)
-    elif isinstance(name, str) and ranks.on_main(lambda: folder_of(name)) is not None:
+    elif ranks.on_main(lambda: folder_of(name)) is not None:
         _put(cfg, name, folder_of(name))  # type: ignore[arg-type]
-    if isinstance(name, str) and cfg.get("save_adapter_weights_only") is False:
+    if cfg.get("save_adapter_weights_only") is False:
         refuse_merging(Path(cfg.model.checkpoint_dir), "set save_adapter_weights_only: True")
 
 
