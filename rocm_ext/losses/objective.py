@@ -22,7 +22,7 @@ from rocm_ext.distributed.ranks import Ranks
 REFERENCE = "reference_logprobs"  # column: log-probs of the model before the first step
 
 Head = Callable[[Tensor], Tensor]
-Columns = Mapping[str, Tensor]  # by name, [n] each: a number for each label
+Columns = Mapping[str, Tensor]  # columns by name, [n] each: a number for each label
 Terms = tuple[Tensor, Tensor | None]
 
 # Labels per chunk: enough to fill the device's matrix units, with logits that are small compared to the model.

@@ -20,7 +20,7 @@ _BETTER = {
     **dict.fromkeys(("reward_rejected", "logprobs_rejected"), "lower"),
 }
 Slopes = tuple[Tensor, Tensor, Tensor]  # value, derivatives with respect to both scores
-# of the scores of both sides, beta, label smoothing and gamma
+# a function of both sides' scores, beta, label smoothing and gamma
 Loss = Callable[[Tensor, Tensor, float, float, float], Slopes]
 
 
@@ -200,12 +200,15 @@ class Preference(Objective):
         chosen = (columns[SIDE] > 0).float()
         rejected = 1 - chosen
         logprobs = -nll - columns[REFERENCE] if self.kind.reference else -nll
-        chosen_labels = _sum(chosen, pair).clamp(min=1)
-        rejected_labels = _sum(rejected, pair).clamp(min=1)
-        chosen_divisor = chosen_labels if self.length_normalized else 1.0
-        rejected_divisor = rejected_labels if self.length_normalized else 1.0
-        chosen_score = _sum(logprobs * chosen, pair) / chosen_divisor
-        rejected_score = _sum(logprobs * rejected, pair) / rejected_divisor
+
+        def scored(side: Tensor) -> tuple[Tensor, Tensor | float, Tensor]:
+            """Return the labels, divisor and score of the answers on a side, by pair."""
+            labels = _sum(side, pair).clamp(min=1)
+            divisor = labels if self.length_normalized else 1.0
+            return labels, divisor, _sum(logprobs * side, pair) / divisor
+
+        chosen_labels, chosen_divisor, chosen_score = scored(chosen)
+        rejected_labels, rejected_divisor, rejected_score = scored(rejected)
         value, by_chosen, by_rejected = self.kind.loss(
             chosen_score, rejected_score, self.beta, self.label_smoothing, self.gamma
         )
