@@ -28,7 +28,7 @@ from rocm_ext.model.weights.gguf_files import LINKS, SHAPES, SUFFIX, GgufFile, M
 _SETTINGS = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
 _BESIDE = (CONFIG, TOKENIZER, _SETTINGS, "generation_config.json", _TEMPLATE)
-_VERSION = 3  # of what is written
+_VERSION = 3  # the version of the written files
 # llama.cpp's types of tokens
 _NORMAL = 1
 _UNKNOWN = 2
@@ -217,7 +217,7 @@ def _tokenizer(file: GgufFile) -> Json:
         }
         takes_words = pre in pre_tokenizers.TAKES_WORDS
     begins = pieces or pre in pre_tokenizers.BEGINS
-    bos = _id(of, "bos")
+    bos = _ids(of, "bos").get("bos")
     if bos is not None and of.get("tokenizer.ggml.add_bos_token", begins) is True:
         steps["post_processor"] = _with_bos(bos, tokens[bos])
     model = {
@@ -304,10 +304,8 @@ def _settings(file: GgufFile) -> dict[str, str]:
     """Return the ``tokenizer_config.json``: special tokens and chat template."""
     tokens: Any = file.metadata.get("tokenizer.ggml.tokens")
     content = {}
-    for name in ("bos", "eos", "pad"):
-        number = _id(file.metadata, name)
-        if number is not None:
-            content[f"{name}_token"] = tokens[number]
+    for name, number in _ids(file.metadata, "bos", "eos", "pad").items():
+        content[f"{name}_token"] = tokens[number]
     template = file.metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         content["chat_template"] = template
@@ -316,27 +314,25 @@ def _settings(file: GgufFile) -> dict[str, str]:
 
 def _generation(file: GgufFile) -> dict[str, int | list[int]]:
     """Return the ``generation_config.json`` with the tokens that end an answer."""
-    ends = []
-    for name in ("eos", "eot"):
-        number = _id(file.metadata, name)
-        if number is not None and number not in ends:
-            ends.append(number)
+    ends = _ids(file.metadata, "eos", "eot").values()
     if not ends:
         raise UserError(
             f"{file.path} names no EOS token; put the model's generation_config.json into its folder"
         )
-    content: dict[str, int | list[int]] = {"eos_token_id": ends}
-    for name in ("bos", "pad"):
-        number = _id(file.metadata, name)
-        if number is not None:
-            content[f"{name}_token_id"] = number
+    content: dict[str, int | list[int]] = {"eos_token_id": list(dict.fromkeys(ends))}
+    for name, number in _ids(file.metadata, "bos", "pad").items():
+        content[f"{name}_token_id"] = number
     return content
 
 
-def _id(metadata: Metadata, name: str) -> int | None:
-    key = {"pad": "padding"}.get(name, name)
-    number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+def _ids(metadata: Metadata, *names: str) -> dict[str, int]:
+    """Return the ids of the special tokens ``names`` that the metadata has."""
     tokens = metadata.get("tokenizer.ggml.tokens")
-    if type(number) is not int or not isinstance(tokens, list):
-        return None
-    return number if 0 <= number < len(tokens) else None
+    count = len(tokens) if isinstance(tokens, list) else 0
+    ids = {}
+    for name in names:
+        key = {"pad": "padding"}.get(name, name)
+        number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if type(number) is int and 0 <= number < count:
+            ids[name] = number
+    return ids
