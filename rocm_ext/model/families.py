@@ -161,8 +161,8 @@ class Architecture:
 class _Family:
     """Differences between families, with transformers' defaults for keys that a ``config.json`` may lack."""
 
-    kv_heads: int | None = None  # by default as many as heads
-    head_dim: int | None = None  # by default width / heads
+    kv_heads: int | None = None  # None: as many as heads
+    head_dim: int | None = None  # None: width / heads
     always_qkv_bias: bool = False
     reads_attention_bias: bool = False
     head_norms: bool = False

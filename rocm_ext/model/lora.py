@@ -386,9 +386,11 @@ def adopt(model: nn.Module, cfg_model) -> None:
 
 def quantized(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that are quantised, now or once they are loaded. Every rank keeps them unsharded."""
-    kept = [p for p in model.parameters() if isinstance(p, Quantized)]
-    made: list[Any] = [layer.weight for _, layer in adapters(model) if layer._quantize_base]
-    return {*kept, *made}
+    weights: set[Any] = {p for p in model.parameters() if isinstance(p, Quantized)}
+    for _, layer in adapters(model):
+        if layer._quantize_base:
+            weights.add(layer.weight)
+    return weights
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:

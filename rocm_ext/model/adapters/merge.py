@@ -143,9 +143,9 @@ class MergedWeights:
                 self.rows[name] = parts[ROWS]
             else:
                 self.linear[name] = parts
-        self._weights = decoder.converted(state)  # by the model's names
+        self._weights = decoder.converted(state)  # base weights by the model's names
         self._ready: dict[str, Tensor] = {}  # pieces of merged weights that are not written yet
-        # by a file's tensor, the weights that consist of it, if any changes
+        # the weights that consist of a file's tensor, by the tensor, if any of them changes
         self._groups: dict[str, list[str]] = {}
         if self._weights is not state:
             for name in self._changed():

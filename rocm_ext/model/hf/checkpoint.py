@@ -22,7 +22,7 @@ from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.model.names import last_part
 from rocm_ext.model.weights.checkpointer import State, check_stored, check_tied, on_meta
 
-_OF_TABLES = r"rotary_emb\.inv_freq$"  # in old files; config.json decides them
+_OF_TABLES = r"rotary_emb\.inv_freq$"  # old files have them; config.json decides them
 
 
 class WeightNames:

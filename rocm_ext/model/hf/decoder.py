@@ -104,8 +104,9 @@ class TransformersDecoder(Decoder):
         top, nested, _ = self.layers_name.partition(".")
         self._body = self.text_part.body if self.text_part else top
         if outside or not nested or not head or model.get_input_embeddings() is None:
-            weights = f"has weights outside its layers: {', '.join(outside)}"
-            problem = weights if outside else "is not built as other decoders of transformers are"
+            problem = "is not built as other decoders of transformers are"
+            if outside:
+                problem = f"has weights outside its layers: {', '.join(outside)}"
             raise UserError(f"{type(model).__name__} {problem}")
         self.tied: tuple[str, str] | None = None
         embeddings = model.get_input_embeddings()

@@ -97,7 +97,7 @@ class Rows:
     @cached_property
     def parts(self) -> list[tuple[int, slice]]:
         """Experts with rows, and where these are. It waits for the device."""
-        # in plans there are no values
+        # plans have no values
         if self.every or isinstance(self.ends, FakeTensor) or self.ends.is_meta:
             rows = len(self.order)
             experts = len(self.ends)

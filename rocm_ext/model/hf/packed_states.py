@@ -215,7 +215,8 @@ def chunk_scan(
     logs = decay[..., :, None] - decay[..., None, :]  # [b, chunks, heads, size, size]
     between = logs.masked_fill(later, -torch.inf).exp()
     products = c @ b.transpose(-1, -2)  # [b, chunks, groups, size, size]
-    scores = products[:, :, :, None] * between.unflatten(2, (groups, -1))
+    decays = between.unflatten(2, (groups, -1))  # [b, chunks, groups, heads of a group, size, size]
+    scores = products[:, :, :, None] * decays
     out = scores.flatten(2, 3) @ values
 
     # what each chunk adds to the states, and the states before each chunk

@@ -27,10 +27,10 @@ from rocm_ext.model.weights.quantized import Quantized, stored
 from rocm_ext.model.weights.unpack import unpack
 
 State = Mapping[str, Tensor]  # weights by name
-MODEL_KEY = "model"  # of a state, as in torchtune.training
+MODEL_KEY = "model"  # torchtune's key of a model in a state
 HF = "HF"  # the model_type of weights in Hugging Face's row order
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
-TABLES = ("rotary_emb.inv_freq", ".position_ids")  # in old files; config.json decides them
+TABLES = ("rotary_emb.inv_freq", ".position_ids")  # old files have them; config.json decides them
 # ends of names of values and of scales
 _QUANTISED = (("", "_scale_inv"), ("", "_scale"), ("_blocks", "_scales"))
 # activations stay in 16 bits
@@ -211,7 +211,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def _join_scales(self, folder: Path) -> None:
         """Join a quantised weight's values and scales to one tensor."""
-        weights = {}  # by the name of the values
+        weights = {}  # the weight's name by that of its values
         scales = {}
         for name, ((reader, theirs),) in self._stored.items():
             for of_values, of_scales in _QUANTISED:

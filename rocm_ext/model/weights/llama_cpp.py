@@ -42,7 +42,7 @@ _STILL = 1e30  # divisor of frequencies that stay still
 _OPTIONAL = {"vocab_size", "head_count_kv", "key_length", "value_length", "final_logit_softcapping",
              "sliding_window_pattern", "rope_freq_base_swa", "rope_dimension_sections"}  # fmt: skip
 _MOST_LAYERS = 1000
-_LARGEST = 2**28  # of other sizes, which are positions
+_LARGEST = 2**28  # the largest of the other sizes, a number of positions
 # sizes that may be 0
 _OR_NONE = {"shared_kv_layers", "embedding_length_per_layer_input", "feed_forward_length", "final_logit_softcapping",
             "rope_dimension_sections"}  # fmt: skip
@@ -269,7 +269,8 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
     _check_betas(folder / CONFIG, a.rope.yarn)
     keys = {
         "vocab_size": a.vocabulary,
-        "context_length": a.positions,  # at most the sliding window, which llama.cpp's Mistral has not
+        # the sliding window bounds it, because llama.cpp's Mistral has no window
+        "context_length": a.positions,
         "embedding_length": a.width,
         "block_count": a.layers,
         "feed_forward_length": a.intermediate,
@@ -291,7 +292,7 @@ def _of_native(folder: Path, a: Architecture) -> Layout:
         heads = row_heads.get(name.split(".")[-2])
         if arch != "LLAMA" or heads is None:
             return [Part(name)]
-        # in Hugging Face's files, the two halves of a head rotate together; llama.cpp's Llama rotates neighbours
+        # Hugging Face's files rotate the two halves of a head together; llama.cpp's Llama rotates neighbours
         rows = torch.arange(heads * a.head_dim)
         halves = rows.view(heads, 2, -1)  # [heads, 2, head_dim / 2]
         neighbours = halves.transpose(1, 2)
@@ -946,7 +947,8 @@ def _back_to_gemma_4(values: Metadata, config: Json) -> Json:
         "global_head_dim": values["key_length"],
         "num_key_value_heads": many,
         "num_global_key_value_heads": few,
-        "attention_k_eq_v": few != many,  # as in all published models; loading refuses others
+        # all published models agree with this; loading refuses others
+        "attention_k_eq_v": few != many,
         "intermediate_size": min(widths),
         "use_double_wide_mlp": min(widths) < max(widths),
         "vocab_size_per_layer_input": config["vocab_size"],
@@ -962,7 +964,7 @@ def _gemma_3_scale(config) -> float:
     return config.head_dim
 
 
-_ROWS = {  # by the model_type of the text part
+_ROWS = {  # rows of the table by the model_type of the text part
     "qwen3_moe": _Row(
         "QWEN3MOE",
         _experts,

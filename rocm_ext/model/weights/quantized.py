@@ -253,7 +253,7 @@ def _select(weight: Quantized, dim: int, index: int) -> Quantized | None:
 def _joined(join: Callable[..., Tensor], weights: Sequence[Any], dim: int) -> Quantized | None:
     """Join weights of one format along a dimension before their columns."""
     first = weights[0]
-    if first.transposed or dim > first.ndim - 2:
+    if not isinstance(first, Quantized) or first.transposed or dim > first.ndim - 2:
         return None
     for weight in weights:
         if not isinstance(weight, Quantized) or weight._rest() != first._rest():
@@ -264,9 +264,7 @@ def _joined(join: Callable[..., Tensor], weights: Sequence[Any], dim: int) -> Qu
 
 
 def _stack(weights: Sequence[Any], dim: int = 0) -> Quantized | None:
-    if dim or not isinstance(weights[0], Quantized):
-        return None
-    return _joined(torch.stack, weights, dim)
+    return None if dim else _joined(torch.stack, weights, dim)
 
 
 def _cat(weights: Sequence[Any], dim: int = 0) -> Quantized | None:

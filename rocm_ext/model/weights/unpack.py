@@ -25,7 +25,7 @@ BLOCKS = {
 # compared with a GPU's memory
 _PIECE = {"cpu": 1 << 18}
 _LARGE_PIECE = 1 << 26
-Unpack = Callable[[Tensor], Tensor]  # from blocks, [n, bytes], to values
+Unpack = Callable[[Tensor], Tensor]  # maps blocks [n, bytes] to values
 _WHAT = "the compiled unpacking of GGUF blocks"
 _E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the values; ggml's scales are half
 
