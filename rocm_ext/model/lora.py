@@ -322,8 +322,10 @@ def merged_linear(
 @torch.no_grad()
 def merged_layer(layer: Lora | Dora, weight: Tensor) -> Tensor:
     """Return ``weight``, the layer's W as an ordinary tensor, with the layer's update merged into it."""
+    a = layer.lora_a.weight
+    b = layer.lora_b.weight
     magnitude = layer.magnitude if isinstance(layer, Dora) else None
-    return merged_linear(weight, layer.lora_a.weight, layer.lora_b.weight, layer.scale, magnitude)
+    return merged_linear(weight, a, b, layer.scale, magnitude)
 
 
 def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -312,14 +312,10 @@ class SamplingLinear(nn.Module):
 
     def __init__(self, layers: Sequence[Any], merge: bool) -> None:
         super().__init__()
-        weights = [dense(layer.weight.detach()) for layer in layers]
+        weights = [_weight_of(layer, merge) for layer in layers]
         self.a = self.b = self.factor = self.bias = self.rows = None
-        adapted = [isinstance(layer, Lora | Dora) for layer in layers]
-        if merge:
-            for i, layer in enumerate(layers):
-                if adapted[i]:
-                    weights[i] = merged_layer(layer, weights[i])
-        elif any(adapted):
+        has_adapter = any(isinstance(layer, Lora | Dora) for layer in layers)
+        if has_adapter and not merge:
             dtype = weights[0].dtype
             a, b, factor = _factors(layers)
             self.a = frozen(a.to(dtype))
@@ -352,7 +348,7 @@ class SamplingLinear(nn.Module):
         sizes = [len(layer.weight) for layer in layers]
         for rows, layer in zip(self.weight.split(sizes), layers, strict=True):
             if isinstance(layer, Lora | Dora):
-                rows.copy_(merged_layer(layer, dense(layer.weight.detach())))
+                rows.copy_(_weight_of(layer, merge=True))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
@@ -377,6 +373,14 @@ class SamplingLinear(nn.Module):
             if self.bias is not None:
                 out.add_(self.bias)
         return out if self.rows is None else self.rows.logits(x, out)
+
+
+def _weight_of(layer, merge: bool) -> Tensor:
+    """Return a layer's W as an ordinary tensor, with its adapter's update if ``merge``."""
+    weight = dense(layer.weight.detach())
+    if merge and isinstance(layer, Lora | Dora):
+        return merged_layer(layer, weight)
+    return weight
 
 
 def _factors(layers: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor | None]:
