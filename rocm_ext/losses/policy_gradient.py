@@ -191,9 +191,8 @@ class PolicyGradient(Objective):
         if self.kind.frozen:
             weight = ratio.clamp(max=1 + self.clip_high) * advantages
             return weight * nll, weight
-        is_good = advantages > 0
-        lowest = torch.where(is_good, 0.0, 1 - self.clip_low)
-        highest = torch.where(is_good, 1 + self.clip_high, self.clip_dual or torch.inf)
+        lowest = torch.where(advantages > 0, 0.0, 1 - self.clip_low)
+        highest = torch.where(advantages > 0, 1 + self.clip_high, self.clip_dual or torch.inf)
         bounded = ratio.clamp(lowest, highest)
         moves = (bounded == ratio) & (log_ratio < _HIGHEST)
         return -advantages * bounded, torch.where(moves, advantages * ratio, 0.0)
