@@ -21,7 +21,8 @@ from rocm_ext.model.lora import dense, expert_factors
 from rocm_ext.model.names import LORA_A, LORA_B
 from rocm_ext.model.weights.checkpointer import TABLES, on_meta
 from rocm_ext.model.weights.gguf_files import refuse_merging
-from rocm_ext.model.weights.llama_cpp import GgufNames, Layout, Part, add_keys, library, read_layout
+from rocm_ext.model.weights.llama_cpp import GgufNames, Layout, add_keys, library, read_layout
+from rocm_ext.model.weights.llama_cpp_parts import Part
 
 TYPES = ("f16", "bf16", "q8_0", "f32")
 # llama.cpp takes these, and all tensors but weights, only in fp32

@@ -22,8 +22,8 @@ from rocm_ext.data import pre_tokenizers
 from rocm_ext.data.encoder import TOKENIZER
 from rocm_ext.machine.bench_file import cache_folder
 from rocm_ext.model.families import CONFIG, foreign_config
-from rocm_ext.model.weights import llama_cpp
 from rocm_ext.model.weights.gguf_files import LINKS, SHAPES, SUFFIX, GgufFile, Metadata, parts_of
+from rocm_ext.model.weights.llama_cpp_config import check_config, config_of
 
 _SETTINGS = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
@@ -128,9 +128,9 @@ def _write(folder: Path, files: list[GgufFile], beside: list[Path]) -> None:
     try:
         # values may have any type
         with explain_errors(f"{first.path} has metadata that cannot be read"):
-            content = llama_cpp.config_of(files)
+            content = config_of(files)
         (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
-        llama_cpp.check_config(folder, first)
+        check_config(folder, first)
     except UserError as error:
         if CONFIG not in copies:
             raise

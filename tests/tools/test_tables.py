@@ -6,7 +6,7 @@ import pytest
 
 import rocm_ext
 from rocm_ext.model.families import _FAMILIES
-from rocm_ext.model.weights.llama_cpp import _ROWS
+from rocm_ext.model.weights.llama_cpp_models import ROWS
 from tests.kit import hf_models, multimodal_models
 from tools import pictures, tables
 from tools.benchmarks import __main__ as command
@@ -73,5 +73,5 @@ def test_each_layout_of_llama_cpp_has_a_model_that_the_tests_ask():
     text = {hf_models.MODELS[name][0] for name in hf_models.GGUF}
     assert (
         text | {multimodal_models.MODELS[name][1] for name in multimodal_models.GGUF}
-        == _ROWS.keys()
+        == ROWS.keys()
     )

@@ -21,8 +21,10 @@ from rocm_ext.base.hub import how_to_download
 from rocm_ext.base.log import log
 from rocm_ext.model.families import foreign_config, read_architecture, stored_format
 from rocm_ext.model.names import EMBEDDINGS_WEIGHT, OUTPUT_WEIGHT, Names, NativeNames
-from rocm_ext.model.weights import llama_cpp
 from rocm_ext.model.weights.gguf_files import AGAIN, SUFFIX, GgufFile, files_in, links_in, shapes_in
+from rocm_ext.model.weights.llama_cpp import parts_by_weight
+from rocm_ext.model.weights.llama_cpp_config import check_config
+from rocm_ext.model.weights.llama_cpp_parts import joined
 from rocm_ext.model.weights.quantized import Quantized, stored
 from rocm_ext.model.weights.unpack import unpack
 
@@ -428,12 +430,12 @@ class _Gguf:
             raise UserError(f"the parts of {self.path} have tensors of one name; {AGAIN}")
         if links_in(folder).get("made"):
             try:
-                llama_cpp.check_config(folder, files[0])
+                check_config(folder, files[0])
             except UserError as error:
                 raise UserError(
                     f"{error}: it has changed; set model.checkpoint_dir={self.path}"
                 ) from error
-        self._parts = llama_cpp.places(folder, files[0], self._files)
+        self._parts = parts_by_weight(folder, files[0], self._files)
         self._shapes = shapes_in(folder)
         self.names = sorted(self._parts)
 
@@ -471,7 +473,7 @@ class _Gguf:
                 else:
                     tensors[i] = tensors[i].float()
         with explain_errors(str(self.path), f"; {AGAIN}"):
-            made = llama_cpp.joined(self._parts[name], tensors, kind)
+            made = joined(self._parts[name], tensors, kind)
         shape = self._shapes.get(name, [])
         wide_sides = [side for side in shape if side != 1]
         if 1 in shape and list(made.shape) == wide_sides:
