@@ -167,7 +167,9 @@ def test_other_programs_load_next_to_nothing():
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    base = {f"rocm_ext.base{name}" for name in ("", ".deferred", ".errors", ".packages", ".registry")}
+    base = {
+        f"rocm_ext.base{name}" for name in ("", ".deferred", ".errors", ".packages", ".registry")
+    }
     ours = {"rocm_ext", "rocm_ext.hook", *base}
     assert set(run.stdout.split()) == ours
 

@@ -72,6 +72,5 @@ def test_this_library_s_own_decoders_are_named():
 def test_each_layout_of_llama_cpp_has_a_model_that_the_tests_ask():
     text = {hf_models.MODELS[name][0] for name in hf_models.GGUF}
     assert (
-        text | {multimodal_models.MODELS[name][1] for name in multimodal_models.GGUF}
-        == ROWS.keys()
+        text | {multimodal_models.MODELS[name][1] for name in multimodal_models.GGUF} == ROWS.keys()
     )

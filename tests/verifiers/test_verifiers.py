@@ -231,7 +231,16 @@ def test_verifiers_are_combined():
         is Verdict.CORRECT
     )
     assert Weighted([DIGIT, FAILS], [1, 1])("8", {}).verdict is Verdict.ERROR
-    for weights in ([1], [0, 0], [1, -1], [1, float("nan")], [1, float("inf")], [1, "1"], [1e308, 1e308], 2):
+    for weights in (
+        [1],
+        [0, 0],
+        [1, -1],
+        [1, float("nan")],
+        [1, float("inf")],
+        [1, "1"],
+        [1e308, 1e308],
+        2,
+    ):
         with pytest.raises(UserError, match="weight"):
             Weighted([DIGIT, EXACT], weights)
 

@@ -247,7 +247,9 @@ def _of_transformers(folder: Path, row: ModelRow) -> Layout:
     )
 
 
-def parts_by_weight(folder: Path, first: GgufFile, stored: Collection[str]) -> dict[str, list[Part]]:
+def parts_by_weight(
+    folder: Path, first: GgufFile, stored: Collection[str]
+) -> dict[str, list[Part]]:
     """Return the parts of all weights in a model's GGUF files, with llama.cpp's names.
 
     ``stored`` has llama.cpp's names of the tensors in all files, of which ``first`` is the first.
