@@ -6,13 +6,14 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 
 from rocm_ext.base import heartbeat, registry
 from rocm_ext.base.errors import UserError, one_line
@@ -21,7 +22,7 @@ from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
 from rocm_ext.config import references
 from rocm_ext.config.keys import free_keys
-from rocm_ext.data.batches import Update
+from rocm_ext.data.batches import MicroBatch, Update
 from rocm_ext.machine import numerics
 from rocm_ext.machine.trace import TRAINING
 from rocm_ext.model.adapters.merge import merge
@@ -373,28 +374,15 @@ class Training:
             ) from error
 
     def _train_step(self, update: Update) -> StepStats:
-        learner, device = self.learner, self.runtime.device
-        parameters = list(learner.adapter.values())
+        objective = self.learner.objective
         # The counts cover all micro-batches and ranks, so the loss is exact and not a mean of means.
-        denominator = learner.objective.denominator(update.labels, update.sequences)
-        learner.objective.entropy_weight = denominator / max(1, update.labels)
-        summed = torch.zeros((), dtype=torch.float32, device=device)
+        denominator = objective.denominator(update.labels, update.sequences)
+        objective.entropy_weight = denominator / max(1, update.labels)
         if not self._updated and self.runtime.dtype != torch.float32:
             self._check_dtypes(update)
-        with learner.objective.measuring() as tally:
-            for batch in update.batches:
-                with learner.offloading:
-                    value = learner.model(batch.to(device))
-                self.scaler.scale(value / denominator).backward()
-                summed += value.detach()
-        self.ranks.sum_gradients(parameters)
-        if self.cfg.compile and not self._updated:
-            self._check_gradients()
-        self.scaler.unscale_(self.optimizer)
-        limit = self.cfg.clip_grad_norm
-        grad_norm = torch.nn.utils.clip_grad_norm_(
-            parameters, math.inf if limit is None else float(limit)
-        )
+        with objective.measuring() as tally:
+            summed = self.add_gradients(update.batches, denominator)
+        grad_norm = self.clip_gradients(self.cfg.clip_grad_norm)
         # the only wait for the device; all ranks have the same norm
         loss_sum, norm = torch.stack([summed, grad_norm.to(summed)]).tolist()
         total, real, computed, interrupted, measured = self.ranks.sum(
@@ -407,8 +395,45 @@ class Training:
             ]
         )
         loss = total / denominator
-        self._check_finite(loss, norm, update)
+        self.check_finite(loss, norm, update)
         measurements = tally.result(self.ranks) if measured else {}
+        lr = self.apply_gradients()
+        return StepStats(
+            loss, norm, lr, int(real), 1 - real / computed, bool(interrupted), measurements
+        )
+
+    def add_gradients(self, batches: Iterable[MicroBatch], divisor: float = 1.0) -> Tensor:
+        """Add the gradients of the objective on this rank's ``batches``, divided by ``divisor``.
+
+        Returns:
+            The sum of the objective, not divided: a scalar in fp32.
+        """
+        learner = self.learner
+        device = self.runtime.device
+        summed = torch.zeros((), dtype=torch.float32, device=device)
+        for batch in batches:
+            with learner.offloading:
+                value = learner.model(batch.to(device))
+            self.scaler.scale(value / divisor).backward()
+            summed += value.detach()
+        return summed
+
+    def clip_gradients(self, limit: float | None) -> Tensor:
+        """Sum the gradients over all ranks and clip their norm to ``limit``; return the norm before: a scalar."""
+        parameters = list(self.learner.adapter.values())
+        self.ranks.sum_gradients(parameters)
+        if self.cfg.compile and not self._updated:
+            self._check_gradients()
+        self.scaler.unscale_(self.optimizer)
+        most = math.inf if limit is None else float(limit)
+        return torch.nn.utils.clip_grad_norm_(parameters, most)
+
+    def apply_gradients(self) -> float:
+        """Do the optimiser's step and the schedule's, and drop the gradients; return the step's learning rate.
+
+        Raises:
+            UserError: the learning rate is negative or not finite; no weight changed.
+        """
         lr = float(self.optimizer.param_groups[0]["lr"])  # a tensor in torchao's optimisers
         if not (math.isfinite(lr) and lr >= 0):
             raise UserError(
@@ -420,9 +445,7 @@ class Training:
         if self.scheduler is not None:
             self.scheduler.step()
         self._updated = True
-        return StepStats(
-            loss, norm, lr, int(real), 1 - real / computed, bool(interrupted), measurements
-        )
+        return lr
 
     def skip_updates(self, count: int) -> None:
         """Advance the schedule by ``count`` updates without doing them, for too few rows or on a resume."""
@@ -469,7 +492,8 @@ class Training:
             return torch.compiler.set_stance("force_eager")
         return contextlib.nullcontext()
 
-    def _check_finite(self, loss: float, grad_norm: float, update: Update) -> None:
+    def check_finite(self, loss: float, grad_norm: float, update: Update) -> None:
+        """Check that an update's loss and gradient norm are finite; a UserError says where the first bad value is."""
         # fp16 gradients overflow now and then, and the scaler skips such a step
         skipped = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
         if math.isfinite(loss) and (math.isfinite(grad_norm) or skipped):
