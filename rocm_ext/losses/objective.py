@@ -106,7 +106,7 @@ class Objective(ABC):
     share a step: the loss is the same if all are 2 as if all are 1. Measurements have no weights.
 
     Inside :meth:`measuring`, :meth:`terms` adds further measurements to ``tally``; otherwise ``tally`` is None. The
-    trainer writes these means and maxima to ``metrics.jsonl``.
+    trainer writes these means and maxima to ``metrics.jsonl``. Inside :meth:`recording`, the labels' NLLs are kept.
 
     Args:
         normalize: divisor of a step's sum. ``tokens`` divides by the number of the step's labels. ``sequences``
@@ -127,6 +127,7 @@ class Objective(ABC):
     entropy_weight: float = 1.0
     better: Mapping[str, str] = {}
     tally: Tally | None = None
+    recorded: list[Tensor] | None = None
 
     def __init__(self, normalize: str | float = "tokens", chunk_tokens: int | None = None) -> None:
         check({"normalize": normalize, "chunk_tokens": chunk_tokens}, _KINDS, "loss.")
@@ -182,6 +183,16 @@ class Objective(ABC):
             yield tally
         finally:
             self.tally = None
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """Keep the NLLs of all labels inside the context, which yields them: [n] fp32 by chunk, on the device."""
+        recorded: list[Tensor] = []
+        self.recorded = recorded
+        try:
+            yield recorded
+        finally:
+            self.recorded = None
 
     def weights(self, sequence: Tensor) -> Tensor | None:
         """Return the weights [n] fp32 of values that ``normalize`` requires, by ``sequence`` [n]. None stands for 1
@@ -291,9 +302,16 @@ class _Labels:
 
     def values(self, logits: Tensor, other: Any, rows: slice, gradient: bool) -> tuple[Tensor, Any]:
         """Return the values [n] of one chunk without its entropy, and their gradient [n, v] or None."""
-        if self.objective.over_vocabulary:
-            return self.objective.compare(logits, other, gradient)
-        nll, grad_logits = _nll(logits, self.targets[rows], gradient)
+        objective = self.objective
+        targets = self.targets[rows]
+        if objective.over_vocabulary:
+            if objective.recorded is not None:
+                nll, _ = _nll(logits, targets, False)
+                objective.recorded.append(nll)
+            return objective.compare(logits, other, gradient)
+        nll, grad_logits = _nll(logits, targets, gradient)
+        if objective.recorded is not None:
+            objective.recorded.append(nll)
         value, derivative = self._terms(nll, rows)
         if gradient and derivative is not None:
             grad_logits *= derivative[:, None]

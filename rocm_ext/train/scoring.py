@@ -1,7 +1,7 @@
 """Score rows without training: log-probs under any adapter, stored log-probs of a reference, the held-out objective."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
@@ -18,6 +18,7 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import remove_folder, replace_bytes
 from rocm_ext.base.log import Progress, log
 from rocm_ext.data.batches import (
+    MicroBatch,
     StepLoader,
     Steps,
     collate,
@@ -28,8 +29,9 @@ from rocm_ext.data.batches import (
     rows_per_step,
 )
 from rocm_ext.data.rows import ROUTES, Rows
-from rocm_ext.losses import Objective, UnpairedPreference
-from rocm_ext.losses.objective import REFERENCE, Terms
+from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.losses import CrossEntropy, UnpairedPreference
+from rocm_ext.losses.objective import REFERENCE
 from rocm_ext.model.lora import reset, trained
 from rocm_ext.train.learner import Learner
 
@@ -56,35 +58,64 @@ def score(
     Returns:
         By row, the log-probs of its labels in order, fp32; see :func:`~rocm_ext.data.batches.count_labels`.
     """
-    layout = learner.layout
-    sizes = row_sizes(rows, layout.share)
-    of_ranks = cut(sizes, layout.ranks, layout.tokens_per_micro_batch, layout.packed)
-    micro_batches = of_ranks[layout.rank]
     columns = {ROUTES: rows.columns[ROUTES]} if replay else {}
     plain = Rows(rows.tokens, rows.labels, rows.lengths, {}, columns)
-    recorder = _Recorder(temperature, learner.objective.chunk_tokens)
+    order, batches = micro_batches(learner, plain)
+    plain_nll = CrossEntropy(chunk_tokens=learner.objective.chunk_tokens)
+    plain_nll.temperature = temperature
     training = learner.model.training
     objective = learner.model.objective
     learner.model.eval()
-    learner.model.objective = recorder
+    learner.model.objective = plain_nll
     try:
-        for indices in micro_batches:
-            batch = collate(
-                plain, indices, layout.packed, layout.pad_id, layout.multiple, layout.share
-            )
-            learner.model(batch.to(learner.runtime.device))
+        with plain_nll.recording() as recorded:
+            for batch in batches:
+                learner.model(batch.to(learner.runtime.device))
     finally:
         learner.model.objective = objective
         learner.model.train(training)
-    logprobs = recorder.logprobs()
+    return logprobs_by_row(plain, order, recorded, learner.runtime.ranks)
+
+
+def micro_batches(learner: Learner, rows: Rows) -> tuple[list[int], Iterator[MicroBatch]]:
+    """Cut rows of any length to this rank's micro-batches.
+
+    Returns:
+        The indices of the rows in the order of their labels, and the micro-batches.
+    """
+    layout = learner.layout
+    sizes = row_sizes(rows, layout.share)
+    of_ranks = cut(sizes, layout.ranks, layout.tokens_per_micro_batch, layout.packed)
+    pieces = of_ranks[layout.rank]
+    batches = (
+        collate(rows, piece, layout.packed, layout.pad_id, layout.multiple, layout.share)
+        for piece in pieces
+    )
+    return list(chain.from_iterable(pieces)), batches
+
+
+def logprobs_by_row(
+    rows: Rows, order: Sequence[int], recorded: Sequence[Tensor], ranks: Ranks
+) -> list[np.ndarray]:
+    """Return the labels' log-probs by row, fp32.
+
+    Args:
+        rows: rows that all ranks have computed together.
+        order: indices of this rank's rows, from :func:`micro_batches`.
+        recorded: the NLLs of their labels, from :meth:`rocm_ext.losses.Objective.recording`.
+        ranks: all ranks; they call this together.
+    """
+    logprobs = np.zeros(0, np.float32)
+    if recorded:
+        logprobs = -torch.cat(list(recorded)).cpu().numpy()
     of_rank: dict[int, np.ndarray] = {}
     begin = 0
-    for row in chain.from_iterable(micro_batches):
+    for row in order:
         labels, _ = count_labels(rows.labels[row], rows.lengths[row])
         of_rank[row] = logprobs[begin : begin + labels]
         begin += labels
     by_row: dict[int, np.ndarray] = {}
-    for part in learner.runtime.ranks.gather(of_rank):
+    for part in ranks.gather(of_rank):
         by_row |= part
     return [by_row[row] for row in range(len(rows))]
 
@@ -139,25 +170,6 @@ def _restoring(learner: Learner) -> Iterator[None]:
         with torch.no_grad():
             for name, parameter in learner.adapter.items():
                 parameter.copy_(values[name])
-
-
-class _Recorder(Objective):
-    """Records the labels' NLL on the device."""
-
-    def __init__(self, temperature: float, chunk_tokens: int | None) -> None:
-        super().__init__(chunk_tokens=chunk_tokens)
-        self.temperature = temperature
-        self._nll: list[Tensor] = []
-
-    def terms(self, nll: Tensor, columns: Mapping[str, Tensor], sequence: Tensor) -> Terms:
-        self._nll.append(nll)
-        return nll, None
-
-    def logprobs(self) -> np.ndarray:
-        """Return the labels' log-probs so far, end to end, fp32."""
-        if not self._nll:
-            return np.zeros(0, np.float32)
-        return -torch.cat(self._nll).cpu().numpy()
 
 
 @torch.no_grad()
