@@ -52,17 +52,22 @@ def begin(tune: bool) -> None:
             apply_environment(*_profile(recipe, sys.argv[1:]), restart=True)
 
 
-def prepare_for(requested: str) -> list[str]:
-    """Complete the environment of a command that computes as a recipe does. It may replace the process, so call it
-    before importing torch.
+def prepare_for(requested: str, restart: bool = True) -> list[str]:
+    """Complete the environment of a program that computes as a recipe does; call it before importing torch.
 
-    ``requested`` is a profile's name or ``auto``. Returns lines for the log: each variable that was set, and why.
+    Args:
+        requested: name of a profile, or ``auto``.
+        restart: whether the program may be replaced by one with the environment.
+
+    Returns:
+        Lines for the log: each variable that was set, and why.
     """
+    late = []
     if requested != "auto":
-        preset(load_profile(requested))
+        late = preset(load_profile(requested))
     machine = detect()
     name = choose_profile(machine)[0] if requested == "auto" else requested
-    return apply_environment(load_profile(name), machine, restart=True)
+    return late + apply_environment(load_profile(name), machine, restart)
 
 
 def _begin_tune(arguments: Sequence[str]) -> None:

@@ -268,7 +268,7 @@ class Rows:
         def take(values: Any) -> list:
             return [values[i] for i in chosen]
 
-        return replace(
+        part = replace(
             self,
             tokens=take(self.tokens),
             labels=take(self.labels),
@@ -277,6 +277,9 @@ class Rows:
             said=[],
             numbers=take(self.numbers) if len(self.numbers) else [],
         )
+        for name, rows in self.beside.items():
+            part.beside[name] = rows.part(chosen)
+        return part
 
     def join_groups(self, groups: Sequence[str], most: float) -> tuple["Rows", list[str]]:
         """Join the rows of a group, such as a prompt's answers, so that a micro-batch computes their beginning once.
@@ -389,6 +392,7 @@ def tokenize(
     every: int = 1,
     name: str = "dataset",
     bad_rows: str = "error",
+    warns: bool = True,
 ) -> Rows:
     """Read the rows of a map-style dataset into memory.
 
@@ -406,6 +410,7 @@ def tokenize(
         every: 1 reads all rows, 2 every second one, and so on.
         name: key of the dataset in the config, for messages.
         bad_rows: policy for malformed rows: ``error``, which names all of them, or ``drop``.
+        warns: whether to log the warnings about the rows, which are in ``said``, too.
 
     Raises:
         UserError: under the policy ``error`` a row is malformed or too long; or no rows are left.
@@ -442,7 +447,8 @@ def tokenize(
         rows.said.append(
             f"{name}: none of {len(rows):,} answers is {missing[0]}; add some, which the loss needs"
         )
-    warn(rows.said)
+    if warns:
+        warn(rows.said)
     if not len(rows):
         raise UserError(f"{name}: 0 of {len(chosen)} rows left{reader.dropped()}")
     reader.add_weights()

@@ -151,11 +151,13 @@ class RLRecipe:
             beside += self.engines.layout_bytes
         self.learner.plan(work, beside)
 
-    def open_model(self) -> None:
-        """Prepare only model and engines, to sample outside of phases."""
+    def open_model(self, work: workload.Workload | None = None) -> None:
+        """Prepare only model and engines, to sample outside of phases; plan memory if rows like ``work`` will train."""
         tokenizer = self._open_tokenizer()
         self.learner = self._learner_class(self.training_config(), self.runtime, tokenizer)
         self.engines = open_engines(self.cfg, self.learner, self.stopped, self.sampling, [], False)
+        if work is not None:
+            self.plan_memory(work)
         self.learner.load()
 
     def _open_tokenizer(self) -> Any:

@@ -133,7 +133,7 @@ def check_learning_rate(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         rate = group.get("lr")
         rates.append(float(rate) if isinstance(rate, torch.Tensor) else rate)
-    if not all(map(_is_rate, rates)) or not any(rates):
+    if not all(map(is_rate, rates)) or not any(rates):
         text = ", ".join(map(repr, rates))
         raise UserError(f"optimizer.lr is {text}; expected a number above 0")
 
@@ -159,7 +159,8 @@ def in_force(optimizer: torch.optim.Optimizer) -> str:
     return ", ".join(parts)
 
 
-def _is_rate(value: Any) -> bool:
+def is_rate(value: Any) -> bool:
+    """Return whether a value is a learning rate: a finite number of at least 0."""
     number = isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
     return number and math.isfinite(value) and value >= 0
 
@@ -196,7 +197,7 @@ def try_out(cfg: DictConfig, adapter: Mapping[str, nn.Parameter], steps: int) ->
         name = cfg.lr_scheduler[config.COMPONENT]
         for step in range(1, min(steps, _TRIED_STEPS) + 1):
             for group in optimizer.param_groups:
-                if not _is_rate(group["lr"]):
+                if not is_rate(group["lr"]):
                     raise UserError(
                         f"lr_scheduler: {name}: the learning rate of step {step} is {float(group['lr'])}"
                     )

@@ -76,10 +76,7 @@ class Checkpoints:
             UserError: the disk is full; earlier checkpoints stay as they are.
         """
         with replace_folder(self.folder / f"step_{step:08d}") as folder:
-            torch.save(state, folder / STATE)
-            write_more(folder)
-            names = sorted(file.name for file in folder.iterdir())
-            (folder / CHECKSUMS).write_bytes(_checksums(folder, names))
+            write_state(folder, state, write_more)
         for other in self.steps()[: -self.keep]:
             remove_folder(other)
 
@@ -129,6 +126,14 @@ class Checkpoints:
                 f"files, and resume again, or delete {self.folder} to train from the beginning"
             )
         return None
+
+
+def write_state(folder: Path, state: State, write_more: Callable[[Path], None]) -> None:
+    """Write ``state.pt``, the files that ``write_more`` adds, and their checksums, into an empty folder."""
+    torch.save(state, folder / STATE)
+    write_more(folder)
+    names = sorted(file.name for file in folder.iterdir())
+    (folder / CHECKSUMS).write_bytes(_checksums(folder, names))
 
 
 def read_state(path: Path) -> State:
