@@ -1,5 +1,6 @@
 """What a new user meets first: a typo, the wrong recipe, no model yet, a config to check, a short run."""
 
+import json
 import os
 import re
 import shutil
@@ -202,5 +203,9 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
         float, re.search(r"([\d.]+) at first, ([\d.]+) at last", "".join(printed)).groups()
     )
     assert last < first
-    assert (tmp_path / "demo" / "raft" / "adapter" / "adapter_model.safetensors").is_file()
+    for run in ("python", "raft"):
+        assert (tmp_path / "demo" / run / "adapter" / "adapter_model.safetensors").is_file()
+    assert "application/vnd.plotly.v1+json" in json.dumps(
+        notebook
+    )  # the curve of the loop in Python
     assert "<html" in (tmp_path / "demo" / "report.html").read_text()
