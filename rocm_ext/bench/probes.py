@@ -230,9 +230,9 @@ class _Clocked(LocalSession):
         super().__init__(*arguments)
         self.steps: list[float] = []
 
-    def _count(self, **step: float) -> None:
-        super()._count(**step)
-        self.steps.append(step["seconds"])
+    def _count(self, tokens: int, rows: int, slots: int, read: int, seconds: float) -> None:
+        super()._count(tokens, rows, slots, read, seconds)
+        self.steps.append(seconds)
 
 
 def decoding(bench: Bench, values: Values) -> ProbeResult:

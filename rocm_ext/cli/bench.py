@@ -8,6 +8,7 @@ Writes bench.json, which plan and `hardware: auto` use, and prints the fastest s
 
 import json
 import os
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -164,7 +165,8 @@ def _measure(model: _Model, budget: int, args: Namespace) -> tuple[list[Measurem
                 print(f"[{len(measured)}/{sweep.most}] {outcome}", file=sys.stderr, flush=True)
                 return measurement
 
-            return measured, sweep.run(measure)
+            of_training = sweep.run(measure)
+    return measured, of_training
 
 
 def _warn_of_load() -> None:
@@ -200,7 +202,8 @@ def _written(output: Path) -> str:
     path = bench_path()
     if path is not None and output.absolute() == path.absolute():
         return f"wrote {output}; `rocm-ext plan` and `hardware: auto` use it"
-    return f"wrote {output}; for `rocm-ext plan` and `hardware: auto` set ROCM_EXT_BENCH={output}"
+    file = shlex.quote(str(output.absolute()))
+    return f"wrote {output}; for `rocm-ext plan` and `hardware: auto`: export ROCM_EXT_BENCH={file}"
 
 
 def _output(args: Namespace) -> Path | None:

@@ -178,7 +178,7 @@ def _cut_padded(
     for i in longest_first:
         if not room:
             pieces.append([])
-            room = max(1, budget // lengths[i])
+            room = max(1, budget // max(1, lengths[i]))
         pieces[-1].append(i)
         room -= 1
     while len(pieces) % ranks:

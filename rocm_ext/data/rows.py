@@ -329,8 +329,8 @@ class Rows:
         self.columns[name] = []
         dtype = np.int16 if name == ROUTES else np.float32
         for labels, lengths, row in zip(self.labels, self.lengths, values, strict=True):
-            _, *rest = np.shape(row)
-            column = np.zeros((len(labels), *rest), dtype)
+            shape = (len(labels), *np.shape(row)[1:])
+            column = np.zeros(shape, dtype)
             column[labelled(labels, lengths)] = row
             self.columns[name].append(column)
 

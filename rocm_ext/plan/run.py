@@ -518,7 +518,7 @@ def _programs(cfg: DictConfig, target: Target) -> int:
     runs_programs = environment and environment[COMPONENT].endswith(".Program")
     if target.profile.memory["of"] != "unified" or not runs_programs:
         return 0
-    # imported here, because it imports the verifiers, which Windows lacks
+    # here, because this module imports the verifiers, which Windows lacks
     from rocm_ext.environments.program import MEMORY_MB, MOST_AT_ONCE
 
     at_once = environment.get("at_once") or MOST_AT_ONCE

@@ -25,7 +25,7 @@ _MISMATCH_FACTOR = 5.0  # a multiple of the median of all earlier steps
 # nats per token; 16-bit servers and answers of the step before give 1e-4 to 1e-2
 _MISMATCH_LEAST = 0.02
 _MISMATCH_STEPS = 3  # earlier steps that a median needs
-_EARLY_STEPS = 20  # a reward should have moved after so many
+_EARLY_STEPS = 20  # steps after which a reward should have moved
 _WINDOW = 10  # steps whose mean is advised on
 _MANY = 0.5  # share of the groups
 _GROUPS = {  # what groups that teach nothing have, and the cure

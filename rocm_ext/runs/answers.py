@@ -169,15 +169,15 @@ class Verdicts:
         order = np.lexsort(keys[::-1])  # stable: the lines of an answer stay in their order
         next_differs = np.diff(keys[:, order]).any(axis=0)
         last = np.append(next_differs, True)[: len(order)]
-        (
-            self.held_out,
-            self.step,
-            self.prompt,
-            self.sample,
-            self.kind,
-            self.reward,
-            self.position,
-        ) = (column[order[last]] for column in columns)
+        rows = order[last]
+        held_out, step, prompt, sample, kind, reward, position = columns
+        self.held_out = held_out[rows]
+        self.step = step[rows]
+        self.prompt = prompt[rows]
+        self.sample = sample[rows]
+        self.kind = kind[rows]
+        self.reward = reward[rows]
+        self.position = position[rows]
         self.prompts = list(prompts)
         self.kinds = list(kinds)
 

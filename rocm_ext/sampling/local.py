@@ -187,7 +187,7 @@ class LocalSession:
     ) -> None:
         self._decoder = decoder
         self._free_memory = free_memory
-        # the one that decodes
+        # torchtune's tokenizer, because it decodes ids
         self._tokenizer = tokenizer.base if isinstance(tokenizer, ChatTokenizer) else tokenizer
         self._routes = routes
         self._slots = slots
@@ -197,7 +197,7 @@ class LocalSession:
         decoder.fixed_shapes = used
         self._stop_tokens = frozenset(tokenizer.stop_tokens)
         self._totals: Any = Counter()
-        self._batch: SlotBatch | None = None  # the last generate's; a running one has taken it
+        self._batch: SlotBatch | None = None  # between two calls of generate
         self.reserve: Callable[[], int] = int
 
     def refresh(self) -> None:
@@ -277,13 +277,13 @@ class LocalSession:
                         kept[completion.request.key] = batch.keep(slot)
             batch.release(list(ended))
             seconds = time.perf_counter() - began
-            self._count(tokens=new, rows=rows, slot_steps=batch.slots, bytes=read, seconds=seconds)
+            self._count(new, rows, batch.slots, read, seconds)
             yield batch.running, list(ended.values())
         # an error or an early end leaves samples in its slots, and does not come here
         self._batch = batch
 
-    def _count(self, **step: float) -> None:
-        self._totals.update(step)
+    def _count(self, tokens: int, rows: int, slots: int, read: int, seconds: float) -> None:
+        self._totals.update(tokens=tokens, rows=rows, slot_steps=slots, bytes=read, seconds=seconds)
 
     def _admit(
         self,

@@ -63,6 +63,14 @@ class Child:
         """The exit status once the process is reaped; -n after signal n."""
         return self.process.returncode
 
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the end of the process, at most so long, without reaping it; return whether it has ended."""
+        end = os.pidfd_open(self.process.pid)
+        try:
+            return readable(end, seconds)
+        finally:
+            os.close(end)
+
     def kill(self, why: str = "") -> None:
         """Kill the process and its process group; a PID namespace below it dies with it.
 

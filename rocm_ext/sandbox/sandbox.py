@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from rocm_ext.base.errors import UserError, require_known
 from rocm_ext.sandbox import bubblewrap
-from rocm_ext.sandbox.children import MARK, Child, readable, supervise
+from rocm_ext.sandbox.children import DYING, MARK, Child, readable, supervise
 from rocm_ext.sandbox.limits import ENVIRONMENT, Limits, tool
 
 KINDS = ("bubblewrap", "rlimits")
@@ -266,9 +266,10 @@ def _limit(child: Child, status: int, limits: Limits) -> None:
         if match is None:
             raise OSError(f"bwrap did not start within {START:g} s")
         limits.impose(int(match[1]), bubblewrap.limits_processes())
-    except (FileNotFoundError, ProcessLookupError):
-        return  # the process has ended: bwrap failed, and says why itself
     except OSError as problem:
+        missing = isinstance(problem, FileNotFoundError | ProcessLookupError)
+        if missing and child.ends_within(DYING):
+            return  # bwrap has failed, and says why itself
         child.close()
         raise UserError(f"the sandbox's limits cannot be set: {problem}") from problem
 

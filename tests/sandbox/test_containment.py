@@ -530,6 +530,18 @@ def test_a_program_that_cannot_start_differs_from_a_failing_one(box: Sandbox):
         broken.check()
 
 
+def test_a_program_without_its_limits_does_not_run(box: Sandbox, monkeypatch: pytest.MonkeyPatch):
+    """A /proc that hides other processes raises what a process that has ended does."""
+
+    def impose(*_):
+        raise FileNotFoundError("/proc/1/oom_score_adj")
+
+    monkeypatch.setattr("rocm_ext.sandbox.sandbox.DYING", 0.2)
+    monkeypatch.setattr(Limits, "impose", impose)
+    with pytest.raises(UserError, match="limits cannot be set"):
+        box.run(["/bin/echo"])
+
+
 def test_a_program_gets_stdin_and_large_files(
     box: Sandbox,
 ):

@@ -52,7 +52,7 @@ _VARIABLES = (
 
 def live_facts() -> Facts:
     """The facts of this machine."""
-    files = read_system(ROOT)  # comes before the probe, which is then on the GPU, too
+    files = read_system(ROOT)  # before the probe, which would be among the processes on the GPU
     system = platform.system()
     recorded = replace(
         _ask_torch(),

@@ -145,7 +145,7 @@ class MergedWeights:
                 self.linear[name] = parts
         self._weights = decoder.converted(state)  # base weights by the model's names
         self._ready: dict[str, Tensor] = {}  # pieces of merged weights that are not written yet
-        # the weights that consist of a file's tensor, by the tensor, if any of them changes
+        # by a file's tensor, the weights that are made of it; only tensors of which a weight changes
         self._groups: dict[str, list[str]] = {}
         if self._weights is not state:
             for name in self._changed():
@@ -288,7 +288,7 @@ def _round_by_chance(exact: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         dtype: bf16 or fp16; for other dtypes the values are cast.
     """
     _check_finite(exact, dtype, name)
-    # fp32's fraction has so many bits more
+    # number of bits that fp32's fraction has more
     dropped = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)
     if dropped is None:
         return exact.to(dtype)

@@ -99,7 +99,7 @@ class Converted(Mapping[str, Tensor]):
         self._shapes = on_meta(state)
         # the patterns and tensors by their converter's first target
         self._sources: dict[str, list[tuple[str | None, str]]] = {}
-        self._first: dict[str, str] = {}  # the first target by any target
+        self._first: dict[str, str] = {}  # the converter's first target, by each of its targets
         for name in sorted(state, key=dot_natural_key):
             if self._names.ignored(name):
                 continue

@@ -229,17 +229,17 @@ class StoredWeights(Mapping[str, Tensor]):
         form = stored_format(folder)
         if form is not None:
             self._block = form.block
-        joined = set(scales.values())
+        not_weights = set(scales.values())
         before = self._stored
         self._stored = {}
         for name, parts in before.items():
-            if name in joined:
+            if name in not_weights:
                 continue
             if name in scales:
                 parts = parts + before[scales[name]]
             self._stored[weights.get(name, name)] = parts
         for file, names in self._names.items():
-            kept = [name for name in names if name not in joined]
+            kept = [name for name in names if name not in not_weights]
             self._names[file] = [weights.get(name, name) for name in kept]
 
     @property

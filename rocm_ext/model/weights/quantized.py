@@ -272,10 +272,10 @@ def _cat(weights: Sequence[Any], dim: int = 0) -> Quantized | None:
     if not isinstance(first, Quantized):
         return None
     dim %= first.ndim
-    rows, _ = first.block
-    cuts_blocks = any(weight.shape[dim] % rows for weight in weights)
-    if dim == first.ndim - 2 and cuts_blocks:
-        return None
+    if dim == first.ndim - 2:
+        rows, _ = first.block
+        if any(weight.shape[dim] % rows for weight in weights):
+            return None
     return _joined(torch.cat, weights, dim)
 
 

@@ -392,8 +392,9 @@ def state(value):
         slots = vars(base).get("__slots__", ())
         slots = (slots,) if isinstance(slots, str) else slots
         for slot in slots:
-            private = slot.startswith("__") and not slot.endswith("__")
-            name = f"_{base.__name__.lstrip('_')}{slot}" if private else slot  # as Python stores it
+            stem = base.__name__.lstrip("_")
+            private = stem and slot.startswith("__") and not slot.endswith("__")
+            name = f"_{stem}{slot}" if private else slot  # as Python stores it
             if hasattr(value, name):
                 attributes[name] = getattr(value, name)
     return attributes
