@@ -69,9 +69,10 @@ def joined(parts: Sequence[Part], tensors: Sequence[Tensor], kind: str) -> Tenso
         raise ValueError(f"{first.name} has blocks of {kind}; expected numbers")
     if any(tensor.shape != weight.shape for tensor in tensors):
         raise ValueError(f"{first.name} and {parts[-1].name} have different shapes")
-    rows = weight.shape[dim]
-    if isinstance(first.rows, Tensor) and rows != len(first.rows):
-        raise ValueError(f"{first.name} has {rows} rows instead of {len(first.rows)}")
+    if isinstance(first.rows, Tensor):
+        rows = weight.shape[dim]
+        if rows != len(first.rows):
+            raise ValueError(f"{first.name} has {rows} rows instead of {len(first.rows)}")
     if len(parts) > 1:
         shape = list(weight.shape)
         shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
