@@ -9,6 +9,7 @@ from rocm_ext import training
 
 
 def main(pocket="demo/pocket", teacher="demo/sft/adapter", steps=20, prompts=256):
+    """Train the pocket model on what its teacher would say."""
     draw = random.Random(0)
     lines = Path(pocket, "train.jsonl").read_text().splitlines()
     questions = [json.loads(line)["prompt"] for line in lines]

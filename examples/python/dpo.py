@@ -9,6 +9,7 @@ from rocm_ext import training
 
 
 def main(pocket="demo/pocket", run="demo/raft", epochs=2, pairs_per_step=32):
+    """Train the adapter of a run on its pairs."""
     draw = random.Random(0)
     pairs = [json.loads(line) for line in Path(run, "pairs.jsonl").read_text().splitlines()]
     overrides = f"pocket={pocket}", f"checkpointer.adapter_checkpoint={run}/adapter"

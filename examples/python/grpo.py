@@ -12,10 +12,12 @@ verify = MathAnswer()  # compares the last number with the row's answer
 
 
 def read(path):
+    """Return the rows of a file of JSON lines."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def accuracy(model, problems):
+    """Return the share of right greedy answers."""
     questions = [problem["prompt"] for problem in problems]
     right = 0
     groups = model.sample(questions, max_new_tokens=32, temperature=0)
@@ -36,6 +38,7 @@ def rows_of(problem, answers):
 
 
 def main(pocket="demo/pocket", steps=4, prompts=1280, passes=6):
+    """Train the pocket model, and print its share of right answers after each step."""
     draw = random.Random(0)
     problems = read(f"{pocket}/train.jsonl")
     held_out = read(f"{pocket}/heldout.jsonl")

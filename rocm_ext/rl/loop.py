@@ -158,6 +158,7 @@ class RLRecipe:
         self.engines = open_engines(self.cfg, self.learner, self.stopped, self.sampling, [], False)
         if work is not None:
             self.plan_memory(work)
+            self.learner.check_budget()
         self.learner.load()
 
     def _open_tokenizer(self) -> Any:

@@ -184,7 +184,7 @@ class Model:
 
         Args:
             data: rows, see :func:`rocm_ext.training.rows.to_rows`.
-            loss: name in :data:`rocm_ext.training.LOSSES`, or an objective.
+            loss: name in :data:`rocm_ext.training.losses.LOSSES`, or an objective.
             settings: arguments of a named loss, such as ``clip_high``.
 
         Raises:
@@ -440,8 +440,9 @@ class Model:
                 draw = sample_seed(seed, "sample", name, number)
                 requests.append(Request(name, number, draw, tokens))
         answers: list[dict[int, Answer]] = [{} for _ in prompts]
-        progress = Progress(len(requests), 0, self._recipe.ranks.is_main, "answer", brief=True)
-        with self._recipe.engines.session("sample", None) as session:
+        bar = Progress(len(requests), 0, self._recipe.ranks.is_main, "answer", brief=True)
+        session_of_adapter = self._recipe.engines.session("sample", None)
+        with closing(bar) as progress, session_of_adapter as session:
             for completion in session.generate(requests, sampling):
                 request = completion.request
                 answers[int(request.prompt_id)][request.sample] = Answer(
@@ -452,7 +453,6 @@ class Model:
                     completion.finish_reason,
                 )
                 progress.update("sampled")
-        progress.close()
         return [[group[number] for number in sorted(group)] for group in answers]
 
     def _render(self, prompt: Prompt, index: int) -> tuple[int, ...]:
@@ -555,6 +555,8 @@ class Model:
         self._forget_gradients()
         if len(state["rng"]) == ranks.world:
             set_rng_state(state["rng"][ranks.rank], self._recipe.runtime.device)
+        else:
+            log.warning("%s is of %d ranks, so dropout differs", path, len(state["rng"]))
 
     def _identity(self) -> dict[str, str]:
         """Return what a state shares with the model that continues from it."""

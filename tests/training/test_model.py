@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from rocm_ext import training
 from rocm_ext.base.errors import UserError
 from rocm_ext.losses import CrossEntropy, PolicyGradient
+from rocm_ext.train.lifecycle import Runtime
 from tests.kit.families import write_family
 from tests.kit.raft_runs import trained
 from tests.kit.tiny import run_config, write_model, write_rows, write_yaml
@@ -386,6 +387,13 @@ def test_a_loss_that_is_not_finite_changes_no_weight(model, rows):
         model.forward_backward([row] * 4, "grpo")
     assert not gradients(model)
     assert all(torch.equal(before[key], value) for key, value in state(model).items())
+
+
+def test_a_model_over_the_memory_budget_is_refused(config, monkeypatch):
+    monkeypatch.setattr(Runtime, "budget", lambda self, taken=0: 1000)
+    with pytest.raises(UserError, match="memory plan needs"):
+        training.open(config)
+    training.open(config, "over_budget=try").close()
 
 
 def test_importing_it_imports_no_torch():
