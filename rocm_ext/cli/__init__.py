@@ -28,6 +28,7 @@ _COMMANDS = {
         "validate": "check a config on this machine: everything that needs no weights",
     },
     "during a run": {
+        "serve": "train from scripts that speak Tinker's API: the SDK tinker, tinker-cookbook",
         "supervise": "run for days without anybody: restart what dies or hangs, from its last checkpoint",
         "monitor": "watch the GPUs and the host: load, memory, power, temperature, clocks",
     },

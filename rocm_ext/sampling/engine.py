@@ -24,6 +24,10 @@ _KINDS = {
         lambda value: all(isinstance(text, str) and text for text in value), ("non-empty texts",)
     ),
     "logprobs_temperature": POSITIVE,
+    "stop_tokens": Kind(
+        lambda value: value is None or all(type(token) is int and token >= 0 for token in value),
+        ("ids of tokens", "None"),
+    ),
 }
 
 
@@ -39,6 +43,7 @@ class Sampling:
         min_p: draw from tokens at least this probable, relative to the most probable one.
         stop_strings: an answer ends where its text contains one of them.
         logprobs_temperature: temperature of the distribution of log-probs, which is not truncated.
+        stop_tokens: ids that end an answer; None for the tokenizer's, which servers always use.
 
     Raises:
         UserError: a value is out of range; the message names it.
@@ -51,6 +56,7 @@ class Sampling:
     min_p: float | None = None
     stop_strings: tuple[str, ...] = ()
     logprobs_temperature: float = 1.0
+    stop_tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check(vars(self) | {"stop_strings": list(self.stop_strings)}, _KINDS)

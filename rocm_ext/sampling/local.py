@@ -346,7 +346,8 @@ class LocalSession:
         tokens = running.tokens
         if not tokens:
             return None
-        ended = tokens[-1] in self._stop_tokens
+        stops = self._stop_tokens if sampling.stop_tokens is None else sampling.stop_tokens
+        ended = tokens[-1] in stops
         stopped = ended or self._holds_stop_string(tokens, sampling)
         most = sampling.max_new_tokens if running.request.most is None else running.request.most
         if not stopped and len(tokens) != most:

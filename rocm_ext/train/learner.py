@@ -36,7 +36,8 @@ from rocm_ext.model.build import (
 )
 from rocm_ext.model.decoder import Decoder
 from rocm_ext.model.download import use_weights
-from rocm_ext.model.lora import adapter_parameters, adapters, quantized
+from rocm_ext.model.lora import adapter_parameters, adapters, plain, quantized, reset, trained
+from rocm_ext.model.names import replace_parameter
 from rocm_ext.model.weights.quantized import unpacked_once
 from rocm_ext.plan.costs import Kernels
 from rocm_ext.plan.memory import apply_checkpointing, checkpointed_layers
@@ -189,7 +190,7 @@ class Learner:
         self.plan(work)
         self.load()
 
-    def plan(self, work: Workload, beside: int = 0) -> None:
+    def plan(self, work: Workload, beside: int = 0, budget: int | None = None) -> None:
         """Plan memory, and apply the planned activation checkpointing. This needs no weights.
 
         It sets five more attributes: ``tokens_per_micro_batch``; ``planned_peak``, ``planned_fixed`` and
@@ -199,9 +200,12 @@ class Learner:
         Args:
             work: description of the rows; it determines micro-batches and checkpointed layers.
             beside: bytes of the budget that other parts of the run hold during training.
+            budget: bytes for the model and what is ``beside`` it; by default what is free.
         """
+        if budget is None:
+            budget = self.runtime.budget()
         try:
-            self._plan(work, beside)
+            self._plan(work, budget - beside)
         # the plan runs a step without data
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             component = self.cfg.model[config.COMPONENT]
@@ -268,17 +272,43 @@ class Learner:
         unsharded = {*self.adapter.values(), *quantized(self.decoder)}
         self.runtime.ranks.shard(self.decoder.layers, self.model, unsharded)
         load_weights(self.decoder, weights, self.runtime.ranks)
-        if first is not None:
-            self.load_adapter(first, self.cfg.checkpointer.adapter_checkpoint)
-            self._first = None  # frees its tensors
+        self._load_first()
         trainable = sum(p.numel() for p in self.adapter.values())
         total = sum(p.numel() for p in self.decoder.parameters())
         log.info("model: %s parameters, %s trainable", f"{total:,}", f"{trainable:,}")
 
-    def _plan(self, work: Workload, beside: int) -> None:
+    def load_beside(self, other: "Learner") -> None:
+        """Take the base weights of ``other``, which is loaded, instead of reading them: memory holds them once.
+
+        Raises:
+            UserError: the two quantise other layers.
+        """
+        if _in_four_bits(self.decoder) != _in_four_bits(other.decoder):
+            raise UserError(
+                "quantize_base stores adapted layers in 4 bits, so all adapters over one base need LoRA on the same "
+                "layers; train attention and MLP, or set quantize_base=False"
+            )
+        theirs = _frozen(other.decoder)
+        for name, parameter in list(self.decoder.named_parameters()):
+            if not parameter.requires_grad:
+                replace_parameter(self.decoder, name, theirs[plain(name)])
+        loaded = other.decoder.buffers_to_load()
+        for name, buffer in self.decoder.buffers_to_load().items():
+            buffer.copy_(loaded[name])
+        for _, part in trained(self.decoder):
+            reset(part)
+        self.base_fingerprint = other.base_fingerprint
+        self._load_first()
+
+    def _load_first(self) -> None:
+        """Load the adapter that the config starts from, if there is one."""
+        if self._first is not None:
+            self.load_adapter(self._first, self.cfg.checkpointer.adapter_checkpoint)
+            self._first = None  # frees its tensors
+
+    def _plan(self, work: Workload, budget: int) -> None:
         """Choose the size of a micro-batch and the checkpointed layers."""
         cfg, runtime = self.cfg, self.runtime
-        budget = runtime.budget() - beside
         planner = TrainingPlanner(
             cfg,
             self.decoder,
@@ -332,6 +362,17 @@ class Learner:
         peft_files.write_adapter(folder, self.decoder, self.cfg.checkpointer.model_type, self._base)
         if isinstance(self.tokenizer, ChatTokenizer):
             self.tokenizer.write_template(folder)
+
+
+def _frozen(decoder: Decoder) -> dict[str, nn.Parameter]:
+    """Return the parameters that no training changes, by name."""
+    parameters = decoder.named_parameters()
+    return {plain(name): parameter for name, parameter in parameters if not parameter.requires_grad}
+
+
+def _in_four_bits(decoder: Decoder) -> set[str]:
+    """Return the names of the adapted layers whose weights are stored in 4 bits."""
+    return {name for name, layer in adapters(decoder) if layer._quantize_base}
 
 
 class CausalLM(nn.Module):

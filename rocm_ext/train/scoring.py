@@ -30,7 +30,7 @@ from rocm_ext.data.batches import (
 )
 from rocm_ext.data.rows import ROUTES, Rows
 from rocm_ext.distributed.ranks import Ranks
-from rocm_ext.losses import CrossEntropy, UnpairedPreference
+from rocm_ext.losses import CrossEntropy, Objective, UnpairedPreference
 from rocm_ext.losses.objective import REFERENCE
 from rocm_ext.model.lora import reset, trained
 from rocm_ext.train.learner import Learner
@@ -60,21 +60,32 @@ def score(
     """
     columns = {ROUTES: rows.columns[ROUTES]} if replay else {}
     plain = Rows(rows.tokens, rows.labels, rows.lengths, {}, columns)
-    order, batches = micro_batches(learner, plain)
     plain_nll = CrossEntropy(chunk_tokens=learner.objective.chunk_tokens)
     plain_nll.temperature = temperature
-    training = learner.model.training
-    objective = learner.model.objective
-    learner.model.eval()
-    learner.model.objective = plain_nll
-    try:
-        with plain_nll.recording() as recorded:
-            for batch in batches:
-                learner.model(batch.to(learner.runtime.device))
-    finally:
-        learner.model.objective = objective
-        learner.model.train(training)
+    with plain_nll.recording() as recorded:
+        order = compute(learner, plain, plain_nll)
     return logprobs_by_row(plain, order, recorded, learner.runtime.ranks)
+
+
+@torch.no_grad()
+def compute(learner: Learner, rows: Rows, objective: Objective) -> list[int]:
+    """Compute an objective on rows without dropout, for what it records; the learner is the same afterwards.
+
+    Returns:
+        The indices of this rank's rows in the order of their labels, see :func:`micro_batches`.
+    """
+    order, batches = micro_batches(learner, rows)
+    training = learner.model.training
+    before = learner.model.objective
+    learner.model.eval()
+    learner.model.objective = objective
+    try:
+        for batch in batches:
+            learner.model(batch.to(learner.runtime.device))
+    finally:
+        learner.model.objective = before
+        learner.model.train(training)
+    return order
 
 
 def micro_batches(learner: Learner, rows: Rows) -> tuple[list[int], Iterator[MicroBatch]]:

@@ -34,9 +34,9 @@ from rocm_ext.losses.distillation import HIDDEN, LOGPROBS
 from rocm_ext.losses.objective import REFERENCE
 from rocm_ext.machine.budget import readable
 from rocm_ext.plan.workload import Workload
-from rocm_ext.rl.engines import free_memory
+from rocm_ext.rl.engines import free_memory, open_engines
 from rocm_ext.rl.loop import RLRecipe
-from rocm_ext.sampling import Request, Sampling, sample_seed
+from rocm_ext.sampling import Completion, Request, Sampling, sample_seed
 from rocm_ext.train.builders import is_rate
 from rocm_ext.train.checkpoint import read_state, rng_state, set_rng_state, write_state
 from rocm_ext.train.lifecycle import Interrupt
@@ -64,11 +64,13 @@ class Output:
 
     Attributes:
         loss: the objective, normalised over the labels or sequences of this call.
+        summed: the objective's sum, before this division.
         logprobs: by row, the log-probs of its labels in order, fp32, before the next optimiser step.
         metrics: other measurements of the objective, by name.
     """
 
     loss: float
+    summed: float
     logprobs: list[np.ndarray]
     metrics: dict[str, float]
 
@@ -84,6 +86,18 @@ class _Opened(RLRecipe):
         """Create the output folder and seed all random generators."""
         self.folder = OutputDir.open(self.cfg, self.ranks)
 
+    def open_beside(self, other: RLRecipe, tokenizer: Any, work: Workload, taken: int) -> None:
+        """Prepare model and engines over the base weights of ``other``; for the arguments see :class:`Model`."""
+        self.runtime = other.runtime
+        self.ranks = other.ranks
+        self.open_folder()
+        self.learner = self._learner_class(self.training_config(), self.runtime, tokenizer)
+        self.engines = open_engines(self.cfg, self.learner, self.stopped, self.sampling, [], False)
+        taken += self.engines.layout_bytes
+        self.learner.plan(work, taken, other.learner.planned_budget)
+        self.learner.check_budget()
+        self.learner.load_beside(other.learner)
+
 
 class Model:
     """A model with an adapter in training; :func:`rocm_ext.training.open` makes one.
@@ -92,16 +106,25 @@ class Model:
         cfg: config for sampling, with the keys of training.
         output_dir: folder for ``config.yaml`` and ``metrics.jsonl``; None keeps nothing.
         state: folder from :meth:`save` to continue from.
+        beside: a model whose base weights this one uses; ``cfg`` has the same base model.
+        taken: bytes that further models over these weights hold while this one computes.
 
     Attributes:
         cfg: the config that it was opened with.
+        learner: decoder, adapter and objective, for programs that need them.
         step: optimiser steps done.
         metrics: measurements of each step, as in ``metrics.jsonl``.
         tokenizer: the model's tokenizer.
     """
 
     def __init__(
-        self, cfg: DictConfig, output_dir: Path | None = None, state: Path | None = None
+        self,
+        cfg: DictConfig,
+        output_dir: Path | None = None,
+        state: Path | None = None,
+        *,
+        beside: "Model | None" = None,
+        taken: int = 0,
     ) -> None:
         cfg.resume_from_checkpoint = state is not None
         self.cfg = cfg
@@ -114,12 +137,16 @@ class Model:
             cfg.output_dir = cfg.checkpointer.output_dir = str(folder)
             stack.enter_context(hold(Path(folder)))
             self._recipe = _Opened(cfg)
-            self._recipe.open_model(self._work())
-            stack.callback(self._recipe.cleanup)
-            stack.enter_context(self._recipe.engines.keep_open())
-            self._learner = self._recipe.learner
+            if beside is None:
+                self._recipe.open_model(self._work())
+                stack.callback(self._recipe.cleanup)
+            else:
+                self._recipe.open_beside(beside._recipe, beside.tokenizer, self._work(), taken)
+            self.learner = self._recipe.learner
+            self._open = stack.enter_context(ExitStack())  # the sessions for sampling
+            self._open.enter_context(self._recipe.engines.keep_open())
             self._trainer = Training(
-                self._learner, self._recipe.training_config(), self._recipe.folder
+                self.learner, self._recipe.training_config(), self._recipe.folder
             )
             self._trainer.build(0)
             rates = [float(group["lr"]) for group in self._trainer.optimizer.param_groups]
@@ -132,8 +159,8 @@ class Model:
             self._claim_folder(state is not None)
             # also at the end of the program, if nobody calls close
             self._close = finalize(self, stack.pop_all().close)
-        self.tokenizer = self._learner.tokenizer
-        self._learner.model.train()
+        self.tokenizer: Any = self.learner.tokenizer
+        self.learner.model.train()
 
     def _claim_folder(self, resumes: bool) -> None:
         """Write ``config.yaml``, and drop the lines of ``metrics.jsonl`` after the state."""
@@ -167,9 +194,18 @@ class Model:
         """Optimiser steps done."""
         return self._trainer.step
 
+    @property
+    def positions(self) -> int:
+        """Most tokens of a prompt with its answer."""
+        return int(min(self._recipe.engines.max_seq_len, self.learner.decoder.max_seq_len))
+
+    def quiet(self) -> None:
+        """Log no lines about steps."""
+        self._shown.lines = False
+
     def rows(self, data: Data) -> Rows:
         """Tokenise rows; see :func:`rocm_ext.training.rows.to_rows`. Each warning about rows comes once."""
-        rows = to_rows(data, self.tokenizer, self._learner.decoder.max_seq_len)
+        rows = to_rows(data, self.tokenizer, self.learner.decoder.max_seq_len)
         warn(line for line in rows.said if line not in self._said)
         self._said.update(rows.said)
         rows.said.clear()
@@ -200,7 +236,7 @@ class Model:
 
     def _compute(self, data: Data, loss: Objective, gradients: bool) -> Output:
         began = time.perf_counter()
-        learner = self._learner
+        learner = self.learner
         ranks = self._recipe.ranks
         rows = self.rows(data)
         teacher = getattr(loss, "teacher", None)
@@ -224,7 +260,7 @@ class Model:
             self._tokens += sum(map(len, rows.tokens))
             self._seconds += time.perf_counter() - began
         logprobs = logprobs_by_row(rows, order, recorded, ranks)
-        return Output(value, logprobs, tally.result(ranks))
+        return Output(value, total, logprobs, tally.result(ranks))
 
     def _add_gradients(self, batches: Iterable[MicroBatch]) -> Tensor:
         """Add gradients as :meth:`Training.add_gradients`; if that ends early, no gradients wait any more."""
@@ -236,7 +272,7 @@ class Model:
 
     @torch.no_grad()
     def _forward(self, batches: Iterable[MicroBatch]) -> Tensor:
-        model = self._learner.model
+        model = self.learner.model
         device = self._recipe.runtime.device
         summed = torch.zeros((), dtype=torch.float32, device=device)
         model.eval()
@@ -244,6 +280,10 @@ class Model:
             summed += model(batch.to(device))
         model.train()
         return summed
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients that wait for :meth:`optim_step`."""
+        self._forget_gradients()
 
     def optim_step(
         self,
@@ -275,7 +315,7 @@ class Model:
         trainer = self._trainer
         with self._set(settings if lr is None else {**settings, "lr": lr}):
             if normalize:
-                for parameter in self._learner.adapter.values():
+                for parameter in self.learner.adapter.values():
                     if parameter.grad is not None:
                         parameter.grad /= self._denominator
             limit = self.cfg.clip_grad_norm if clip_grad_norm is None else clip_grad_norm
@@ -441,9 +481,8 @@ class Model:
                 requests.append(Request(name, number, draw, tokens))
         answers: list[dict[int, Answer]] = [{} for _ in prompts]
         bar = Progress(len(requests), 0, self._recipe.ranks.is_main, "answer", brief=True)
-        session_of_adapter = self._recipe.engines.session("sample", None)
-        with closing(bar) as progress, session_of_adapter as session:
-            for completion in session.generate(requests, sampling):
+        with closing(bar) as progress:
+            for completion in self.generate(requests, sampling):
                 request = completion.request
                 answers[int(request.prompt_id)][request.sample] = Answer(
                     request.tokens,
@@ -454,6 +493,16 @@ class Model:
                 )
                 progress.update("sampled")
         return [[group[number] for number in sorted(group)] for group in answers]
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Yield the answers to requests of the engine as they finish, with the present adapter."""
+        with self._recipe.engines.session("sample", None) as session:
+            yield from session.generate(requests, sampling)
+
+    def release_sampler(self) -> None:
+        """Free what sampling keeps: its copies of weights and its caches. The next sampling makes them again."""
+        self._open.close()
+        self._open.enter_context(self._recipe.engines.keep_open())
 
     def _render(self, prompt: Prompt, index: int) -> tuple[int, ...]:
         """Return the token ids of a prompt."""
@@ -466,7 +515,7 @@ class Model:
             except ValueError as error:
                 raise UserError(f"prompt {index}: {error}") from error
         tokens: tuple[int, ...] = tuple(parts)
-        vocabulary = self._learner.decoder.tok_embeddings.num_embeddings
+        vocabulary = self.learner.decoder.tok_embeddings.num_embeddings
         if not tokens or not all(0 <= token < vocabulary for token in tokens):
             raise UserError(f"prompt {index}: expected token ids from 0 to {vocabulary - 1}")
         return tokens
@@ -480,9 +529,9 @@ class Model:
         """
         rows = self.rows(data)
         if not base:
-            return score(self._learner, rows, temperature)
-        with reference(self._learner):
-            return score(self._learner, rows, temperature)
+            return score(self.learner, rows, temperature)
+        with reference(self.learner):
+            return score(self.learner, rows, temperature)
 
     def with_reference(self, data: Data) -> Rows:
         """Return rows with the column ``reference_logprobs``, which losses of preferences need.
@@ -499,10 +548,11 @@ class Model:
 
     # ---- state
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, texts: Mapping[str, str] | None = None) -> None:
         """Write adapter, optimiser, generators and position to a folder, which appears whole.
 
-        :meth:`load` continues from it bit for bit; other tools read the adapter in it.
+        :meth:`load` continues from it bit for bit; other tools read the adapter in it. ``texts`` are further files by
+        name.
 
         Raises:
             UserError: gradients wait for :meth:`optim_step`, or the disk is full; an earlier folder stays as it is.
@@ -518,14 +568,16 @@ class Model:
                 "seed": self.cfg.seed,
                 "sampled": self._sampled,
                 "metrics": self.metrics,
-                "adapter": self._learner.adapter_state(),
+                "adapter": self.learner.adapter_state(),
                 "optimizer": trainer.optimizer.state_dict(),
                 "scaler": trainer.scaler.state_dict(),
                 "rng": rng,
                 "identity": self._identity(),
             }
             with replace_folder(Path(path)) as folder:
-                write_state(folder, state, self._learner.write_adapter)
+                for name, text in (texts or {}).items():
+                    (folder / name).write_text(text)
+                write_state(folder, state, self.learner.write_adapter)
         runtime.ranks.barrier()
 
     def load(self, path: str | Path) -> None:
@@ -545,7 +597,7 @@ class Model:
                 raise UserError(f"{path} belongs to another model: {name} was {was}, is {value}")
         trainer = self._trainer
         ranks = self._recipe.ranks
-        self._learner.load_adapter(state["adapter"], str(path))
+        self.learner.load_adapter(state["adapter"], str(path))
         trainer.optimizer.load_state_dict(state["optimizer"])
         trainer.scaler.load_state_dict(state["scaler"])
         trainer.step = state["step"]
@@ -561,7 +613,7 @@ class Model:
     def _identity(self) -> dict[str, str]:
         """Return what a state shares with the model that continues from it."""
         return {
-            "base model": self._learner.base_fingerprint,
+            "base model": self.learner.base_fingerprint,
             "dtype": str(self._recipe.runtime.dtype),
             "optimizer": type(self._trainer.optimizer).__name__,
         }
@@ -603,8 +655,8 @@ class Model:
                 "teacher_quantize_base": False,
             }
         )
-        teacher = Teacher(cfg, self._learner)
-        free = free_memory(self.cfg, self._learner)
+        teacher = Teacher(cfg, self.learner)
+        free = free_memory(self.cfg, self.learner)
         if teacher.frozen > free:
             raise UserError(
                 f"teacher {name} takes {readable(teacher.frozen)}, and {readable(free)} are free; choose a smaller one"
@@ -629,11 +681,11 @@ class Model:
             return
         if not merged and path.suffix != ".gguf":
             with replace_folder(path) as folder:
-                self._learner.write_adapter(folder)
+                self.learner.write_adapter(folder)
             return
         with TemporaryDirectory() as folder:
             adapter = Path(folder)
-            self._learner.write_adapter(adapter)
+            self.learner.write_adapter(adapter)
             source = open_source(adapter, Path(self.cfg.checkpointer.checkpoint_dir))
             if path.suffix == ".gguf":
                 write_model(source, path, "f16")

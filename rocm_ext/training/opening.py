@@ -1,5 +1,6 @@
 """Open a model for training in Python. This file imports no torch, which reads the machine's environment."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ def open_model(
     deferred.defer()
     for line in prepare_for(target.hardware(overrides), restart=False):
         log.info("%s", line)
-    cfg = _config(target, overrides, rank)
+    cfg = config_for(target, overrides, rank)
     if seed is not None:
         cfg.seed = seed
     from rocm_ext.training.model import Model
@@ -57,15 +58,22 @@ def open_model(
     return Model(cfg, folder, None if state is None else Path(state))
 
 
-def _config(target: ChosenModel, overrides: tuple[str, ...], rank: int | None) -> DictConfig:
+def config_for(
+    target: ChosenModel, overrides: Sequence[str], rank: int | None = None
+) -> DictConfig:
     """Return the config to train and sample a model in this process."""
-    if rank is None and not target.has_file and target.adapter is None:
-        rank = _RANK
-    sizes = () if rank is None else (f"model.lora_rank={rank}", f"model.lora_alpha={2 * rank}")
-    cfg = sampling_config(target.load([*overrides, *sizes]))
+    usual: tuple[str, ...] = ()
+    if not target.has_file and target.adapter is None:
+        usual = _sizes(_RANK)
+    asked = () if rank is None else _sizes(rank)
+    cfg = sampling_config(target.load([*usual, *overrides, *asked]))
     sample_here(cfg)
     cfg.prompts = cfg.eval_prompts = cfg.metric_logger = None
     return cfg
+
+
+def _sizes(rank: int) -> tuple[str, ...]:
+    return f"model.lora_rank={rank}", f"model.lora_alpha={2 * rank}"
 
 
 def fine_tune(

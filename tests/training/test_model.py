@@ -68,13 +68,11 @@ def _no_gradients_wait(model):
 
 
 def state(model):
-    return {name: value.clone() for name, value in model._learner.adapter_state().items()}
+    return {name: value.clone() for name, value in model.learner.adapter_state().items()}
 
 
 def gradients(model):
-    return {
-        name: p.grad.clone() for name, p in model._learner.adapter.items() if p.grad is not None
-    }
+    return {name: p.grad.clone() for name, p in model.learner.adapter.items() if p.grad is not None}
 
 
 def answers(model, **settings):
@@ -185,7 +183,7 @@ def training_from_base(model):
     """Context in which the model is its base."""
     from rocm_ext.train.scoring import without_adapter
 
-    return without_adapter(model._learner)
+    return without_adapter(model.learner)
 
 
 @pytest.mark.parametrize("loss", ["jsd", "reverse_kl"])
@@ -399,3 +397,11 @@ def test_a_model_over_the_memory_budget_is_refused(config, monkeypatch):
 def test_importing_it_imports_no_torch():
     code = "import sys, rocm_ext.training; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_override_of_the_rank_is_kept(folder):
+    """A folder's usual rank gives way to an override, and an override to the argument."""
+    with training.open(folder, "model.lora_rank=3") as model:
+        assert model.cfg.model.lora_rank == 3
+    with training.open(folder, "model.lora_rank=3", rank=5) as model:
+        assert model.cfg.model.lora_rank == 5

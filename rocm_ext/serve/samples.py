@@ -1,0 +1,192 @@
+"""Sampling calls of the protocol: what they ask, and their answers, many calls in one batch."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tinker.types import SampleRequest
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.sampling import Completion, Request, Sampling, sample_seed
+from rocm_ext.serve.adapters import Adapters, most_probable, prompt_logprobs
+from rocm_ext.serve.protocol import Sequence_, sampled, text_tokens
+from rocm_ext.serve.work import Answer, Failed
+from rocm_ext.training.model import Model
+
+MOST_SAMPLES = 4096
+MOST_TOP = 1024
+_NOT_SERVED = {
+    "target_prompt_logprobs": None,
+    "prompt_alt_tokens_k": 0,
+    "record_stability_info": None,
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A sampling call.
+
+    Attributes:
+        name: id of the request, from which samples without a seed are drawn.
+        folder: the sampler's adapter; None for the base model.
+        tokens: the prompt.
+        samples: number of answers.
+        sampling: how to draw them, except for their length.
+        most: most tokens of an answer; None for as many as the model takes.
+        seed: determines the answers.
+        prompt_logprobs: whether the prompt's log-probs are wanted, of its ``last`` tokens or of all.
+        prompt_top, sample_top: number of most probable tokens wanted at each position.
+    """
+
+    name: str
+    folder: Path | None
+    tokens: tuple[int, ...]
+    samples: int
+    sampling: Sampling
+    most: int | None
+    seed: int
+    prompt_logprobs: bool
+    last: int | None
+    prompt_top: int
+    sample_top: int
+
+    @property
+    def kind(self) -> tuple[Path | None, Sampling]:
+        """Calls of one kind share a batch."""
+        return self.folder, self.sampling
+
+
+def read(
+    request: SampleRequest, name: str, folder: Path | None, vocabulary: int, window: int
+) -> Asked:
+    """Read a sampling call.
+
+    Raises:
+        UserError: it asks for what is not served, or a value is out of range; the message names it.
+    """
+    for key, usual in _NOT_SERVED.items():
+        if getattr(request, key) not in (usual, False, None):
+            raise UserError(f"{key} is not served")
+    tokens = text_tokens(request.prompt, vocabulary)
+    given = request.sampling_params
+    _check("num_samples", request.num_samples, 1, MOST_SAMPLES)
+    for key in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        _check(key, getattr(request, key), 0, min(MOST_TOP, vocabulary))
+    room = window - len(tokens)
+    if room < 1:
+        raise UserError(f"the prompt has {len(tokens)} tokens; the model takes {window - 1}")
+    if given.max_tokens is not None:
+        _check("max_tokens", given.max_tokens, 1, room)
+    if request.prompt_logprobs_last_n is not None:
+        _check("prompt_logprobs_last_n", request.prompt_logprobs_last_n, 1, max(1, len(tokens) - 1))
+    texts, ids = _stops(given.stop)
+    sampling = Sampling(
+        1,
+        temperature=given.temperature,
+        top_k=None if given.top_k == -1 else given.top_k,
+        top_p=None if given.top_p == 1 else given.top_p,
+        stop_strings=texts,
+        stop_tokens=ids,
+    )
+    seed = sample_seed(0, "request", name, 0) if given.seed is None else given.seed
+    return Asked(
+        name,
+        folder,
+        tokens,
+        request.num_samples,
+        sampling,
+        given.max_tokens,
+        seed,
+        bool(request.prompt_logprobs),
+        request.prompt_logprobs_last_n,
+        request.topk_prompt_logprobs,
+        request.topk_sample_logprobs,
+    )
+
+
+def _stops(stop: Any) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
+    """Return the texts and the ids that end an answer; None for the tokenizer's ids."""
+    if stop is None:
+        return (), None
+    if isinstance(stop, str):
+        return (stop,), None
+    stop = list(stop)
+    if all(isinstance(item, str) for item in stop) and stop:
+        return tuple(stop), None
+    if all(isinstance(item, int) for item in stop):
+        return (), tuple(stop)  # [] stops at nothing
+    raise UserError("stop must be texts or ids of tokens, not both")
+
+
+def _check(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise UserError(f"{name} is {value}; expected {least} to {most}")
+
+
+def answer(adapters: Adapters, calls: Sequence[Asked]) -> list[Answer | Failed]:
+    """Answer calls of one kind in one batch."""
+    model = adapters.sampler(calls[0].folder)
+    requests = []
+    most = 1
+    for number, call in enumerate(calls):
+        length = call.most or adapters.window - len(call.tokens)
+        most = max(most, length)
+        for sample in range(call.samples):
+            seed = sample_seed(call.seed, "sample", "", sample)
+            request = Request(str(number), sample, seed, call.tokens, most=length)
+            requests.append(request)
+    answers: dict[str, dict[int, Completion]] = defaultdict(dict)
+    for batch in _batches(requests, adapters.window):
+        longest = max(request.most or 1 for request in batch)
+        for completion in model.generate(batch, replace(calls[0].sampling, max_new_tokens=longest)):
+            request = completion.request
+            answers[request.prompt_id][request.sample] = completion
+    results: list[Answer | Failed] = []
+    for number, call in enumerate(calls):
+        by_sample = answers[str(number)]
+        results.append(_result(model, call, [by_sample[i] for i in range(call.samples)]))
+    return results
+
+
+def _batches(requests: Sequence[Request], window: int) -> list[list[Request]]:
+    """Cut requests to batches in which the longest prompt and the longest answer fit the model together."""
+    batches: list[list[Request]] = []
+    prompt = length = 0
+    for request in requests:
+        prompt = max(prompt, len(request.tokens))
+        length = max(length, request.most or 1)
+        if not batches or prompt + length > window:
+            batches.append([])
+            prompt, length = len(request.tokens), request.most or 1
+        batches[-1].append(request)
+    return batches
+
+
+def _result(model: Model, call: Asked, completions: Sequence[Completion]) -> bytes:
+    """Return the answer of a call in protobuf."""
+    sequences = []
+    for completion in completions:
+        top = None
+        if call.sample_top:
+            tokens = [*call.tokens, *completion.tokens]
+            top = most_probable(model, tokens, len(completion.tokens), call.sample_top)
+        stopped = completion.finish_reason == "stop"
+        sequences.append(Sequence_(completion.tokens, completion.logprobs, stopped, top))
+    logprobs = None
+    if call.prompt_logprobs:
+        logprobs = prompt_logprobs(model, call.tokens, call.last)
+    top = None
+    if call.prompt_top:
+        top = _prompt_top(model, call)
+    return sampled(sequences, logprobs, top)
+
+
+def _prompt_top(model: Model, call: Asked) -> Any:
+    """Return the most probable tokens at a prompt's positions, all of them or the last ones."""
+    found = most_probable(model, call.tokens, len(call.tokens), call.prompt_top)
+    if call.last is not None:
+        found.logprobs[: -call.last] = -99999.0
+        found.ids[: -call.last] = 0
+    return found
