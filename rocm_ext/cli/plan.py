@@ -41,7 +41,11 @@ if TYPE_CHECKING:
     from rocm_ext.plan.planner import Choice
     from rocm_ext.plan.run import RolloutPlan, RunPlan
 
-_NAMES = {"loss": "logits and loss", "kept_for_sampling": "kept for sampling"}  # in the table
+_NAMES = {  # in the table
+    "loss": "logits and loss",
+    "kept_for_sampling": "kept for sampling",
+    "other_adapters": "other adapters",
+}
 _WHOLE = "{:,.0f}".format
 _Ways = dict[str, int]  # changes that make a run fit, with the peak in bytes
 
@@ -62,6 +66,8 @@ def add(parser: ArgumentParser) -> None:
         "mean tokens of an answer that the model samples (default: max_new_tokens / 2)",
         count,
     )
+    more = "adapters in training at once over the same weights, as with `serve --adapters` (default: 1)"
+    option("--adapters N", more, count, 1)
     option("--bench FILE", "bench.json with speeds (default: this machine's, if it exists)", Path)
     add_json(parser)
     add_overrides(parser)
@@ -124,6 +130,7 @@ def _plan(args: Namespace, recipe: registry.Recipe, cfg: Any, ranks: int) -> "Ru
         ranks=ranks,
         known=known,
         chip=args.chip,
+        adapters=args.adapters,
     )
 
 
@@ -251,7 +258,8 @@ def _memory(plan: "RunPlan", choice: "Choice") -> dict[str, int]:
         "activations": memory.activations(choice.checkpointed),
         "loss": memory.loss.working,
         "kept_for_sampling": plan.kept(choice),
-        "teacher": plan.beside,
+        "teacher": plan.teacher.weights if plan.teacher else 0,
+        "other_adapters": plan.other_adapters,
         "peak": plan.peak(choice),
     }
 

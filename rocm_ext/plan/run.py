@@ -242,6 +242,7 @@ class RunPlan:
             rows is unknown.
         teacher: the teacher of a distillation, if it is another model; else None.
         programs: bytes of memory shared with the GPU that the programs of conversations may take.
+        other_adapters: bytes of further adapters in training over the same weights, as of clients of ``serve``.
     """
 
     family: str
@@ -258,6 +259,7 @@ class RunPlan:
     reference: float | None
     teacher: TeacherPlan | None
     programs: int
+    other_adapters: int = 0
 
     @property
     def step_name(self) -> str:
@@ -278,8 +280,8 @@ class RunPlan:
 
     @property
     def beside(self) -> int:
-        """Bytes of the teacher's weights."""
-        return self.teacher.weights if self.teacher else 0
+        """Bytes of the teacher's weights and of further adapters."""
+        return self.other_adapters + (self.teacher.weights if self.teacher else 0)
 
     def kept(self, choice: Choice) -> int:
         """Return the bytes that the sampler keeps during training."""
@@ -313,6 +315,7 @@ def plan_run(
     ranks: int,
     known: Known,
     chip: str | None = None,
+    adapters: int = 1,
 ) -> RunPlan:
     """Plan a run.
 
@@ -325,6 +328,7 @@ def plan_run(
         known: the user's sizes of data that are not on disk.
         chip: chip of the profile, to plan for a machine as sold with it. Without it, the plan is for this machine, if
             ``cfg.hardware`` describes it.
+        adapters: adapters in training at once over the same weights, all like the config's.
 
     Raises:
         UserError: the recipe would refuse the config, or the machine's speeds are unknown.
@@ -356,6 +360,11 @@ def plan_run(
     budget = target.budget[0]
     if teacher_planner:
         budget -= held_bytes(teacher_planner.decoder, ranks)
+    other_adapters = 0
+    if adapters > 1:
+        memory = planner.memory(planner.rows.longest)
+        other_adapters = (adapters - 1) * (memory.adapter + memory.gradients + memory.optimizer)
+        budget -= other_adapters
     # the weights that the sampler keeps for the next step leave less for training, as in the recipe
     room = budget - kept_layout
     now = best = planner.fit(room)
@@ -397,6 +406,7 @@ def plan_run(
         reference=_reference(planner, now),
         teacher=teacher,
         programs=ranks * _programs(cfg, target),
+        other_adapters=other_adapters,
     )
 
 

@@ -39,6 +39,8 @@ def serve(
     Raises:
         UserError: the model cannot be served.
     """
+    # accepted connections inherit it; else an answer of two packets waits 40 ms for the client's acknowledgement
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     adapters = Adapters(cfg, out, most, names)
     try:
         service = Service(adapters)

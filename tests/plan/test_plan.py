@@ -512,3 +512,16 @@ def test_fewest_checkpointed_layers(folders, tmp_path):
         )
         assert len(planned.fewest(planned.peak(layers))) <= count
     assert planned.fewest(10**15) == []
+
+
+def test_further_adapters_are_counted(folders, tmp_path, capsys):
+    """Each takes its values, gradients and optimiser; the weights are there once."""
+    path = write_config(folders, "qwen", tmp_path / "out")
+    parts = []
+    for more in ([], ["--adapters", "3"]):
+        main(["plan", "--config", str(path), "--json", *more])
+        parts.append(json.loads(capsys.readouterr().out)["configured"]["memory"])
+    one, three = parts
+    own = one["adapter"] + one["gradients"] + one["optimizer"]
+    assert three["other_adapters"] == 2 * own
+    assert three["peak"] == one["peak"] + 2 * own
