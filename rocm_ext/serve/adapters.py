@@ -29,6 +29,7 @@ from rocm_ext.config.model_folder import FROM_CHECKPOINT
 from rocm_ext.data.rows import Rows
 from rocm_ext.losses import Objective
 from rocm_ext.machine.budget import readable
+from rocm_ext.model.adapters.peft_files import base_model_name
 from rocm_ext.model.adapters.peft_layers import names_of, trained_layers
 from rocm_ext.model.names import OUTPUT, last_part
 from rocm_ext.serve.losses import loss_of
@@ -83,7 +84,16 @@ class Adapters:
         cfg: config for sampling, with the keys of training, see :func:`rocm_ext.training.opening.config_for`.
         out: folder for runs.
         most: models in training at once.
-        names: the base model's names that clients may use.
+        names: names of the base model that clients may use, besides its folder's and its name on the hub.
+
+    Attributes:
+        out, most: as given.
+        folder: the base model's folder, with its tokenizer.
+        names: all of its names.
+        vocabulary: number of its token ids.
+        longest: most tokens of a datum.
+        window: most tokens of a prompt with its answer.
+        trained: models in training, by id.
 
     Raises:
         UserError: the config's model cannot be served.
@@ -96,10 +106,13 @@ class Adapters:
             )
         self.out = out
         self.most = most
-        self.folder = str(Path(cfg.checkpointer.checkpoint_dir).absolute())
-        self.names = list(dict.fromkeys([*names, self.folder]))
         self._cfg = _config_of(cfg, 1, None, cfg.seed)
         self._base = Model(self._cfg)
+        # of a download or a GGUF file the folder is known only now
+        self.folder = str(Path(self._base.cfg.tokenizer.path).parent.absolute())
+        configured = str(cfg.checkpointer.checkpoint_dir)
+        published = base_model_name(Path(self.folder))
+        self.names = list(dict.fromkeys([*names, configured, published, self.folder]))
         learner = self._base.learner
         if learner.runtime.ranks.world > 1:
             raise UserError("serve runs in one process; start it without torchrun")
