@@ -297,7 +297,9 @@ class Adapters:
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
-        return {"grad_norm": line["grad_norm"], "step": float(line["step"])}
+        # no name that the cookbook gives its own measurements: it merges these into its metrics.jsonl, where a `step`
+        # would replace the one by which it resumes
+        return {"grad_norm": line["grad_norm"], "optimizer_step": float(line["step"])}
 
     # ---- checkpoints
 

@@ -20,7 +20,8 @@ ADVANTAGES = "advantages"
 IN_RATIO = "sequence_ratio_mask"
 _HIGHEST = 20.0  # nats, as in rocm_ext.losses.PolicyGradient
 _NOT_HERE = {
-    "stable_reinforce": "it needs records of sampling that only the hosted service has",
+    "stable_reinforce": "it needs records of sampling that only the hosted service has; take another, such as "
+    "importance_sampling or ppo",
     "custom": "the service runs uploaded losses; forward_backward_custom with a Python function works",
 }
 

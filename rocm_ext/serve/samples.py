@@ -18,10 +18,15 @@ from rocm_ext.training.model import Model
 MOST_SAMPLES = 4096
 MOST_TOP = 1024
 _NOT_SERVED = {
-    "target_prompt_logprobs": None,
-    "prompt_alt_tokens_k": 0,
-    "record_stability_info": None,
-}
+    "target_prompt_logprobs": (None, ""),
+    "prompt_alt_tokens_k": (0, ""),
+    # recipes of tinker-cookbook ask this by default, so the message says what to change there
+    "record_stability_info": (
+        None,
+        ": only the hosted service records what loss_fn stable_reinforce needs; take another loss_fn, such as "
+        "importance_sampling or ppo",
+    ),
+}  # the usual value, and what to do
 
 
 @dataclass(frozen=True)
@@ -66,9 +71,9 @@ def read(
     Raises:
         UserError: it asks for what is not served, or a value is out of range; the message names it.
     """
-    for key, usual in _NOT_SERVED.items():
+    for key, (usual, advice) in _NOT_SERVED.items():
         if getattr(request, key) not in (usual, False, None):
-            raise UserError(f"{key} is not served")
+            raise UserError(f"{key} is not served{advice}")
     tokens = text_tokens(request.prompt, vocabulary)
     given = request.sampling_params
     _check("num_samples", request.num_samples, 1, MOST_SAMPLES)

@@ -373,7 +373,7 @@ def test_calls_are_done_in_their_order_and_once(server):
             answer = proto.ForwardBackwardOutput.FromString(server.wait(name).content)
             losses.append(answer.metrics["loss:sum"])
         assert losses[0] == losses[1]
-        assert server.wait(last).json()["metrics"]["step"] == 1
+        assert server.wait(last).json()["metrics"]["optimizer_step"] == 1
         assert server.wait(last).json() == server.wait(again).json()
         http.post(f"/sessions/{session}/finish", json={})
 
@@ -477,6 +477,7 @@ def test_a_body_of_100_mb_is_refused_unread(server):
         ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [10**6]}]}}, "1000000"),
         ({"prompt": {"chunks": []}}, "empty"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
+        ({"record_stability_info": True}, "take another loss_fn"),
         ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs"),
     ],
 )
