@@ -177,6 +177,11 @@ class Adapters:
             )
         return self.trained[name]
 
+    @property
+    def full(self) -> bool:
+        """Whether no more model can be made."""
+        return len(self.trained) >= self.most
+
     def unload(self, name: str) -> None:
         """Free a model's memory; its steps since the last checkpoint are saved before."""
         trained = self.trained.get(name)
@@ -198,7 +203,7 @@ class Adapters:
         self._base.close()
 
     def _open(self, name: str, session: str, lora: LoraConfig) -> None:
-        if len(self.trained) >= self.most:
+        if self.full:
             raise UserError(
                 f"{self.most} models are in training, the most that this server takes; end one "
                 "(ServiceClient.close, or unload_model), or start the server with a larger --adapters"

@@ -30,11 +30,11 @@ from rocm_ext.base.types import Json
 from rocm_ext.serve import samples
 from rocm_ext.serve.adapters import Adapters
 from rocm_ext.serve.protocol import computation, parse
-from rocm_ext.serve.work import MOST_BYTES, Answer, Failed, Full, Work
+from rocm_ext.serve.work import MOST_BYTES, Answer, Failed, Full, Later, Work
 
 MOST_BODY = 2**26  # bytes; the SDK cuts calls into bodies of 5 MB
 _WAIT = 30.0  # seconds that retrieve_future waits; the SDK gives up after 45
-_SILENT = 120.0  # seconds without a heartbeat, of which the SDK sends one in 10, after which a session's models may end
+_SILENT = 60.0  # seconds without a heartbeat, of which the SDK sends one in 10, after which a session's models may end
 _PROTOBUF = "application/x-protobuf"
 _STATUS = {"user": 400, "server": 500}
 _API = "/api/v1"
@@ -237,12 +237,15 @@ class Service:
         """Add a call that makes the session's model ``number``."""
         session = self._session(session_id)
         model = f"{session_id}:train:{number}"  # the SDK makes the same id
+        came = time.monotonic()
 
         def alone() -> Answer:
-            for name, other in self._sessions.items():
+            for name, other in list(self._sessions.items()):
                 if other.gone and name != session_id:
                     for left in other.models:
                         self._unload(left)
+            if self._adapters.full and self._may_end(came, session):
+                raise Later
             make(model)
             return answer(model)
 
@@ -250,6 +253,18 @@ class Service:
         if model not in session.models:
             session.models.append(model)
         return reply
+
+    def _may_end(self, since: float, own: Session) -> bool:
+        """Return whether another session with models has been silent since then: its script may have ended.
+
+        Few scripts finish their session, and none that is killed.
+        """
+        trained = self._adapters.trained
+        for session in list(self._sessions.values()):
+            silent = session is not own and session.heard < since
+            if silent and any(model in trained for model in session.models):
+                return True
+        return False
 
     async def unload_model(self, request: Request) -> Json:
         given = parse(types.UnloadModelRequest, await _json(request))

@@ -37,6 +37,10 @@ class Failed(Exception):
         self.category = category
 
 
+class Later(Exception):
+    """A call cannot be done yet: it is tried again."""
+
+
 @dataclass
 class Call:
     """A call that waits.
@@ -45,7 +49,7 @@ class Call:
         name: id of the request.
         size: bytes of its body.
         answer: gets the answer, or :class:`Failed`.
-        alone: does the call. None for samples.
+        alone: does the call, or raises :class:`Later`. None for samples.
         sample: what a sampling call asks, for :attr:`Work.together`.
     """
 
@@ -65,10 +69,11 @@ class _Lane:
     waiting: dict[int, Call] = field(default_factory=dict)
     served: float = 0.0  # when the last call was done
     since: float = 0.0  # when the first of these samples came
+    again: float = 0.0  # when a call is tried again that could not be done
 
     def ready(self, now: float) -> bool:
         if self.ordered:
-            return self.next in self.waiting
+            return self.next in self.waiting and now >= self.again
         return bool(self.waiting) and now >= self.since + _TOGETHER
 
 
@@ -160,7 +165,10 @@ class Work:
                     self._changed.wait(wait)
                     continue
                 calls = self._pop(lane)
-            self._do(calls)
+            try:
+                self._do(calls)
+            except Later:
+                self._put_back(lane, calls)
             lane.served = time.monotonic()
         with self._changed:
             left = [call for lane in self._lanes.values() for call in lane.waiting.values()]
@@ -187,6 +195,16 @@ class Work:
         self._take(calls)
         return calls
 
+    def _put_back(self, lane: _Lane, calls: Sequence[Call]) -> None:
+        """Put a call of a model back, to be tried again in a moment."""
+        (call,) = calls
+        with self._changed:
+            lane.next -= 1
+            lane.again = time.monotonic() + _LOOK
+            lane.waiting[lane.next] = call
+            self._waiting += 1
+            self._bytes += call.size
+
     def _take(self, calls: Sequence[Call]) -> None:
         self._waiting -= len(calls)
         self._bytes -= sum(call.size for call in calls)
@@ -208,6 +226,8 @@ class Work:
             raise
         except UserError as error:
             self._fail(calls, Failed(str(error), "user"))
+        except Later:
+            raise
         except Exception as error:  # a fault here must not end the work of other clients
             log.error("%s", traceback.format_exc())
             self._fail(calls, Failed(f"{type(error).__name__}: {one_line(error)}", "server"))

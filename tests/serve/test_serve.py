@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from rocm_ext import training
+from rocm_ext.base.errors import UserError
 from tests.kit.families import write_family
 
 tinker = pytest.importorskip("tinker", reason="the SDK needs Python 3.11")
@@ -343,7 +344,8 @@ def call(model, number, ids, weights=None):
     return message.SerializeToString()
 
 
-def new_model(server, http, rank=4):
+def ask_model(http, rank=4):
+    """Ask for a model in a session of its own; return the body and the request's name."""
     session = http.post(
         "/create_session", json={"tags": [], "user_metadata": None, "sdk_version": "0"}
     ).json()["session_id"]
@@ -353,7 +355,12 @@ def new_model(server, http, rank=4):
         "base_model": "base",
         "lora_config": {"rank": rank, "seed": 0, **LAYERS},
     }
-    name = http.post("/create_model", json=wanted).json()["request_id"]
+    return wanted, http.post("/create_model", json=wanted).json()["request_id"]
+
+
+def new_model(server, http, rank=4):
+    wanted, name = ask_model(http, rank)
+    session = wanted["session_id"]
     assert http.post("/create_model", json=wanted).json()["request_id"] == name
     return session, server.wait(name).json()["model_id"]
 
@@ -491,13 +498,22 @@ def test_bad_samples_fail_in_one_line(server, change, found):
 
 
 def test_models_are_counted(base, tmp_path):
-    with served(base, tmp_path / "out", most=1) as server:
-        with server.client() as first:
-            first.create_lora_training_client("base", rank=2, seed=0).result()
-            with (
-                server.client() as second,
-                pytest.raises(tinker.RequestFailedError, match="adapters"),
-            ):
-                second.create_lora_training_client("base", rank=2, seed=0).result()
-        with server.client() as third:  # the first has finished
-            third.create_lora_training_client("base", rank=2, seed=0).result()
+    """The first client lives: it is heard after the second has asked."""
+    with served(base, tmp_path / "out", most=1) as server, server.http() as http:
+        session, _ = new_model(server, http)
+        _, second = ask_model(http)
+        http.post("/session_heartbeat", json={"session_id": session})
+        assert "adapters" in server.wait(second).json()["error"]
+        http.post(f"/sessions/{session}/finish", json={})
+        new_model(server, http)
+
+
+def test_a_model_waits_for_the_room_of_a_script_that_has_ended(base, tmp_path, monkeypatch):
+    """The script's session has not finished, but is silent."""
+    monkeypatch.setattr("rocm_ext.serve.app._SILENT", 2.0)
+    with served(base, tmp_path / "out", most=1) as server, server.http() as http:
+        _, ended = new_model(server, http)
+        _, model = new_model(server, http)
+        with pytest.raises(UserError, match="not open here"):
+            server.adapters.of(ended)
+        assert server.adapters.of(model).lora.rank == 4
