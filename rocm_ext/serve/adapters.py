@@ -106,6 +106,8 @@ class Adapters:
             )
         self.out = out
         self.most = most
+        for left in out.glob("*/snapshots"):  # of a killed server; nobody knows their names
+            shutil.rmtree(left, ignore_errors=True)
         self._cfg = _config_of(cfg, 1, None, cfg.seed)
         self._base = Model(self._cfg)
         # of a download or a GGUF file the folder is known only now

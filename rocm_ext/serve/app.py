@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinker import types
 
-from rocm_ext.base.errors import UserError
+from rocm_ext.base.errors import UserError, one_line
 from rocm_ext.base.files import remove_folder
 from rocm_ext.base.types import Json
 from rocm_ext.serve import samples
@@ -275,6 +275,7 @@ class Service:
     def _unload(self, model: str) -> Answer:
         self._adapters.unload(model)
         self.work.drop(model)
+        self.work.drop(f"end {model}")
         return {"model_id": model, "type": "unload_model"}
 
     async def get_info(self, request: Request) -> Json:
@@ -568,8 +569,8 @@ async def _json(request: Request) -> Json:
 def _object(body: bytes) -> Json:
     try:
         content = json.loads(body)
-    except ValueError as error:
-        raise UserError(f"the body is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the body is no JSON: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError("the body must be a JSON object")
     return content

@@ -1,8 +1,8 @@
 """Sampling calls of the protocol: what they ask, and their answers, many calls in one batch."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -133,26 +133,38 @@ def _check(name: str, value: int, least: int, most: int) -> None:
 def answer(adapters: Adapters, calls: Sequence[Asked]) -> list[Answer | Failed]:
     """Answer calls of one kind in one batch."""
     model = adapters.sampler(calls[0].folder)
-    requests = []
-    most = 1
-    for number, call in enumerate(calls):
-        length = call.most or adapters.window - len(call.tokens)
-        most = max(most, length)
-        for sample in range(call.samples):
-            seed = sample_seed(call.seed, "sample", "", sample)
-            request = Request(str(number), sample, seed, call.tokens, most=length)
-            requests.append(request)
-    answers: dict[str, dict[int, Completion]] = defaultdict(dict)
+    requests, places = _requests(calls, adapters.window)
+    answers: dict[tuple[int, int], Completion] = {}
     for batch in _batches(requests, adapters.window):
         longest = max(request.most or 1 for request in batch)
         for completion in model.generate(batch, replace(calls[0].sampling, max_new_tokens=longest)):
-            request = completion.request
-            answers[request.prompt_id][request.sample] = completion
+            answers[places[completion.request.key]] = completion
     results: list[Answer | Failed] = []
     for number, call in enumerate(calls):
-        by_sample = answers[str(number)]
-        results.append(_result(model, call, [by_sample[i] for i in range(call.samples)]))
+        own = [answers[number, sample] for sample in range(call.samples)]
+        results.append(_result(model, call, own))
     return results
+
+
+def _requests(
+    calls: Sequence[Asked], window: int
+) -> tuple[list[Request], dict[tuple[str, int], tuple[int, int]]]:
+    """Return the engine's requests, and for the key of each the number of its call and of the sample in it.
+
+    Calls with the same prompt, as of a group of episodes, become samples of one prompt, which is computed once.
+    """
+    by_prompt: dict[tuple[int, ...], list[Request]] = {}
+    places = {}
+    for number, call in enumerate(calls):
+        length = call.most or window - len(call.tokens)
+        same = by_prompt.setdefault(call.tokens, [])
+        name = str(len(by_prompt)) if not same else same[0].prompt_id
+        for sample in range(call.samples):
+            seed = sample_seed(call.seed, "sample", "", sample)
+            request = Request(name, len(same), seed, call.tokens, most=length)
+            same.append(request)
+            places[request.key] = number, sample
+    return list(chain.from_iterable(by_prompt.values())), places
 
 
 def _batches(requests: Sequence[Request], window: int) -> list[list[Request]]:

@@ -64,6 +64,7 @@ class Call:
 class _Lane:
     """The calls of a client's model, by number; or samples of one kind, in any order."""
 
+    name: Any
     ordered: bool
     next: int = 0
     waiting: dict[int, Call] = field(default_factory=dict)
@@ -123,7 +124,7 @@ class Work:
                 return
             if self._waiting >= MOST_WAITING or self._bytes + size > MOST_BYTES:
                 raise Full
-            queue = self._lanes.setdefault(lane, _Lane(ordered=number is not None))
+            queue = self._lanes.setdefault(lane, _Lane(lane, ordered=number is not None))
             if number is None:
                 number = queue.next
                 queue.next += 1
@@ -191,7 +192,7 @@ class Work:
             lane.next += 1
         else:
             calls = list(lane.waiting.values())
-            lane.waiting.clear()
+            del self._lanes[lane.name]  # samples of this kind may not come again
         self._take(calls)
         return calls
 

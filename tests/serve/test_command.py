@@ -78,7 +78,7 @@ def test_a_killed_server_goes_on(tmp_path):
     program = Program(base, out)
     client = tinker.ServiceClient(base_url=program.url, api_key=program.key)
     resumed = client.create_training_client_from_state_with_optimizer(path).result()
-    assert step(resumed, ids).metrics["step"] == 2
+    assert step(resumed, ids).metrics["optimizer_step"] == 2
     code, messages = program.end(signal.SIGINT)
     assert code == 0, messages
     assert "Traceback" not in messages

@@ -517,3 +517,16 @@ def test_a_model_waits_for_the_room_of_a_script_that_has_ended(base, tmp_path, m
         with pytest.raises(UserError, match="not open here"):
             server.adapters.of(ended)
         assert server.adapters.of(model).lora.rank == 4
+
+
+def test_single_samples_of_one_prompt_share_a_batch(server, client):
+    """Episodes of a group ask one by one; each gets the answer that it would get alone."""
+    sampler = client.create_sampling_client(base_model="base").result()
+    prompts = [types.ModelInput.from_ints([4 + number % 2, 6, 7]) for number in range(6)]
+    draws = [types.SamplingParams(max_tokens=4 + n, temperature=1.0, seed=n) for n in range(6)]
+    alone = [
+        sampler.sample(prompt, 1, draw).result().sequences[0].tokens
+        for prompt, draw in zip(prompts, draws, strict=True)
+    ]
+    asked = [sampler.sample(prompt, 1, draw) for prompt, draw in zip(prompts, draws, strict=True)]
+    assert [future.result().sequences[0].tokens for future in asked] == alone
