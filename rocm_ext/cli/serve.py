@@ -84,7 +84,8 @@ def run(args: Namespace) -> int:
 def _listen(host: str, port: int) -> socket.socket:
     """Open the port before the model, which takes longer."""
     try:
-        return socket.create_server((host, port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
     except OSError as error:
         raise UserError(
             f"cannot listen at {host}:{port}: {error.strerror}; choose another --port"
@@ -93,7 +94,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _greet(args: Namespace, listener: socket.socket, key: str, names: list[str]) -> None:
     _, port = listener.getsockname()[:2]
-    host = "127.0.0.1" if args.host in ("", "0.0.0.0") else args.host
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(args.host, args.host)
+    if ":" in host:
+        host = f"[{host}]"
     if args.host != "127.0.0.1":
         note(
             "Others on the network can reach this server, without encryption: keep the key to yourself."

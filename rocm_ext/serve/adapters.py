@@ -1,54 +1,52 @@
-"""The models of clients: adapters over one base model, their checkpoints, and the samplers made of them.
+"""The models of clients: adapters over one base model, and the model that samples.
 
 Every client's model has its own decoder, whose frozen weights are the base model's. So each trains as if alone. A
 sampler is the folder of an adapter: later steps do not change it. One decoder, besides the clients', samples; it takes
 the values of the sampler that is asked.
 """
 
-import json
+import math
 import re
-import shutil
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from omegaconf import DictConfig, OmegaConf
 from tinker.types import AdamParams, LoraConfig
-from torch import Tensor
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.files import read_json, replace_folder
+from rocm_ext.base.files import remove_folder
 from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
 from rocm_ext.config.components import COMPONENT
 from rocm_ext.config.model_folder import FROM_CHECKPOINT
-from rocm_ext.data.rows import Rows
-from rocm_ext.losses import Objective
 from rocm_ext.machine.budget import readable
 from rocm_ext.model.adapters.peft_files import base_model_name
 from rocm_ext.model.adapters.peft_layers import names_of, trained_layers
+from rocm_ext.model.lora import reset, trained
 from rocm_ext.model.names import OUTPUT, last_part
+from rocm_ext.serve.checkpoints import SAMPLERS, SNAPSHOTS, TRAINING, Checkpoints
 from rocm_ext.serve.losses import loss_of
-from rocm_ext.serve.protocol import Computation, TopK, computed, rows_of
-from rocm_ext.train.scoring import compute, score
+from rocm_ext.serve.protocol import Computation, computed, rows_of
 from rocm_ext.training.model import Model
 
 ALPHA = (
     32  # the protocol has no alpha; "LoRA Without Regret" and other servers take 32 at every rank
 )
-MOST_RANK = 4096
-NOTES = "checkpoint.json"  # in a checkpoint's folder
-_SNAPSHOTS = 16  # samplers without a name that are kept, by model
-_LABEL = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
-_NAME = re.compile(_LABEL)
-_RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:-]{0,127}")
-_PATH = re.compile(rf"tinker://({_RUN.pattern})/(weights|sampler_weights)/({_LABEL})")
-_MLP = re.compile(r"\.(mlp|feed_forward|block_sparse_moe|moe|experts|ffn)\.")
-_BYTES = 16  # of a trained number: value, gradient and AdamW's two means, all fp32
+_MOST_RANK = 4096
+_MLP = re.compile(r"(?i)mlp|feed_?forward|ffn|moe|expert|\.fc\d")
+_VALUE = 4  # bytes of a trained number, in fp32
+_TRAINED = 16  # with its gradient and AdamW's two means
+_RANGES = {
+    "learning_rate": (0.0, 1e6),
+    "beta1": (0.0, 0.9999999),
+    "beta2": (0.0, 0.9999999),
+    "eps": (1e-30, 1.0),  # below, fp32 divides 0 by 0
+    "weight_decay": (0.0, 1e6),
+    "grad_clip_norm": (0.0, 1e30),
+}
 
 
 @dataclass
@@ -58,7 +56,6 @@ class Trained:
     Attributes:
         model: adapter and optimiser.
         lora: the client's settings of LoRA.
-        session: id of the client's session.
         saved: step of the last checkpoint.
         failed: why gradients are missing from the next step; None if all are there.
         snapshots: folders of samplers without a name, oldest first.
@@ -66,7 +63,6 @@ class Trained:
 
     model: Model
     lora: LoraConfig
-    session: str
     saved: int = 0
     failed: str | None = None
     snapshots: list[Path] = field(default_factory=list)
@@ -74,11 +70,24 @@ class Trained:
     @property
     def bytes(self) -> int:
         """Memory of the adapter in training."""
-        return _BYTES * sum(p.numel() for p in self.model.learner.adapter.values())
+        return _TRAINED * sum(p.numel() for p in self.model.learner.adapter.values())
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """An adapter to sample with.
+
+    Attributes:
+        folder: its folder; None for the base model.
+        version: tells it from an adapter that replaced it in this folder.
+    """
+
+    folder: Path | None = None
+    version: str = ""
 
 
 class Adapters:
-    """All models over one base model. One thread calls it.
+    """All models over one base model. One thread calls it, but for :attr:`checkpoints`' reading.
 
     Args:
         cfg: config for sampling, with the keys of training, see :func:`rocm_ext.training.opening.config_for`.
@@ -87,9 +96,10 @@ class Adapters:
         names: names of the base model that clients may use, besides its folder's and its name on the hub.
 
     Attributes:
-        out, most: as given.
+        most: as given.
         folder: the base model's folder, with its tokenizer.
         names: all of its names.
+        checkpoints: the runs in ``out``.
         vocabulary: number of its token ids.
         longest: most tokens of a datum.
         window: most tokens of a prompt with its answer.
@@ -104,34 +114,26 @@ class Adapters:
             raise UserError(
                 f"serve needs model._component_={FROM_CHECKPOINT}; the config has {cfg.model[COMPONENT]}"
             )
-        self.out = out
         self.most = most
-        for left in out.glob("*/snapshots"):  # of a killed server; nobody knows their names
-            shutil.rmtree(left, ignore_errors=True)
         self._cfg = _config_of(cfg, 1, None, cfg.seed)
         self._base = Model(self._cfg)
+        learner = self._base.learner
+        if learner.runtime.ranks.world > 1:
+            raise UserError("serve runs in one process; start it without torchrun")
         # of a download or a GGUF file the folder is known only now
         self.folder = str(Path(self._base.cfg.tokenizer.path).parent.absolute())
         configured = str(cfg.checkpointer.checkpoint_dir)
         published = base_model_name(Path(self.folder))
         self.names = list(dict.fromkeys([*names, configured, published, self.folder]))
-        learner = self._base.learner
-        if learner.runtime.ranks.world > 1:
-            raise UserError("serve runs in one process; start it without torchrun")
+        self.checkpoints = Checkpoints(out, self.names[0], learner.base_fingerprint)
         self.vocabulary: int = learner.decoder.tok_embeddings.num_embeddings
-        self.longest: int = (cfg.tokenizer.get("max_seq_len") or 2048) - 1
-        self.window = int(self._base.positions)
+        self.window = self._base.positions
+        # the last target takes a position, too
+        self.longest = min(cfg.tokenizer.get("max_seq_len") or 2048, self.window) - 1
         self.trained: dict[str, Trained] = {}
-        self._sampling: tuple[Json, Model] | None = None  # decoder for samplers with these settings
-        self._loaded: Path | None = None  # the sampler whose values it has
-        layers = trained_layers(
-            learner.decoder, names_of(learner.decoder, cfg.checkpointer.model_type)
-        )
-        modules = [layer.module for layer in layers]
-        self._mlp = sorted({last_part(name) for name in modules if _MLP.search(name)})
-        self._attention = sorted({last_part(name) for name in modules} - {*self._mlp})
-        parameters = {name for name, _ in learner.decoder.named_parameters()}
-        self.has_output = not parameters.isdisjoint({f"{OUTPUT}.weight", "output.weight"})
+        self._sampling: tuple[Json, Model] | None = None  # samples adapters with these settings
+        self._loaded = Sampler()  # the sampler whose values it has
+        self._layers = Layers(learner.decoder, cfg.checkpointer.model_type)
 
     def check_name(self, name: str) -> None:
         """Check that a client means this base model."""
@@ -142,147 +144,137 @@ class Adapters:
 
     # ---- models in training
 
-    def create(self, name: str, session: str, lora: LoraConfig, metadata: Any = None) -> None:
-        """Make a model with a fresh adapter.
-
-        Raises:
-            UserError: the settings are not served, or there is no room.
-        """
-        self._open(name, session, lora)
-        self._write_run(name, metadata)
-
-    def load(
-        self, name: str, session: str, path: str, optimizer: bool, metadata: Any = None
-    ) -> None:
-        """Make a model from a checkpoint, with its optimiser or a fresh one; a UserError as :meth:`create`."""
-        folder, notes = self._checkpoint(path, "weights")
-        self._open(name, session, LoraConfig(**notes["lora"]))
-        trained = self.trained[name]
-        try:
-            self._restore(trained, folder, optimizer)
-        except BaseException:
-            self.unload(name)
-            raise
-        self._write_run(name, metadata)
-
-    def load_into(self, name: str, path: str, optimizer: bool) -> None:
-        """Load a checkpoint into a model that exists already."""
-        folder, _ = self._checkpoint(path, "weights")
-        self._restore(self.of(name), folder, optimizer)
-
-    def of(self, name: str) -> Trained:
-        """Return a model by its id."""
-        if name not in self.trained:
-            raise UserError(
-                f"model {name} is not open here: the server was started again, or the model was unloaded. Make a "
-                "training client from its last checkpoint, tinker://RUN/weights/NAME"
-            )
-        return self.trained[name]
-
     @property
     def full(self) -> bool:
         """Whether no more model can be made."""
         return len(self.trained) >= self.most
 
+    def create(self, name: str, lora: LoraConfig, metadata: object = None) -> None:
+        """Make a model with a fresh adapter.
+
+        Raises:
+            UserError: the settings are not served, or there is no room.
+        """
+        made = Trained(self._new(lora), lora)
+        self._accept(name, made, metadata)
+
+    def load(self, name: str, path: str, optimizer: bool, metadata: object = None) -> None:
+        """Make a model from a checkpoint, with its optimiser or a fresh one; a UserError as :meth:`create`."""
+        folder, notes = self.checkpoints.find(path, TRAINING)
+        lora = LoraConfig(**notes["lora"])
+        made = Trained(self._new(lora), lora)
+        try:
+            _restore(made, folder, optimizer)
+        except BaseException:
+            made.model.close()
+            raise
+        self._accept(name, made, metadata)
+
+    def load_into(self, name: str, path: str, optimizer: bool) -> None:
+        """Load a checkpoint into a model that exists already."""
+        folder, _ = self.checkpoints.find(path, TRAINING)
+        _restore(self.of(name), folder, optimizer)
+
+    def of(self, name: str) -> Trained:
+        """Return a model by its id."""
+        if name not in self.trained:
+            raise UserError(
+                f"model {name} is not open here: the server was started again, or the model has ended. Make a "
+                "training client from its last checkpoint, tinker://RUN/weights/NAME"
+            )
+        return self.trained[name]
+
     def unload(self, name: str) -> None:
         """Free a model's memory; its steps since the last checkpoint are saved before."""
-        trained = self.trained.get(name)
-        if trained is None:
-            return
-        step = trained.model.step
-        if step > trained.saved:
-            trained.model.forget_gradients()
-            log.info("saved %s", self.save(name, f"unsaved_{step:06d}", True, {}))
-        del self.trained[name]
-        trained.model.close()
-        shutil.rmtree(self._folder(name) / "snapshots", ignore_errors=True)
+        if name in self.trained:
+            self._save_rest(name)
+            self._discard(name)
 
     def close(self) -> None:
-        """Save all models with new steps, and free everything."""
+        """Save all models with new steps, and free everything.
+
+        Raises:
+            UserError: a model could not be saved; the others are.
+        """
+        problems = []
         for name in list(self.trained):
-            self.unload(name)
+            try:
+                self._save_rest(name)
+            except UserError as error:
+                problems.append(f"{name} is not saved: {error}")
+            self._discard(name)
         self._free_sampling()
         self._base.close()
+        if problems:
+            raise UserError("; ".join(problems))
 
-    def _open(self, name: str, session: str, lora: LoraConfig) -> None:
+    def _save_rest(self, name: str) -> None:
+        """Save steps that no checkpoint has."""
+        made = self.trained[name]
+        step = made.model.step
+        if step > made.saved:
+            made.model.forget_gradients()
+            log.info("saved %s", self.save(name, f"unsaved_{step:06d}", True, {}))
+
+    def _discard(self, name: str) -> None:
+        self.trained.pop(name).model.close()
+        self.checkpoints.forget(name)
+
+    def _new(self, lora: LoraConfig) -> Model:
+        """Return a model over the base weights with a fresh adapter, if there is room for one more.
+
+        The plan leaves room for as many adapters of this size as may train at once, and for the one that samples, so
+        that a model's micro-batches do not depend on which others there are.
+        """
         if self.full:
             raise UserError(
                 f"{self.most} models are in training, the most that this server takes; end one "
                 "(ServiceClient.close, or unload_model), or start the server with a larger --adapters"
             )
-        self.trained[name] = Trained(self._model(lora), lora, session)
-        learner = self.trained[name].model.learner
-        own = self.trained[name].bytes
-        others = sum(trained.bytes for trained in self.trained.values()) - own
-        room = learner.planned_budget - learner.planned_peak + (self.most - 1) * own
+        numbers = self._layers.numbers(lora)
+        taken = numbers * (_TRAINED * (self.most - 1) + _VALUE)
+        model = self._model(lora, taken)
+        others = sum(other.bytes for other in self.trained.values())
+        room = model.learner.planned_budget - model.learner.planned_peak + taken
         if others > room:
-            self.trained.pop(name).model.close()
+            model.close()
             raise UserError(
-                f"an adapter of rank {lora.rank} takes {readable(own)} with its optimiser, and the others "
-                f"{readable(others)} of {readable(room)}; take a lower rank, or end another model"
+                f"an adapter of rank {lora.rank} takes {readable(_TRAINED * numbers)} with its optimiser, and the "
+                f"others {readable(others)} of {readable(room)}; take a lower rank, or end another model"
             )
+        return model
 
-    def _model(self, lora: LoraConfig) -> Model:
-        """Return a model over the base weights, with a fresh adapter."""
-        cfg = _config_of(self._cfg, lora.rank, self._targets(lora), lora.seed)
-        trained_numbers = self._numbers(lora)
-        model = Model(cfg, beside=self._base, taken=(self.most - 1) * _BYTES * trained_numbers)
+    def _model(self, lora: LoraConfig, taken: int) -> Model:
+        seed = None if lora.seed is None else lora.seed % 2**32
+        cfg = _config_of(self._cfg, lora.rank, self._layers.targets(lora), seed)
+        model = Model(cfg, beside=self._base, taken=taken)
         model.quiet()
         return model
 
-    def _numbers(self, lora: LoraConfig) -> int:
-        """Return how many numbers an adapter trains, from the base model's own adapter, of rank 1."""
-        of_rank_1 = sum(p.numel() for p in self._base.learner.adapter.values())
-        return lora.rank * of_rank_1
-
-    def _targets(self, lora: LoraConfig) -> list[str] | None:
-        """Return the layers that get LoRA; None for all of attention and MLP."""
-        if not 1 <= lora.rank <= MOST_RANK:
-            raise UserError(f"lora_config.rank is {lora.rank}; expected 1 to {MOST_RANK}")
-        output = lora.train_unembed and self.has_output
-        if lora.train_unembed and not self.has_output:
-            log.info("train_unembed: the output layer is the embeddings, and gets no LoRA")
-        if lora.train_attn and lora.train_mlp and not output:
-            return None
-        targets = []
-        if lora.train_attn:
-            targets += self._attention
-        if lora.train_mlp:
-            targets += self._mlp
-        if output:
-            targets.append(OUTPUT)
-        if not targets:
-            raise UserError(
-                "lora_config trains no layer of this model; set train_attn or train_mlp (its output layer is its "
-                "embeddings)"
-            )
-        return targets
-
-    def _restore(self, trained: Trained, folder: Path, optimizer: bool) -> None:
-        model = trained.model
-        if optimizer:
-            model.load(folder)
-        else:
-            state = model.learner.read_adapter(folder)
-            model.learner.load_adapter(state, str(folder))
-        trained.saved = model.step
+    def _accept(self, name: str, made: Trained, metadata: object) -> None:
+        """Take a new model, once its run is described on the disk."""
+        try:
+            self.checkpoints.begin(name, made.lora.model_dump(), metadata)
+        except BaseException:
+            made.model.close()
+            raise
+        self.trained[name] = made
 
     # ---- calls of a model
 
     def compute(self, call: Computation) -> bytes:
         """Compute ``forward_backward`` or ``forward``; return the result in protobuf."""
-        trained = self.of(call.model)
+        made = self.of(call.model)
+        model = made.model
         try:
             loss = loss_of(call.loss, call.settings)
-            rows, _ = rows_of(call.data, loss.columns, self.vocabulary, self.longest)
-            model = trained.model
+            rows = rows_of(call.data, loss.columns, self.vocabulary, self.longest)
             result = (model.forward_backward if call.gradients else model.forward)(rows, loss)
         except BaseException as error:
             if call.gradients:
-                trained.model.forget_gradients()
-                trained.failed = f"forward_backward {call.number} failed ({error})"
+                made.failed = f"forward_backward {call.number} failed ({error})"
             raise
-        return computed(result.summed, result.logprobs, {})
+        return computed(result.summed, result.logprobs)
 
     def step(self, name: str, settings: AdamParams) -> dict[str, float]:
         """Do ``optim_step``; return its metrics.
@@ -290,15 +282,16 @@ class Adapters:
         Raises:
             UserError: gradients are missing because a call failed, none wait, or a setting is out of range.
         """
-        trained = self.of(name)
-        if trained.failed is not None:
-            reason = trained.failed
-            trained.failed = None
+        made = self.of(name)
+        if made.failed is not None:
+            reason = made.failed
+            made.failed = None
+            made.model.forget_gradients()
             raise UserError(f"{reason}, so this step was not done and its gradients were dropped")
         _check_adam(settings)
-        line = trained.model.optim_step(
+        line = made.model.optim_step(
             settings.learning_rate,
-            clip_grad_norm=settings.grad_clip_norm or float("inf"),
+            clip_grad_norm=settings.grad_clip_norm or math.inf,
             normalize=False,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
@@ -306,217 +299,180 @@ class Adapters:
         )
         # no name that the cookbook gives its own measurements: it merges these into its metrics.jsonl, where a `step`
         # would replace the one by which it resumes
-        return {"grad_norm": line["grad_norm"], "optimizer_step": float(line["step"])}
+        metrics = {"optimizer_step": float(line["step"])}
+        if math.isfinite(line["grad_norm"]):
+            return metrics | {"grad_norm": line["grad_norm"]}
+        return metrics | {"skipped": 1.0}  # fp16's gradients overflowed, and its loss scale shrinks
 
-    # ---- checkpoints
-
-    def save(self, name: str, label: str | None, overwrite: bool, notes: Json) -> str:
+    def save(self, name: str, label: str | None, overwrite: bool, further: Json) -> str:
         """Write a checkpoint with the optimiser; return its path."""
-        trained = self.of(name)
-        label = label or f"step_{trained.model.step:06d}"
-        folder = self._new_folder(name, "weights", label, overwrite)
-        trained.model.save(folder, {NOTES: self._notes(trained, notes)})
-        trained.saved = trained.model.step
-        return f"tinker://{name}/weights/{label}"
+        made = self.of(name)
+        step = made.model.step
+        label = label or f"step_{step:06d}"
+        folder = self.checkpoints.new(name, TRAINING, label, overwrite)
+        made.model.save(folder, self.checkpoints.notes(made.lora.model_dump(), step, further))
+        made.saved = step
+        return f"tinker://{name}/{TRAINING}/{label}"
 
-    def save_sampler(self, name: str, label: str | None, notes: Json) -> tuple[str, Path]:
-        """Write the adapter for samplers, under a name or for the model's lifetime; return its path and folder."""
-        trained = self.of(name)
-        if label is not None:
-            folder = self._new_folder(name, "sampler_weights", label, overwrite=False)
-        else:
-            label = f"{time.time_ns():x}"
-            folder = self._folder(name) / "snapshots" / label
-        with replace_folder(folder) as new:
-            (new / NOTES).write_text(self._notes(trained, notes))
-            trained.model.learner.write_adapter(new)
-        if folder.parent.name == "snapshots":
-            trained.snapshots.append(folder)
-            for old in trained.snapshots[:-_SNAPSHOTS]:
-                shutil.rmtree(old, ignore_errors=True)
-            del trained.snapshots[:-_SNAPSHOTS]
-        return f"tinker://{name}/sampler_weights/{label}", folder
+    def save_sampler(self, name: str, label: str, further: Json) -> str:
+        """Write the adapter for samplers under a name; return its path."""
+        made = self.of(name)
+        self._write_sampler(made, self.checkpoints.new(name, SAMPLERS, label), further)
+        return f"tinker://{name}/{SAMPLERS}/{label}"
 
-    def notes(self, path: str) -> Json:
-        """Return what a checkpoint says about itself."""
-        return self._checkpoint(path)[1]
+    def snapshot(self, name: str, further: Json) -> Sampler:
+        """Write the adapter for a sampler without a name; the oldest goes once there are many."""
+        made = self.of(name)
+        folder = self.checkpoints.new_snapshot(name)
+        self._write_sampler(made, folder, further)
+        made.snapshots.append(folder)
+        if len(made.snapshots) > SNAPSHOTS:
+            remove_folder(made.snapshots.pop(0))
+        return self.sampler_in(folder)
 
-    def sampler_folder(self, path: str) -> Path:
-        """Return the adapter's folder of a checkpoint of either kind."""
-        return self._checkpoint(path)[0]
-
-    def runs(self) -> Iterator[tuple[str, Json]]:
-        """Yield the runs of the output folder with their descriptions, the newest first."""
-        for file in sorted(self.out.glob("*/run.json"), reverse=True):
-            described = read_json(file)
-            if described is not None:
-                yield described["run"], described
-
-    def checkpoints(self, run: str) -> Iterator[tuple[str, Path, Json]]:
-        """Yield the checkpoints of a run: kind and name, folder, and notes."""
-        if _RUN.fullmatch(run) is None:
-            return
-        for kind in ("weights", "sampler_weights"):
-            for file in sorted((self._folder(run) / kind).glob(f"*/{NOTES}")):
-                folder = file.parent
-                notes = read_json(file)
-                if notes is not None and not folder.name.startswith("."):
-                    yield f"{kind}/{folder.name}", folder, notes
-
-    def _folder(self, name: str) -> Path:
-        """Return the folder of a model's run; ids have colons, which some file systems do not take."""
-        return self.out / name.replace(":", "-")
-
-    def _write_run(self, name: str, metadata: Any) -> None:
-        trained = self.trained[name]
-        described = {
-            "run": name,
-            "base_model": self.names[0],
-            "lora": trained.lora.model_dump(),
-            "session": trained.session,
-            "created": time.time(),
-            "user_metadata": metadata,
-        }
-        with replace_folder(self._folder(name)) as folder:
-            (folder / "run.json").write_text(json.dumps(described, indent=1))
-
-    def _notes(self, trained: Trained, further: Json) -> str:
-        notes = {
-            "base_model": self.names[0],
-            "base_fingerprint": self._base.learner.base_fingerprint,
-            "lora": trained.lora.model_dump(),
-            "step": trained.model.step,
-            "created": time.time(),
-        }
-        return json.dumps(notes | further, indent=1)
-
-    def _new_folder(self, name: str, kind: str, label: str, overwrite: bool) -> Path:
-        if _NAME.fullmatch(label) is None:
-            raise UserError(
-                f"checkpoint name {label[:40]!r} must be letters, digits, '.', '_' and '-', at most 128"
-            )
-        folder = self._folder(name) / kind / label
-        if folder.exists() and not overwrite:
-            raise UserError(
-                f"tinker://{name}/{kind}/{label} exists; take another name, or overwrite=True"
-            )
-        return folder
-
-    def _checkpoint(self, path: str, kind: str | None = None) -> tuple[Path, Json]:
-        """Return folder and notes of a checkpoint of this base model."""
-        match = _PATH.fullmatch(path)
-        if match is None:
-            raise UserError(f"{path!r} is no checkpoint; expected tinker://RUN/weights/NAME")
-        folder = self._folder(match[1]) / match[2] / match[3]
-        notes = read_json(folder / NOTES)
-        if notes is None:
-            raise UserError(f"there is no checkpoint {path} in {self.out}")
-        if kind is not None and match[2] != kind:
-            raise UserError(
-                f"{path} has no optimiser to train on; name one of tinker://{match[1]}/weights"
-            )
-        if notes["base_fingerprint"] != self._base.learner.base_fingerprint:
-            raise UserError(f"{path} belongs to another base model, {notes['base_model']}")
-        return folder, notes
+    def _write_sampler(self, made: Trained, folder: Path, further: Json) -> None:
+        notes = self.checkpoints.notes(made.lora.model_dump(), made.model.step, further)
+        self.checkpoints.write_sampler(folder, notes, made.model.learner.write_adapter)
 
     # ---- samplers
 
-    def sampler(self, folder: Path | None) -> Model:
-        """Return a model that has the adapter in ``folder``; None for the base model."""
-        if folder is None:
-            self._free_sampling()
-            return self._base
-        notes = read_json(folder / NOTES)
-        if notes is None:
+    def sampler_at(self, path: str) -> Sampler:
+        """Return the sampler of a checkpoint of either kind."""
+        folder, _ = self.checkpoints.find(path)
+        return self.sampler_in(folder)
+
+    def sampler_in(self, folder: Path) -> Sampler:
+        """Return the sampler with the adapter in a folder, as it is now."""
+        notes = self.checkpoints.read_notes(folder)
+        assert notes is not None
+        return Sampler(folder, notes["version"])
+
+    def ready(self, sampler: Sampler) -> Model:
+        """Return a model that has the sampler's adapter."""
+        if sampler.folder is None:
+            return self._without_adapter()
+        notes = self.checkpoints.read_notes(sampler.folder)
+        if notes is None or notes["version"] != sampler.version:
             raise UserError(
-                f"this sampler is gone: the server keeps {_SNAPSHOTS} samplers without a name for each model. Give "
-                "those that you need longer a name, save_weights_for_sampler(name)"
+                "this sampler's weights were deleted or overwritten; of samplers without a name the newest "
+                f"{SNAPSHOTS} of each model are kept: give a name to those that you need longer, "
+                "save_weights_for_sampler(name)"
             )
         lora = notes["lora"]
         shape = {key: value for key, value in lora.items() if key != "seed"}
         if self._sampling is None or self._sampling[0] != shape:
             self._free_sampling()
             self._base.release_sampler()
-            self._sampling = shape, self._model(LoraConfig(**{**lora, "seed": 0}))
+            self._sampling = shape, self._model(LoraConfig(**{**lora, "seed": 0}), 0)
         model = self._sampling[1]
-        if self._loaded != folder:
-            self._loaded = None
-            model.learner.load_adapter(model.learner.read_adapter(folder), str(folder))
-            self._loaded = folder
+        if self._loaded != sampler:
+            self._loaded = Sampler()
+            state = model.learner.read_adapter(sampler.folder)
+            model.learner.load_adapter(state, str(sampler.folder))
+            self._loaded = sampler
+        return model
+
+    def _without_adapter(self) -> Model:
+        """Return a model that computes as the base model: the one that samples, to keep its memory, if there is one."""
+        if self._sampling is None:
+            return self._base
+        _, model = self._sampling
+        self._loaded = Sampler()
+        for _, layer in trained(model.learner.decoder):
+            reset(layer)
         return model
 
     def _free_sampling(self) -> None:
         if self._sampling is not None:
             self._sampling[1].close()
-        self._sampling = self._loaded = None
+        self._sampling = None
+        self._loaded = Sampler()
 
 
-def prompt_logprobs(model: Model, tokens: Sequence[int], last: int | None) -> np.ndarray:
-    """Return the log-probs of a prompt's tokens, [n] fp32: NaN for the first, and before the ``last`` ones."""
-    scored = np.full(len(tokens), np.nan, np.float32)
-    rows = _row(tokens, len(tokens) if last is None else last)
-    if rows is not None:
-        (values,) = score(model.learner, rows)
-        scored[len(tokens) - len(values) :] = values
-    return scored
+class Layers:
+    """The layers of a base model that adapters may train.
+
+    Args:
+        decoder: the base model, with LoRA of rank 1 on all linear layers of attention and MLP.
+        model_type: torchtune's name of the model's type.
+    """
+
+    def __init__(self, decoder: Any, model_type: str) -> None:
+        layers = trained_layers(decoder, names_of(decoder, model_type))
+        self._numbers = {}  # trained numbers at rank 1, by PEFT's name of the layer
+        for layer in layers:
+            parameters = (layer.layer.get_parameter(key) for key in layer.layer.adapter_params())
+            self._numbers[layer.module] = sum(parameter.numel() for parameter in parameters)
+        of_names = {name for name, _ in decoder.named_parameters()}
+        self._has_output = not of_names.isdisjoint({f"{OUTPUT}.weight", "output.weight"})
+        self._output_numbers = sum(decoder.tok_embeddings.weight.shape)
+
+    def targets(self, lora: LoraConfig) -> list[str] | None:
+        """Return the layers that get LoRA, by PEFT's names; None for all of attention and MLP.
+
+        Raises:
+            UserError: the rank is out of range, or no layer gets LoRA.
+        """
+        if not 1 <= lora.rank <= _MOST_RANK:
+            raise UserError(f"lora_config.rank is {lora.rank}; expected 1 to {_MOST_RANK}")
+        output = lora.train_unembed and self._has_output
+        if lora.train_unembed and not self._has_output:
+            log.info("train_unembed: the output layer is the embeddings, and gets no LoRA")
+        if lora.train_attn and lora.train_mlp and not output:
+            return None
+        targets = self._short(self._chosen(lora))
+        if output:
+            targets.append(OUTPUT)
+        if not targets:
+            raise UserError(
+                "lora_config trains no layer of this model, whose output layer is its embeddings; set train_attn or "
+                "train_mlp"
+            )
+        return targets
+
+    def numbers(self, lora: LoraConfig) -> int:
+        """Return how many numbers an adapter trains."""
+        at_rank_1 = sum(self._numbers[module] for module in self._chosen(lora))
+        if lora.train_unembed and self._has_output:
+            at_rank_1 += self._output_numbers
+        return lora.rank * at_rank_1
+
+    def _chosen(self, lora: LoraConfig) -> list[str]:
+        chosen = []
+        for module in self._numbers:
+            is_mlp = _MLP.search(module) is not None
+            if lora.train_mlp if is_mlp else lora.train_attn:
+                chosen.append(module)
+        return chosen
+
+    def _short(self, modules: Sequence[str]) -> list[str]:
+        """Return the ends of the layers' names, where all layers with this end are chosen; else the whole names."""
+        every = Counter(map(last_part, self._numbers))
+        chosen = Counter(map(last_part, modules))
+        names = set()
+        for module in modules:
+            end = last_part(module)
+            names.add(end if chosen[end] == every[end] else module)
+        return sorted(names)
 
 
-def most_probable(model: Model, tokens: Sequence[int], last: int, k: int) -> TopK:
-    """Return the k most probable tokens at the ``last`` positions of ``tokens``, with log-probs, [last, k]."""
-    ids = np.zeros((last, k), np.int32)
-    logprobs = np.full((last, k), -99999.0, np.float32)  # the protocol's mark of a position without
-    rows = _row(tokens, last)
-    if rows is not None:
-        objective = _MostProbable(k)
-        compute(model.learner, rows, objective)
-        found = torch.cat([values for values, _ in objective.found]).cpu().numpy()
-        logprobs[last - len(found) :] = found
-        ids[last - len(found) :] = torch.cat([names for _, names in objective.found]).cpu().numpy()
-    return TopK(ids, logprobs)
-
-
-def _row(tokens: Sequence[int], last: int) -> Rows | None:
-    """Return a row whose labels are the ``last`` tokens but the first of all; None if there is none."""
-    ids = np.asarray(tokens, np.int32)
-    labels = ids.copy()
-    labels[: max(1, len(ids) - last)] = -100
-    if (labels == -100).all():
-        return None
-    return Rows([ids], [labels], [(len(ids),)], {"rows": 1}, {})
-
-
-class _MostProbable(Objective):
-    """Records the most probable tokens of every label's position; its value is 0."""
-
-    over_vocabulary = True
-
-    def __init__(self, k: int) -> None:
-        super().__init__()
-        self._k = k
-        self.found: list[tuple[Tensor, Tensor]] = []
-
-    def terms(self, nll: Tensor, columns: Any, sequence: Tensor) -> Any:
-        raise NotImplementedError
-
-    def compare(self, logits: Tensor, other: Any, gradient: bool) -> Any:
-        """Record the tokens of a chunk."""
-        best = logits.float().log_softmax(dim=-1).topk(min(self._k, logits.shape[-1]))
-        self.found.append((best.values, best.indices))
-        return torch.zeros(len(logits), device=logits.device), None
+def _restore(made: Trained, folder: Path, optimizer: bool) -> None:
+    """Load a checkpoint into a model, with its optimiser or a fresh one."""
+    model = made.model
+    if optimizer:
+        model.load(folder)
+    else:
+        model.learner.load_adapter(model.learner.read_adapter(folder), str(folder))
+        model.renew_optimizer()
+    made.saved = model.step
+    made.failed = None
 
 
 def _check_adam(settings: AdamParams) -> None:
     """Refuse settings with which AdamW cannot do a step."""
-    ranges = {
-        "beta1": (0.0, 1.0),
-        "beta2": (0.0, 1.0),
-        "eps": (0.0, 1.0),
-        "weight_decay": (0.0, 1e6),
-    }
-    ranges |= {"learning_rate": (0.0, 1e6), "grad_clip_norm": (0.0, 1e30)}
-    for name, (least, most) in ranges.items():
+    for name, (least, most) in _RANGES.items():
         value = getattr(settings, name)
-        if not least <= value <= most or (name.startswith("beta") and value == 1):
+        if not least <= value <= most:
             raise UserError(
                 f"adam_params.{name} is {value:g}; expected a number from {least:g} to {most:g}"
             )

@@ -9,11 +9,11 @@ import hmac
 import json
 import secrets
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -25,10 +25,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinker import types
 
 from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.base.files import remove_folder
+from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
 from rocm_ext.serve import samples
-from rocm_ext.serve.adapters import Adapters
+from rocm_ext.serve.adapters import Adapters, Sampler
 from rocm_ext.serve.protocol import computation, parse
 from rocm_ext.serve.work import MOST_BYTES, Answer, Failed, Full, Later, Work
 
@@ -36,7 +36,7 @@ MOST_BODY = 2**26  # bytes; the SDK cuts calls into bodies of 5 MB
 _WAIT = 30.0  # seconds that retrieve_future waits; the SDK gives up after 45
 _SILENT = 60.0  # seconds without a heartbeat, of which the SDK sends one in 10, after which a session's models may end
 _PROTOBUF = "application/x-protobuf"
-_STATUS = {"user": 400, "server": 500}
+_LONGEST_LIFE = 10 * 366 * 86400  # seconds
 _API = "/api/v1"
 
 
@@ -77,8 +77,8 @@ class Service:
         self._adapters = adapters
         self.work = Work(partial(samples.answer, adapters))
         self._sessions: dict[str, Session] = {}
-        # by id of a sampling session: folder of its adapter, None for the base model; and its path
-        self._samplers: dict[str, tuple[Path | None, str | None]] = {}
+        # by id of a sampling session: its adapter, and the path that the client knows
+        self._samplers: dict[str, tuple[Sampler, str | None]] = {}
 
     def routes(self) -> list[Route]:
         """Return the routes of the protocol."""
@@ -154,7 +154,7 @@ class Service:
     async def create_session(self, request: Request) -> Json:
         parse(types.CreateSessionRequest, await _json(request))
         began = datetime.now().strftime("%Y%m%d-%H%M%S")
-        session = f"{began}-{secrets.token_hex(2)}"
+        session = f"{began}-{secrets.token_hex(4)}"
         self._sessions[session] = Session(time.monotonic())
         return {"type": "create_session", "session_id": session}
 
@@ -167,7 +167,7 @@ class Service:
         session = self._session(request.path_params["session"])
         session.ended = True
         for model in session.models:
-            self.work.add(f"end {model}", 0, f"end {model}", 0, alone=partial(self._unload, model))
+            self.work.end(model, f"end {model}", partial(self._unload, model))
         return {}
 
     async def get_session(self, request: Request) -> Json:
@@ -194,7 +194,7 @@ class Service:
         return self._new_model(
             given.session_id,
             given.model_seq_id,
-            lambda model: self._adapters.create(model, given.session_id, lora, given.user_metadata),
+            lambda model: self._adapters.create(model, lora, given.user_metadata),
             lambda model: {"model_id": model, "type": "create_model"},
         )
 
@@ -222,7 +222,7 @@ class Service:
             session,
             given.model_seq_id,
             lambda model: self._adapters.load(
-                model, session, given.path, given.optimizer, given.user_metadata
+                model, given.path, given.optimizer, given.user_metadata
             ),
             answer,
         )
@@ -240,10 +240,7 @@ class Service:
         came = time.monotonic()
 
         def alone() -> Answer:
-            for name, other in list(self._sessions.items()):
-                if other.gone and name != session_id:
-                    for left in other.models:
-                        self._unload(left)
+            self._make_room(session)
             if self._adapters.full and self._may_end(came, session):
                 raise Later
             make(model)
@@ -254,28 +251,36 @@ class Service:
             session.models.append(model)
         return reply
 
+    def _make_room(self, own: Session) -> None:
+        """End models of sessions that are gone while no more can be made, of the longest silent ones first."""
+        others = (session for session in list(self._sessions.values()) if session is not own)
+        for session in sorted(others, key=lambda session: session.heard):
+            for model in session.models:
+                if self._adapters.full and session.gone:
+                    self._unload(model)
+
     def _may_end(self, since: float, own: Session) -> bool:
         """Return whether another session with models has been silent since then: its script may have ended.
 
         Few scripts finish their session, and none that is killed.
         """
-        trained = self._adapters.trained
+        open_models = self._adapters.trained
         for session in list(self._sessions.values()):
             silent = session is not own and session.heard < since
-            if silent and any(model in trained for model in session.models):
+            if silent and any(model in open_models for model in session.models):
                 return True
         return False
 
     async def unload_model(self, request: Request) -> Json:
         given = parse(types.UnloadModelRequest, await _json(request))
+        self._adapters.of(given.model_id)
         name = f"end {given.model_id}"
-        self.work.add(name, 0, name, 0, alone=partial(self._unload, given.model_id))
+        self.work.end(given.model_id, name, partial(self._unload, given.model_id))
         return {"request_id": name, "model_id": given.model_id}
 
     def _unload(self, model: str) -> Answer:
         self._adapters.unload(model)
         self.work.drop(model)
-        self.work.drop(f"end {model}")
         return {"model_id": model, "type": "unload_model"}
 
     async def get_info(self, request: Request) -> Json:
@@ -316,7 +321,7 @@ class Service:
         if number and not any(model in session.models for session in self._sessions.values()):
             self._adapters.of(model)  # says that it is not here
         name = f"{model}.{number}"
-        self.work.add(model, number, name, size, alone=alone)
+        self.work.add(model, number, name, size, alone)
         return {"request_id": name, "model_id": model}
 
     # ---- checkpoints
@@ -336,36 +341,39 @@ class Service:
         if given.kind != "snapshot":
             raise UserError(f"kind {given.kind} is not served; a sampler here is a snapshot")
         notes = _notes(given)
+        number = given.sampling_session_seq_id
+        if (given.path is None) == (number is None):
+            raise UserError("a sampler has either a path, its name, or a sampling_session_seq_id")
 
         def save() -> Answer:
-            path, folder = self._adapters.save_sampler(given.model_id, given.path, notes)
-            answer = {"path": path, "type": "save_weights_for_sampler"}
-            if given.sampling_session_seq_id is not None:
-                session, _, _ = given.model_id.rpartition(":train:")
-                answer["sampling_session_id"] = self._new_sampler(
-                    session, given.sampling_session_seq_id, folder, path
-                )
-            return answer
+            answer: Json = {"type": "save_weights_for_sampler"}
+            if given.path is not None:
+                path = self._adapters.save_sampler(given.model_id, given.path, notes)
+                return answer | {"path": path}
+            sampler = self._adapters.snapshot(given.model_id, notes)
+            session, _, _ = given.model_id.rpartition(":train:")
+            assert number is not None
+            return answer | {"sampling_session_id": self._new_sampler(session, number, sampler)}
 
         return self._add(given.model_id, _number(given.seq_id), save)
 
     async def weights_info(self, request: Request) -> Json:
         content = await _json(request)
-        notes = self._adapters.notes(str(content.get("tinker_path")))
+        _, notes = self._adapters.checkpoints.find(str(content.get("tinker_path")))
         lora = notes["lora"]
-        trains = {key: lora[key] for key in ("train_unembed", "train_mlp", "train_attn")}
+        trains = {key: lora.get(key) for key in ("train_unembed", "train_mlp", "train_attn")}
         base = notes["base_model"]
-        return {"base_model": base, "is_lora": True, "lora_rank": lora["rank"], **trains}
+        return {"base_model": base, "is_lora": True, "lora_rank": lora.get("rank"), **trains}
 
     async def training_runs(self, request: Request) -> Json:
         offset, limit = _page(request)
-        runs = [_run(name, described) for name, described in self._adapters.runs()]
+        runs = [_run(name, described) for name, described in self._adapters.checkpoints.runs()]
         cursor = {"offset": offset, "limit": limit, "total_count": len(runs)}
         return {"training_runs": runs[offset : offset + limit], "cursor": cursor}
 
     async def training_run(self, request: Request) -> Json:
         wanted = request.path_params["run"]
-        for name, described in self._adapters.runs():
+        for name, described in self._adapters.checkpoints.runs():
             if name == wanted:
                 return _run(name, described)
         raise Unknown(f"there is no run {wanted}")
@@ -373,7 +381,7 @@ class Service:
     async def list_checkpoints(self, request: Request) -> Json:
         run = request.path_params["run"]
         found = []
-        for label, folder, notes in self._adapters.checkpoints(run):
+        for label, folder, notes in self._adapters.checkpoints.of_run(run):
             kind = "sampler" if label.startswith("sampler") else "training"
             size = sum(file.stat().st_size for file in folder.iterdir())
             found.append(
@@ -388,62 +396,72 @@ class Service:
             )
         return {"checkpoints": found}
 
-    async def delete_checkpoint(self, request: Request) -> Json:
+    async def delete_checkpoint(self, request: Request) -> Response:
         place = request.path_params
         path = f"tinker://{place['run']}/{place['kind']}/{place['name']}"
-        remove_folder(self._adapters.sampler_folder(path))
+        # in the thread that writes them
+        name = f"delete {secrets.token_hex(8)}"
+        self.work.end(name, name, partial(self._delete, name, path))
+        return await self._result(name)
+
+    def _delete(self, name: str, path: str) -> Answer:
+        self._adapters.checkpoints.remove(path)
+        self.work.drop(name)
         return {}
 
     # ---- samplers
 
     async def create_sampling_session(self, request: Request) -> Json:
         given = parse(types.CreateSamplingSessionRequest, await _json(request))
-        folder = self._sampler_folder(given.model_path, given.base_model)
-        sampler = self._new_sampler(
-            given.session_id, given.sampling_session_seq_id, folder, given.model_path
+        sampler = self._sampler(given.model_path, given.base_model)
+        name = self._new_sampler(
+            given.session_id, given.sampling_session_seq_id, sampler, given.model_path
         )
-        return {"type": "create_sampling_session", "sampling_session_id": sampler}
+        return {"type": "create_sampling_session", "sampling_session_id": name}
 
-    def _sampler_folder(self, path: str | None, base_model: str | None) -> Path | None:
+    def _sampler(self, path: str | None, base_model: str | None) -> Sampler:
         if path is not None:
-            return self._adapters.sampler_folder(path)
+            return self._adapters.sampler_at(path)
         if base_model is None:
             raise UserError("a sampler needs model_path or base_model")
         self._adapters.check_name(base_model)
-        return None
+        return Sampler()
 
     def _new_sampler(
-        self, session_id: str, number: int, folder: Path | None, path: str | None
+        self, session_id: str, number: int, sampler: Sampler, path: str | None = None
     ) -> str:
+        """Return the id of a new sampling session."""
         session = self._session(session_id)
-        sampler = f"{session_id}:sample:{number}"
-        if sampler not in self._samplers:
-            session.samplers.append(sampler)
-            self._samplers[sampler] = folder, path
-        return sampler
+        name = f"{session_id}:sample:{number}"
+        if name not in self._samplers:
+            session.samplers.append(name)
+            self._samplers[name] = sampler, path
+        return name
 
     async def get_sampler(self, request: Request) -> Json:
         sampler = request.path_params["sampler"]
         _, path = self._find_sampler(sampler)
         return {"sampler_id": sampler, "base_model": self._adapters.names[0], "model_path": path}
 
-    def _find_sampler(self, sampler: str) -> tuple[Path | None, str | None]:
-        if sampler not in self._samplers:
-            raise Unknown(f"sampler {sampler} is not known here: the server was started again")
-        return self._samplers[sampler]
+    def _find_sampler(self, name: str) -> tuple[Sampler, str | None]:
+        if name not in self._samplers:
+            raise Unknown(f"sampler {name} is not known here: the server was started again")
+        return self._samplers[name]
 
     async def asample(self, request: Request) -> Json:
         body = await request.body()
         given = parse(types.SampleRequest, _object(body))
         if given.sampling_session_id is not None:
-            folder, _ = self._find_sampler(given.sampling_session_id)
-            name = f"{given.sampling_session_id}.{given.seq_id or 0}"
+            if given.seq_id is None:
+                raise UserError("seq_id is missing: the number of the call in its sampling session")
+            sampler, _ = self._find_sampler(given.sampling_session_id)
+            name = f"{given.sampling_session_id}.{given.seq_id}"
         else:
-            folder = self._sampler_folder(given.model_path, given.base_model)
+            sampler = self._sampler(given.model_path, given.base_model)
             name = f"sample.{secrets.token_hex(8)}"
         adapters = self._adapters
-        asked = samples.read(given, name, folder, adapters.vocabulary, adapters.window)
-        self.work.add(asked.kind, None, name, len(body), sample=asked)
+        asked = samples.read(given, name, sampler, adapters.vocabulary, adapters.window)
+        self.work.add_sample(asked.kind, name, len(body), asked)
         ids = [f"{name}.{number}" for number in range(asked.samples)]
         return {"request_id": name, "sample_sequence_ids": ids}
 
@@ -451,11 +469,14 @@ class Service:
 
     async def retrieve_future(self, request: Request) -> Response:
         given = parse(types.FutureRetrieveRequest, await _json(request))
-        future = self.work.find(given.request_id)
+        return await self._result(given.request_id)
+
+    async def _result(self, name: str) -> Response:
+        """Wait for the answer to a call; after some time tell the client to ask again."""
+        future = self.work.find(name)
         if future is None:
             raise Unknown(
-                f"request {given.request_id} is not known here: the server was started again, or its answer is no "
-                "longer kept"
+                f"request {name} is not known here: the server was started again, or its answer is no longer kept"
             )
         waiting = asyncio.wrap_future(future)
         await asyncio.wait([waiting], timeout=_WAIT)
@@ -463,12 +484,12 @@ class Service:
             waiting.add_done_callback(
                 _read
             )  # so that asyncio does not report an error that nobody read
-            again = {"type": "try_again", "request_id": given.request_id, "queue_state": "active"}
+            again = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return JSONResponse(again)
         try:
             answer = waiting.result()
         except Failed as failure:
-            return JSONResponse({"error": str(failure), "category": failure.category})
+            return _error(str(failure), 200, failure.category)
         if isinstance(answer, bytes):
             return Response(answer, media_type=_PROTOBUF)
         return JSONResponse(answer)
@@ -544,6 +565,11 @@ def _endpoint(
                 f"too many calls wait, or more than {MOST_BYTES // 2**20} MiB of them; try again",
                 429,
             )
+        except HTTPException:
+            raise
+        except Exception as error:  # a fault here is one line for the client
+            log.error("%s", traceback.format_exc())
+            return _error(f"{type(error).__name__}: {one_line(error)}", 500)
         return answer if isinstance(answer, Response) else JSONResponse(answer)
 
     return endpoint
@@ -557,9 +583,11 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return _error(str(error.detail), error.status_code)
 
 
-def _error(message: str, status: int) -> JSONResponse:
-    category = "user" if status < 500 else "server"
-    return JSONResponse({"error": message, "category": category}, status)
+def _error(message: str, status: int, category: str | None = None) -> JSONResponse:
+    if category is None:
+        category = "user" if status < 500 else "server"
+    printable = message.encode(errors="replace").decode()  # it may quote half of a character
+    return JSONResponse({"error": printable, "category": category}, status)
 
 
 async def _json(request: Request) -> Json:
@@ -568,12 +596,16 @@ async def _json(request: Request) -> Json:
 
 def _object(body: bytes) -> Json:
     try:
-        content = json.loads(body)
+        content = json.loads(body, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise UserError(f"the body is no JSON: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError("the body must be a JSON object")
     return content
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"it has {name}")
 
 
 def _number(seq_id: int | None) -> int:
@@ -592,6 +624,8 @@ def _notes(given: Any) -> Json:
     """Return what a client says about a checkpoint; nothing here removes one that has expired."""
     notes: Json = {"user_metadata": given.user_metadata}
     if given.ttl_seconds is not None:
+        if not 0 < given.ttl_seconds <= _LONGEST_LIFE:
+            raise UserError(f"ttl_seconds is {given.ttl_seconds}; expected 1 to {_LONGEST_LIFE}")
         notes["expires"] = time.time() + given.ttl_seconds
     return notes
 

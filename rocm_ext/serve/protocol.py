@@ -20,6 +20,7 @@ from rocm_ext.serve.losses import LOGPROBS, WEIGHTS
 
 Request = TypeVar("Request", bound=BaseModel)
 
+NOTHING = -99999.0  # the protocol's log-prob of positions that were not computed
 _TARGETS = "target_tokens"
 _DTYPES = {proto.DTYPE_FLOAT32: np.float32, proto.DTYPE_INT64: np.int64}
 
@@ -80,9 +81,7 @@ def computation(body: bytes) -> Computation:
     )
 
 
-def rows_of(
-    data: Sequence[Any], columns: Sequence[str], vocabulary: int, longest: int
-) -> tuple[Rows, list[int]]:
+def rows_of(data: Sequence[Any], columns: Sequence[str], vocabulary: int, longest: int) -> Rows:
     """Convert datums to rows, in which every target is a label.
 
     A row's tokens are the datum's, and its last target: position i + 1 has the label that input i predicts.
@@ -93,16 +92,12 @@ def rows_of(
         vocabulary: number of token ids.
         longest: most input tokens of a datum.
 
-    Returns:
-        The rows, and the numbers of their targets.
-
     Raises:
         UserError: there is no datum, or one is malformed; the message names it.
     """
     if not data:
         raise UserError("forward_backward has no data")
     rows = Rows([], [], [], {"rows": len(data)}, {name: [] for name in columns})
-    counts = []
     for index, datum in enumerate(data):
         try:
             tokens = _tokens(datum.model_input)
@@ -116,13 +111,12 @@ def rows_of(
                 )
         except ValueError as error:
             raise UserError(f"datum {index}: {error}") from error
-        counts.append(len(targets))
         rows.tokens.append(np.append(tokens, targets[-1]).astype(np.int32))
         rows.labels.append(np.append(IGNORE, targets).astype(np.int32))
         rows.lengths.append((len(tokens) + 1,))
         for name, values in inputs.items():
             rows.columns[name].append(np.append(np.float32(0), values))
-    return rows, counts
+    return rows
 
 
 def _tokens(chunks: Iterable[Any]) -> np.ndarray:
@@ -169,6 +163,8 @@ def _array(name: str, tensor: Any) -> np.ndarray:
     if _DTYPES.get(tensor.dtype) is not expected:
         raise ValueError(f"{name} must be {np.dtype(expected).name}")
     values = np.frombuffer(tensor.dense, expected)
+    if tensor.shape and tensor.shape[0] != len(values):
+        raise ValueError(f"{name} has {len(values)} values and shape {list(tensor.shape)}")
     if not np.isfinite(values).all():
         raise ValueError(f"{name} has a value that is not finite")
     return values
@@ -196,12 +192,10 @@ def text_tokens(prompt: Any, vocabulary: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def computed(summed: float, logprobs: Sequence[np.ndarray], further: Mapping[str, float]) -> bytes:
+def computed(summed: float, logprobs: Sequence[np.ndarray]) -> bytes:
     """Return the result of a computation: the loss's sum, and log-probs [n] fp32 by datum."""
     message = proto.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     message.metrics["loss:sum"] = summed
-    for name, value in further.items():
-        message.metrics[name] = value
     record = message.loss_fn_outputs.add()
     record.num_datums = len(logprobs)
     sizes = [values.nbytes for values in logprobs]
@@ -214,14 +208,14 @@ def computed(summed: float, logprobs: Sequence[np.ndarray], further: Mapping[str
 
 @dataclass(frozen=True)
 class TopK:
-    """The most probable tokens of some positions: ids and log-probs, both [n, k]; NaN where nothing was computed."""
+    """The most probable tokens of some positions: ids and log-probs, both [n, k]; see :data:`NOTHING`."""
 
     ids: np.ndarray
     logprobs: np.ndarray
 
 
 @dataclass(frozen=True)
-class Sequence_:
+class Sampled:
     """A sampled answer: tokens, their log-probs, whether a stop ended it, and the most probable tokens if asked."""
 
     tokens: list[int]
@@ -231,7 +225,7 @@ class Sequence_:
 
 
 def sampled(
-    sequences: Iterable[Sequence_], prompt_logprobs: np.ndarray | None, prompt_top: TopK | None
+    sequences: Iterable[Sampled], prompt_logprobs: np.ndarray | None, prompt_top: TopK | None
 ) -> bytes:
     """Return the result of sampling; log-probs of a prompt's tokens are [n] fp32, NaN where not computed."""
     message = proto.SampleResponse()

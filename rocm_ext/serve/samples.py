@@ -3,20 +3,28 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from tinker.types import SampleRequest
+from torch import Tensor
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.data.render import IGNORE
+from rocm_ext.data.rows import Rows
+from rocm_ext.losses import Objective
+from rocm_ext.losses.objective import Columns, Terms
 from rocm_ext.sampling import Completion, Request, Sampling, sample_seed
-from rocm_ext.serve.adapters import Adapters, most_probable, prompt_logprobs
-from rocm_ext.serve.protocol import Sequence_, sampled, text_tokens
-from rocm_ext.serve.work import Answer, Failed
+from rocm_ext.serve.adapters import Adapters, Sampler
+from rocm_ext.serve.protocol import NOTHING, Sampled, TopK, sampled, text_tokens
+from rocm_ext.train.scoring import compute, score
 from rocm_ext.training.model import Model
 
 MOST_SAMPLES = 4096
 MOST_TOP = 1024
+_GREEDY = 1e-5  # temperatures below are greedy, as in vLLM: divided by them, logits overflow
+# keys with their usual value, and what to do
 _NOT_SERVED = {
     "target_prompt_logprobs": (None, ""),
     "prompt_alt_tokens_k": (0, ""),
@@ -26,7 +34,7 @@ _NOT_SERVED = {
         ": only the hosted service records what loss_fn stable_reinforce needs; take another loss_fn, such as "
         "importance_sampling or ppo",
     ),
-}  # the usual value, and what to do
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class Asked:
 
     Attributes:
         name: id of the request, from which samples without a seed are drawn.
-        folder: the sampler's adapter; None for the base model.
+        sampler: the adapter.
         tokens: the prompt.
         samples: number of answers.
         sampling: how to draw them, except for their length.
@@ -46,7 +54,7 @@ class Asked:
     """
 
     name: str
-    folder: Path | None
+    sampler: Sampler
     tokens: tuple[int, ...]
     samples: int
     sampling: Sampling
@@ -58,13 +66,13 @@ class Asked:
     sample_top: int
 
     @property
-    def kind(self) -> tuple[Path | None, Sampling]:
+    def kind(self) -> tuple[Sampler, Sampling]:
         """Calls of one kind share a batch."""
-        return self.folder, self.sampling
+        return self.sampler, self.sampling
 
 
 def read(
-    request: SampleRequest, name: str, folder: Path | None, vocabulary: int, window: int
+    request: SampleRequest, name: str, sampler: Sampler, vocabulary: int, window: int
 ) -> Asked:
     """Read a sampling call.
 
@@ -89,7 +97,9 @@ def read(
     texts, ids = _stops(given.stop)
     sampling = Sampling(
         1,
-        temperature=given.temperature,
+        temperature=given.temperature
+        if given.temperature >= _GREEDY or given.temperature < 0
+        else 0.0,
         top_k=None if given.top_k == -1 else given.top_k,
         top_p=None if given.top_p == 1 else given.top_p,
         stop_strings=texts,
@@ -98,7 +108,7 @@ def read(
     seed = sample_seed(0, "request", name, 0) if given.seed is None else given.seed
     return Asked(
         name,
-        folder,
+        sampler,
         tokens,
         request.num_samples,
         sampling,
@@ -130,16 +140,16 @@ def _check(name: str, value: int, least: int, most: int) -> None:
         raise UserError(f"{name} is {value}; expected {least} to {most}")
 
 
-def answer(adapters: Adapters, calls: Sequence[Asked]) -> list[Answer | Failed]:
+def answer(adapters: Adapters, calls: Sequence[Asked]) -> list[bytes]:
     """Answer calls of one kind in one batch."""
-    model = adapters.sampler(calls[0].folder)
+    model = adapters.ready(calls[0].sampler)
     requests, places = _requests(calls, adapters.window)
     answers: dict[tuple[int, int], Completion] = {}
     for batch in _batches(requests, adapters.window):
         longest = max(request.most or 1 for request in batch)
         for completion in model.generate(batch, replace(calls[0].sampling, max_new_tokens=longest)):
             answers[places[completion.request.key]] = completion
-    results: list[Answer | Failed] = []
+    results: list[bytes] = []
     for number, call in enumerate(calls):
         own = [answers[number, sample] for sample in range(call.samples)]
         results.append(_result(model, call, own))
@@ -188,22 +198,71 @@ def _result(model: Model, call: Asked, completions: Sequence[Completion]) -> byt
         top = None
         if call.sample_top:
             tokens = [*call.tokens, *completion.tokens]
-            top = most_probable(model, tokens, len(completion.tokens), call.sample_top)
+            found = _most_probable(model, tokens, len(completion.tokens), call.sample_top)
+            begin = len(call.tokens)
+            top = TopK(found.ids[begin:], found.logprobs[begin:])
         stopped = completion.finish_reason == "stop"
-        sequences.append(Sequence_(completion.tokens, completion.logprobs, stopped, top))
-    logprobs = None
+        sequences.append(Sampled(completion.tokens, completion.logprobs, stopped, top))
+    logprobs = top = None
     if call.prompt_logprobs:
-        logprobs = prompt_logprobs(model, call.tokens, call.last)
-    top = None
+        logprobs = _prompt_logprobs(model, call.tokens, call.last)
     if call.prompt_top:
-        top = _prompt_top(model, call)
+        top = _most_probable(model, call.tokens, call.last, call.prompt_top)
     return sampled(sequences, logprobs, top)
 
 
-def _prompt_top(model: Model, call: Asked) -> Any:
-    """Return the most probable tokens at a prompt's positions, all of them or the last ones."""
-    found = most_probable(model, call.tokens, len(call.tokens), call.prompt_top)
-    if call.last is not None:
-        found.logprobs[: -call.last] = -99999.0
-        found.ids[: -call.last] = 0
-    return found
+def _prompt_logprobs(model: Model, tokens: Sequence[int], last: int | None) -> np.ndarray:
+    """Return the log-probs of a prompt's tokens, [n] fp32: NaN for the first, and before the ``last`` ones."""
+    scored = np.full(len(tokens), np.nan, np.float32)
+    rows = _row(tokens, last)
+    if rows is not None:
+        (values,) = score(model.learner, rows)
+        scored[len(tokens) - len(values) :] = values
+    return scored
+
+
+def _most_probable(model: Model, tokens: Sequence[int], last: int | None, k: int) -> TopK:
+    """Return the k most probable tokens of each position, [n, k]: nothing for the first, and before the ``last``."""
+    ids = np.zeros((len(tokens), k), np.int32)
+    logprobs = np.full((len(tokens), k), NOTHING, np.float32)
+    rows = _row(tokens, last)
+    if rows is not None:
+        objective = _MostProbable(k)
+        compute(model.learner, rows, objective)
+        found = torch.cat([values for values, _ in objective.found]).cpu().numpy()
+        names = torch.cat([names for _, names in objective.found]).cpu().numpy()
+        logprobs[len(tokens) - len(found) :] = found
+        ids[len(tokens) - len(found) :] = names
+    return TopK(ids, logprobs)
+
+
+def _row(tokens: Sequence[int], last: int | None) -> Rows | None:
+    """Return a row whose labels are the ``last`` tokens but the first of all; None if there is none."""
+    ids = np.asarray(tokens, np.int32)
+    labels = ids.copy()
+    masked = 1 if last is None else max(1, len(ids) - last)
+    labels[:masked] = IGNORE
+    if masked >= len(ids):
+        return None
+    return Rows([ids], [labels], [(len(ids),)], {"rows": 1}, {})
+
+
+class _MostProbable(Objective):
+    """Records the most probable tokens of every label's position; its value is 0."""
+
+    over_vocabulary = True
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self._k = k
+        self.found: list[tuple[Tensor, Tensor]] = []
+
+    def terms(self, nll: Tensor, columns: Columns, sequence: Tensor) -> Terms:
+        """Never called: see :meth:`compare`."""
+        raise NotImplementedError
+
+    def compare(self, logits: Tensor, other: Any, gradient: bool) -> Terms:
+        """Record the tokens of a chunk."""
+        best = logits.float().log_softmax(dim=-1).topk(self._k)
+        self.found.append((best.values, best.indices))
+        return torch.zeros(len(logits), device=logits.device), None

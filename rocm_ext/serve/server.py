@@ -56,9 +56,11 @@ def serve(
         server = uvicorn.Server(settings)
         http = Thread(target=server.run, args=([listener],), daemon=True)
         http.start()
-        greet(adapters)
-        service.work.run(stopped)
-        server.should_exit = True
-        http.join(2 * _GOODBYE)
+        try:
+            greet(adapters)
+            service.work.run(stopped)
+        finally:
+            server.should_exit = True
+            http.join(2 * _GOODBYE)
     finally:
         adapters.close()

@@ -2,13 +2,13 @@
 
 The calls of a client's model are done by their number, ``seq_id``, which is the client's order whatever arrives first.
 A call that comes again, because a client repeats it, gets the answer of the first. Calls that sample with the same
-settings from the same sampler are done together.
+settings from the same sampler are done together. Models and samples take turns.
 """
 
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Condition
@@ -20,7 +20,8 @@ from rocm_ext.base.log import log
 Answer = bytes | dict[str, Any]  # protobuf, or JSON
 MOST_WAITING = 20_000  # calls
 MOST_BYTES = 2**28  # of their bodies
-_KEPT = 4096  # finished calls whose answers are kept for clients that ask again
+_KEPT = 4096  # answers that are kept for clients that ask again
+_KEPT_BYTES = 2**28
 _TOGETHER = 0.005  # seconds that the first of several samples waits for the others
 _LOOK = 0.2  # seconds between looks whether the user asked to stop
 
@@ -37,211 +38,249 @@ class Failed(Exception):
         self.category = category
 
 
+class Full(Exception):
+    """Too many calls wait."""
+
+
 class Later(Exception):
     """A call cannot be done yet: it is tried again."""
 
 
 @dataclass
-class Call:
+class _Call:
     """A call that waits.
 
     Attributes:
         name: id of the request.
         size: bytes of its body.
+        asked: what it asks of :attr:`Work._together`, if it samples; else a function that does it.
         answer: gets the answer, or :class:`Failed`.
-        alone: does the call, or raises :class:`Later`. None for samples.
-        sample: what a sampling call asks, for :attr:`Work.together`.
     """
 
     name: str
     size: int
-    answer: Future[Answer]
-    alone: Callable[[], Answer] | None = None
-    sample: Any = None
+    asked: Any
+    answer: Future[Answer] = field(default_factory=Future)
 
 
 @dataclass
-class _Lane:
-    """The calls of a client's model, by number; or samples of one kind, in any order."""
+class _Model:
+    """The calls of a client's model.
 
-    name: Any
-    ordered: bool
+    Attributes:
+        next: number of the call that is done next.
+        waiting: calls by number.
+        last: call that ends the model, once those before are done.
+        served: when its last call was done.
+        again: when the next call may be tried again that could not be done.
+    """
+
     next: int = 0
-    waiting: dict[int, Call] = field(default_factory=dict)
-    served: float = 0.0  # when the last call was done
-    since: float = 0.0  # when the first of these samples came
-    again: float = 0.0  # when a call is tried again that could not be done
+    waiting: dict[int, _Call] = field(default_factory=dict)
+    last: _Call | None = None
+    served: float = 0.0
+    again: float = 0.0
 
     def ready(self, now: float) -> bool:
-        if self.ordered:
-            return self.next in self.waiting and now >= self.again
-        return bool(self.waiting) and now >= self.since + _TOGETHER
+        """Whether there is something to do."""
+        return now >= self.again and (self.next in self.waiting or self.last is not None)
 
 
-class Full(Exception):
-    """Too many calls wait."""
+@dataclass
+class _Samples:
+    """Sampling calls of one kind, since the first came."""
+
+    since: float
+    waiting: list[_Call] = field(default_factory=list)
+
+    def ready(self, now: float) -> bool:
+        """Whether the first has waited for others."""
+        return now >= self.since + _TOGETHER
 
 
 class Work:
     """All calls of a server.
 
     Args:
-        together: does sampling calls of one kind, given what they ask; returns their answers in order, or a
-            :class:`Failed` for a call that failed alone.
+        together: does sampling calls of one kind, given what they ask; returns their answers in order.
     """
 
-    def __init__(self, together: Callable[[Sequence[Any]], Iterable[Answer | Failed]]) -> None:
+    def __init__(self, together: Callable[[Sequence[Any]], Iterable[Answer]]) -> None:
         self._together = together
         self._changed = Condition()
-        self._lanes: dict[Any, _Lane] = {}
-        self._calls: OrderedDict[str, Call] = OrderedDict()  # waiting and finished ones
+        self._models: dict[str, _Model] = {}
+        self._ended: set[str] = set()
+        self._samples: dict[Hashable, _Samples] = {}
+        self._sampled = 0.0  # when samples of any kind were done
+        self._waiting: dict[str, _Call] = {}
         self._bytes = 0
-        self._waiting = 0
+        self._answers: OrderedDict[str, tuple[Future[Answer], int]] = OrderedDict()
+        self._kept = 0  # bytes of these answers
 
-    def add(
-        self,
-        lane: Any,
-        number: int | None,
-        name: str,
-        size: int,
-        *,
-        alone: Callable[[], Answer] | None = None,
-        sample: Any = None,
-    ) -> None:
-        """Add a call.
+    # ---- the thread of HTTP
 
-        Args:
-            lane: the model, or the kind of sample.
-            number: place in the order of the model's calls; None for a sample.
-            name, size, alone, sample: see :class:`Call`.
+    def add(self, model: str, number: int, name: str, size: int, do: Callable[[], Answer]) -> None:
+        """Add the call ``number`` of a model; for ``name`` and ``size`` see :class:`_Call`.
 
         Raises:
-            Full: too many wait; the client tries again.
-            UserError: the model has done a later call already.
+            Full: too many calls wait; the client tries again. The call that a model waits for is always taken.
+            UserError: the model has ended, or has done this call long ago.
         """
         with self._changed:
-            if name in self._calls:
+            if self._known(name):
                 return
-            if self._waiting >= MOST_WAITING or self._bytes + size > MOST_BYTES:
-                raise Full
-            queue = self._lanes.setdefault(lane, _Lane(lane, ordered=number is not None))
-            if number is None:
-                number = queue.next
-                queue.next += 1
-                if not queue.waiting:
-                    queue.since = time.monotonic()
-            elif number < queue.next:
+            if model in self._ended:
                 raise UserError(
-                    f"call {number} of {lane} is done, and its answer is no longer kept"
+                    f"model {model} has ended; make a training client from its last checkpoint, "
+                    "tinker://RUN/weights/NAME"
                 )
-            call = Call(name, size, Future(), alone, sample)
-            self._calls[name] = queue.waiting[number] = call
-            self._waiting += 1
-            self._bytes += size
-            self._forget_old()
-            self._changed.notify()
+            lane = self._models.setdefault(model, _Model())
+            if number < lane.next:
+                raise UserError(f"call {number} of {model} is done, and its answer no longer kept")
+            if number != lane.next:
+                self._check_room(size)
+            lane.waiting[number] = self._new(name, size, do)
+
+    def add_sample(self, kind: Hashable, name: str, size: int, asked: Any) -> None:
+        """Add a sampling call; calls of one ``kind`` are done together. Raises :class:`Full` as :meth:`add`."""
+        with self._changed:
+            if self._known(name):
+                return
+            self._check_room(size)
+            if kind not in self._samples:
+                self._samples[kind] = _Samples(time.monotonic())
+            self._samples[kind].waiting.append(self._new(name, size, asked))
+
+    def end(self, model: str, name: str, do: Callable[[], Answer]) -> None:
+        """Add the last call of a model, which is done after all others that have come."""
+        with self._changed:
+            if self._known(name):
+                return
+            lane = self._models.setdefault(model, _Model())
+            lane.last = self._new(name, 0, do)
 
     def find(self, name: str) -> Future[Answer] | None:
         """Return the answer to come of a call; None if there is none of this name."""
         with self._changed:
-            call = self._calls.get(name)
-        return None if call is None else call.answer
+            if name in self._waiting:
+                return self._waiting[name].answer
+            answer, _ = self._answers.get(name, (None, 0))
+            return answer
 
-    def drop(self, lane: Any) -> None:
-        """Forget a model that is gone, and fail what waits for it."""
+    def _known(self, name: str) -> bool:
+        return name in self._waiting or name in self._answers
+
+    def _check_room(self, size: int) -> None:
+        if len(self._waiting) >= MOST_WAITING or self._bytes + size > MOST_BYTES:
+            raise Full
+
+    def _new(self, name: str, size: int, asked: Any) -> _Call:
+        call = _Call(name, size, asked)
+        self._waiting[name] = call
+        self._bytes += size
+        self._changed.notify()
+        return call
+
+    # ---- the thread of the model
+
+    def drop(self, model: str) -> None:
+        """End a model: fail the calls that wait for it, and refuse later ones."""
         with self._changed:
-            gone = self._lanes.pop(lane, None)
-            calls = [] if gone is None else list(gone.waiting.values())
-            self._take(calls)
-        for call in calls:
-            call.answer.set_exception(Failed(f"model {lane} has ended", "user"))
+            lane = self._models.pop(model, _Model())
+            self._ended.add(model)
+            calls = list(lane.waiting.values())
+            if lane.last is not None:
+                calls.append(lane.last)
+        self._finish(calls, Failed(f"model {model} has ended", "user"))
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """Do calls until the user asks to stop; then fail those that wait."""
-        while not stopped():
-            with self._changed:
-                lane = self._next()
-                if lane is None:
-                    wait = _TOGETHER if any(self._samples()) else _LOOK
-                    self._changed.wait(wait)
-                    continue
-                calls = self._pop(lane)
-            try:
-                self._do(calls)
-            except Later:
-                self._put_back(lane, calls)
-            lane.served = time.monotonic()
-        with self._changed:
-            left = [call for lane in self._lanes.values() for call in lane.waiting.values()]
-        for call in left:
-            call.answer.set_exception(Failed("the server was stopped", "server"))
-
-    def _samples(self) -> Iterable[bool]:
-        return (bool(lane.waiting) for lane in self._lanes.values() if not lane.ordered)
-
-    def _next(self) -> _Lane | None:
-        """Return the lane with something to do that has waited longest."""
-        now = time.monotonic()
-        ready = [lane for lane in self._lanes.values() if lane.ready(now)]
-        return min(ready, key=lambda lane: lane.served, default=None)
-
-    def _pop(self, lane: _Lane) -> list[Call]:
-        """Take what is done next in a lane: one call, or all its samples."""
-        if lane.ordered:
-            calls = [lane.waiting.pop(lane.next)]
-            lane.next += 1
-        else:
-            calls = list(lane.waiting.values())
-            del self._lanes[lane.name]  # samples of this kind may not come again
-        self._take(calls)
-        return calls
-
-    def _put_back(self, lane: _Lane, calls: Sequence[Call]) -> None:
-        """Put a call of a model back, to be tried again in a moment."""
-        (call,) = calls
-        with self._changed:
-            lane.next -= 1
-            lane.again = time.monotonic() + _LOOK
-            lane.waiting[lane.next] = call
-            self._waiting += 1
-            self._bytes += call.size
-
-    def _take(self, calls: Sequence[Call]) -> None:
-        self._waiting -= len(calls)
-        self._bytes -= sum(call.size for call in calls)
-
-    def _do(self, calls: Sequence[Call]) -> None:
         try:
-            first = calls[0]
-            if first.alone is not None:
-                answers: Iterable[Answer | Failed] = [first.alone()]
+            while not stopped():
+                with self._changed:
+                    model, kind = self._next()
+                    if model is None and kind is None:
+                        self._changed.wait(_TOGETHER if self._samples else _LOOK)
+                if model is not None:
+                    self._do_call(self._models[model])
+                elif kind is not None:
+                    self._do_samples(kind)
+        finally:
+            with self._changed:
+                left = list(self._waiting.values())
+            self._finish(left, Failed("the server was stopped", "server"))
+
+    def _next(self) -> tuple[str | None, Hashable | None]:
+        """Return the model, or the kind of samples, that has waited longest for its turn; None for the other."""
+        now = time.monotonic()
+        ready = {name: lane for name, lane in self._models.items() if lane.ready(now)}
+        model = min(ready, key=lambda name: ready[name].served, default=None)
+        kinds = [kind for kind, samples in self._samples.items() if samples.ready(now)]
+        if kinds and (model is None or self._sampled < ready[model].served):
+            return None, kinds[0]
+        return model, None
+
+    def _do_call(self, lane: _Model) -> None:
+        """Do a model's next call, or its last."""
+        with self._changed:
+            number = lane.next
+            call = lane.waiting.pop(number, None)
+            if call is None:
+                call, lane.last = lane.last, None
             else:
-                answers = self._together([call.sample for call in calls])
+                lane.next += 1
+        assert call is not None
+        asked = call.asked
+        try:
+            answers = self._outcome([call], lambda: [asked()])
+        except Later:
+            lane.next = number
+            lane.waiting[number] = call
+            lane.again = time.monotonic() + _LOOK
+            return
+        lane.served = time.monotonic()
+        self._finish([call], *answers)
+
+    def _do_samples(self, kind: Hashable) -> None:
+        """Do the samples of one kind that have come."""
+        with self._changed:
+            calls = self._samples.pop(kind).waiting
+        answers = self._outcome(calls, lambda: self._together([call.asked for call in calls]))
+        self._sampled = time.monotonic()
+        self._finish(calls, *answers)
+
+    def _outcome(
+        self, calls: Sequence[_Call], do: Callable[[], Iterable[Answer]]
+    ) -> list[Answer] | list[Failed]:
+        """Return the answers to calls, or the failure of each."""
+        try:
+            return list(do())
+        except Later:
+            raise
+        except UserError as error:
+            failure = Failed(str(error), "user")
+        except Exception as error:  # a fault here must not end the work of other clients
+            log.error("%s", traceback.format_exc())
+            failure = Failed(f"{type(error).__name__}: {one_line(error)}", "server")
+        return [failure] * len(calls)
+
+    def _finish(self, calls: Sequence[_Call], *answers: Answer | Failed) -> None:
+        """Give calls their answers, one each or one for all, and keep these for clients that ask again."""
+        if len(answers) == 1:
+            answers *= len(calls)
+        with self._changed:
             for call, answer in zip(calls, answers, strict=True):
+                if call.answer.done():
+                    continue
                 if isinstance(answer, Failed):
                     call.answer.set_exception(answer)
                 else:
                     call.answer.set_result(answer)
-        except KeyboardInterrupt:
-            self._fail(calls, Failed("the server was stopped", "server"))
-            raise
-        except UserError as error:
-            self._fail(calls, Failed(str(error), "user"))
-        except Later:
-            raise
-        except Exception as error:  # a fault here must not end the work of other clients
-            log.error("%s", traceback.format_exc())
-            self._fail(calls, Failed(f"{type(error).__name__}: {one_line(error)}", "server"))
-
-    def _fail(self, calls: Sequence[Call], failure: Failed) -> None:
-        for call in calls:
-            if not call.answer.done():
-                call.answer.set_exception(failure)
-
-    def _forget_old(self) -> None:
-        """Forget the oldest answers, once they are many."""
-        while len(self._calls) - self._waiting > _KEPT:
-            oldest = next(iter(self._calls))
-            if not self._calls[oldest].answer.done():
-                return
-            del self._calls[oldest]
+                del self._waiting[call.name]
+                self._bytes -= call.size
+                size = len(answer) if isinstance(answer, bytes) else 1024
+                self._answers[call.name] = call.answer, size
+                self._kept += size
+            while len(self._answers) > _KEPT or self._kept > _KEPT_BYTES:
+                _, (_, size) = self._answers.popitem(last=False)
+                self._kept -= size

@@ -153,7 +153,7 @@ class Model:
             self._ratios = [rate / rates[0] for rate in rates]  # of LoRA+
             self._sampled = 0  # calls of `sample`, for its seed
             self._chat: Chat | None = None
-            self._forget_gradients()
+            self.forget_gradients()
             if state is not None:
                 self.load(state)
             self._claim_folder(state is not None)
@@ -253,8 +253,8 @@ class Model:
             summed = self._add_gradients(batches) if gradients else self._forward(batches)
         (total,) = ranks.sum([summed.item()])
         value = total / denominator
-        self._check_finite(value, 0.0, range(len(rows)))
         if gradients:
+            self._check_finite(value, 0.0, range(len(rows)))
             self._denominator += denominator
             self._loss += total
             self._tokens += sum(map(len, rows.tokens))
@@ -267,7 +267,7 @@ class Model:
         try:
             return self._trainer.add_gradients(batches)
         except BaseException:  # also Ctrl-C
-            self._forget_gradients()
+            self.forget_gradients()
             raise
 
     @torch.no_grad()
@@ -280,10 +280,6 @@ class Model:
             summed += model(batch.to(device))
         model.train()
         return summed
-
-    def forget_gradients(self) -> None:
-        """Drop the gradients that wait for :meth:`optim_step`."""
-        self._forget_gradients()
 
     def optim_step(
         self,
@@ -338,7 +334,7 @@ class Model:
             self._shown.step(self.metrics)
         if self._keeps:
             trainer.write_metrics(True, **line)
-        self._forget_gradients()
+        self.forget_gradients()
         return line
 
     def _check_finite(self, loss: float, norm: float, rows: Sequence[int]) -> None:
@@ -346,11 +342,11 @@ class Model:
         try:
             self._trainer.check_finite(loss, norm, Update([], 0.0, 0.0, rows))
         except UserError:
-            self._forget_gradients()
+            self.forget_gradients()
             raise
 
-    def _forget_gradients(self) -> None:
-        """Drop the gradients that wait for a step."""
+    def forget_gradients(self) -> None:
+        """Drop the gradients that wait for :meth:`optim_step`."""
         self._trainer.optimizer.zero_grad(set_to_none=True)
         self._denominator = 0.0
         self._loss = 0.0
@@ -379,7 +375,7 @@ class Model:
         except BaseException as error:
             for group, values in zip(groups, before, strict=True):
                 group.update(values)
-            self._forget_gradients()
+            self.forget_gradients()
             if isinstance(error, TypeError | ValueError):
                 raise UserError(f"the optimiser cannot do a step: {one_line(error)}") from error
             raise
@@ -604,11 +600,16 @@ class Model:
         self.cfg.seed = state["seed"]
         self._sampled = state["sampled"]
         self.metrics = state["metrics"]
-        self._forget_gradients()
+        self.forget_gradients()
         if len(state["rng"]) == ranks.world:
             set_rng_state(state["rng"][ranks.rank], self._recipe.runtime.device)
         else:
             log.warning("%s is of %d ranks, so dropout differs", path, len(state["rng"]))
+
+    def renew_optimizer(self) -> None:
+        """Drop what the optimiser and its loss scaler remember, and the gradients that wait."""
+        self._trainer.build(0)
+        self.forget_gradients()
 
     def _identity(self) -> dict[str, str]:
         """Return what a state shares with the model that continues from it."""

@@ -77,7 +77,7 @@ def train(client, ids, steps, seed=0, rank=8, lr=1e-2):
 def weights(server, trainer, name):
     """The trainer's adapter, from a checkpoint."""
     path = trainer.save_state(name).result().path
-    return load_file(server.adapters.sampler_folder(path) / WEIGHTS)
+    return load_file(server.adapters.checkpoints.find(path)[0] / WEIGHTS)
 
 
 def assert_equal(one, other):
@@ -209,6 +209,24 @@ def test_which_layers_are_trained(server, client):
         assert server.wait(name).json()["model_id"] == trainer.model_id
 
 
+def test_a_sampler_of_weights_that_changed_is_refused(client):
+    trainer = train(client, tokens_of(2), 1)
+    path = trainer.save_state("again").result().path
+    sampler = client.create_sampling_client(model_path=path).result()
+    ids = types.ModelInput.from_ints(tokens_of(1)[0])
+    first = sampler.compute_logprobs(ids).result()
+    trainer.forward_backward([datum(ids) for ids in tokens_of(2)], "cross_entropy").result()
+    trainer.optim_step(types.AdamParams(learning_rate=0.1)).result()
+    trainer.save_state("again", overwrite=True).result()
+    with pytest.raises(tinker.RequestFailedError, match="overwritten"):
+        sampler.compute_logprobs(ids).result()
+    newer = client.create_sampling_client(model_path=path).result()
+    assert newer.compute_logprobs(ids).result() != first
+    client.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+    with pytest.raises(tinker.APIStatusError, match="no checkpoint"):
+        client.create_sampling_client(model_path=path).result()
+
+
 # ---- samplers
 
 
@@ -303,7 +321,7 @@ def test_other_tools_read_a_checkpoint(base, server, client):
     sampler = client.create_sampling_client(model_path=path).result()
     theirs = sampler.compute_logprobs(types.ModelInput.from_ints(tokens_of(1)[0])).result()
     ids = tokens_of(1)[0]
-    folder = server.adapters.sampler_folder(path)
+    folder = server.adapters.checkpoints.find(path)[0]
     with training.open(base, *OVERRIDES, adapter=folder) as model:
         (ours,) = model.logprobs([{"tokens": ids, "labels": [-100, *ids[1:]]}])
     np.testing.assert_allclose(theirs[1:], ours, atol=1e-5)
@@ -385,6 +403,57 @@ def test_calls_are_done_in_their_order_and_once(server):
         http.post(f"/sessions/{session}/finish", json={})
 
 
+def test_an_end_comes_after_the_calls_before_it(server):
+    ids = tokens_of(2)
+    with server.http() as http:
+        _, model = new_model(server, http)
+        http.post("/forward_backward", content=call(model, 1, ids))
+        step = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.01}}
+        http.post("/optim_step", json=step)
+        saved = {"model_id": model, "seq_id": 3, "path": "last"}
+        saved = http.post("/save_weights", json=saved).json()["request_id"]
+        end = http.post("/unload_model", json={"model_id": model}).json()["request_id"]
+        assert server.wait(end).json()["model_id"] == model
+        assert server.wait(saved).json()["path"] == f"tinker://{model}/weights/last"
+        late = http.post("/forward_backward", content=call(model, 4, ids))
+        assert late.status_code == 400
+        assert "has ended" in late.json()["error"]
+
+
+def test_a_failed_call_leaves_nothing_behind(server):
+    """Gradients of calls beside the failed one do not reach the step after the next."""
+    ids = tokens_of(2)
+    with server.http() as http:
+        session, model = new_model(server, http)
+
+        def do(path, number, **body):
+            given = {"content": call(model, number, ids)} if not body else {"json": body}
+            return server.wait(http.post(path, **given).json()["request_id"])
+
+        def step(number):
+            body = {"model_id": model, "seq_id": number, "adam_params": {"learning_rate": 0.0}}
+            return do("/optim_step", number, **body).json()
+
+        do("/forward_backward", 1)
+        norm = step(2)["metrics"]["grad_norm"]
+        bad = http.post("/forward_backward", content=call(model, 3, [[1, 2, 10**6]])).json()
+        do("/forward_backward", 4)
+        assert "not done" in step(5)["error"]
+        assert "error" in server.wait(bad["request_id"]).json()
+        do("/forward_backward", 6)
+        assert step(7)["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        # a forward pass that overflows drops no gradients of others
+        do("/forward_backward", 8)
+        message = proto.ForwardBackwardRequest.FromString(call(model, 9, [[1, 2, 3]], [3e38] * 2))
+        message.forward_only = True
+        http.post("/forward_backward", content=message.SerializeToString())
+        assert step(10)["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        do("/forward_backward", 11)
+        no_eps = {"model_id": model, "seq_id": 12, "adam_params": {"eps": 0.0}}
+        assert "eps" in do("/optim_step", 12, **no_eps).json()["error"]
+        http.post(f"/sessions/{session}/finish", json={})
+
+
 # ---- what clients get wrong
 
 BAD = {
@@ -444,6 +513,8 @@ def test_bad_requests_fail_in_one_line(server):
             "base_model",
         ),
         ("/weights_info", {"json": {"tinker_path": "tinker://../weights/x"}}, 400, "tinker://"),
+        ("/session_heartbeat", {"content": b'{"session_id": "\\ud800"}'}, 404, "session"),
+        ("/create_session", {"content": b'{"tags": [], "user_metadata": {"x": NaN}}'}, 400, "NaN"),
         ("/copy_weights", {"json": {}}, 404, "not served"),
     ]
     with server.http() as http:
@@ -486,6 +557,7 @@ def test_a_body_of_100_mb_is_refused_unread(server):
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k"),
         ({"record_stability_info": True}, "take another loss_fn"),
         ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs"),
+        ({"sampling_session_id": "S"}, "seq_id"),
     ],
 )
 def test_bad_samples_fail_in_one_line(server, change, found):

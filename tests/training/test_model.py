@@ -64,7 +64,7 @@ def model(config):
 def _no_gradients_wait(model):
     """Tests share the model; each begins without gradients, and with the weights that the last one left."""
     yield
-    model._forget_gradients()
+    model.forget_gradients()
 
 
 def state(model):

@@ -54,6 +54,8 @@ def main() -> None:
                 "wire": lambda: wire_step(url, key, str(config), rows),
             }
             seconds = take_turns(sides, args.rounds, lambda side: side())
+    for name, each in seconds.items():
+        print(f"{name}: {', '.join(f'{value:.2f}' for value in each)} s", file=sys.stderr)
     ratio = Ratio.of(seconds["wire"], seconds["recipe"])
     print(
         f"{args.model}: a step over the wire takes {ratio.median:.3f} of the recipe's "
