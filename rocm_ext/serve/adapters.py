@@ -32,9 +32,8 @@ from rocm_ext.serve.losses import loss_of
 from rocm_ext.serve.protocol import Computation, computed, rows_of
 from rocm_ext.training.model import Model
 
-ALPHA = (
-    32  # the protocol has no alpha; "LoRA Without Regret" and other servers take 32 at every rank
-)
+# the protocol has no alpha; "LoRA Without Regret" and other servers take 32 at every rank
+ALPHA = 32
 _MOST_RANK = 4096
 _MLP = re.compile(r"(?i)mlp|feed_?forward|ffn|moe|expert|\.fc\d")
 _VALUE = 4  # bytes of a trained number, in fp32

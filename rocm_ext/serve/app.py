@@ -201,6 +201,8 @@ class Service:
     async def load_weights(self, request: Request) -> Json:
         given = parse(types.LoadWeightsRequest, await _json(request))
         _check_optimizer(given.optimizer_config)
+        if given.weights_access_token is not None:
+            raise UserError("weights_access_token is not served; there are no accounts here")
         if given.base_model is not None:
             self._adapters.check_name(given.base_model)
 
@@ -273,8 +275,9 @@ class Service:
 
     async def unload_model(self, request: Request) -> Json:
         given = parse(types.UnloadModelRequest, await _json(request))
-        self._adapters.of(given.model_id)
         name = f"end {given.model_id}"
+        if self.work.find(name) is None:
+            self._adapters.of(given.model_id)
         self.work.end(given.model_id, name, partial(self._unload, given.model_id))
         return {"request_id": name, "model_id": given.model_id}
 

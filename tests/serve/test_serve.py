@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from rocm_ext import training
 from rocm_ext.base.errors import UserError
+from rocm_ext.train.lifecycle import Runtime
 from tests.kit.families import write_family
 
 tinker = pytest.importorskip("tinker", reason="the SDK needs Python 3.11")
@@ -602,3 +603,14 @@ def test_single_samples_of_one_prompt_share_a_batch(server, client):
     ]
     asked = [sampler.sample(prompt, 1, draw) for prompt, draw in zip(prompts, draws, strict=True)]
     assert [future.result().sequences[0].tokens for future in asked] == alone
+
+
+def test_what_does_not_fit_is_refused_with_its_size(base, tmp_path, monkeypatch):
+    with training.open(base, *OVERRIDES, "model.lora_rank=1") as model:
+        peak = model.learner.planned_peak
+    monkeypatch.setattr(Runtime, "budget", lambda self, taken=0: 2 * peak)
+    with served(base, tmp_path / "out") as server, server.client() as client:
+        client.create_lora_training_client("base", rank=2, seed=0).result()
+        with pytest.raises(tinker.RequestFailedError, match=r"memory plan needs .*iB and has .*iB"):
+            client.create_lora_training_client("base", rank=4096, seed=0).result()
+        client.create_lora_training_client("base", rank=2, seed=0).result()
