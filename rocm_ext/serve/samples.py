@@ -97,9 +97,7 @@ def read(
     texts, ids = _stops(given.stop)
     sampling = Sampling(
         1,
-        temperature=given.temperature
-        if given.temperature >= _GREEDY or given.temperature < 0
-        else 0.0,
+        temperature=0.0 if 0 <= given.temperature < _GREEDY else given.temperature,
         top_k=None if given.top_k == -1 else given.top_k,
         top_p=None if given.top_p == 1 else given.top_p,
         stop_strings=texts,
