@@ -408,8 +408,8 @@ class Service:
         return await self._result(name)
 
     def _delete(self, name: str, path: str) -> Answer:
-        self._adapters.checkpoints.remove(path)
         self.work.drop(name)
+        self._adapters.checkpoints.remove(path)
         return {}
 
     # ---- samplers
@@ -484,9 +484,8 @@ class Service:
         waiting = asyncio.wrap_future(future)
         await asyncio.wait([waiting], timeout=_WAIT)
         if not waiting.done():
-            waiting.add_done_callback(
-                _read
-            )  # so that asyncio does not report an error that nobody read
+            # else asyncio reports an error that nobody read
+            waiting.add_done_callback(_read)
             again = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return JSONResponse(again)
         try:

@@ -42,7 +42,6 @@ class Asked:
     """A sampling call.
 
     Attributes:
-        name: id of the request, from which samples without a seed are drawn.
         sampler: the adapter.
         tokens: the prompt.
         samples: number of answers.
@@ -53,7 +52,6 @@ class Asked:
         prompt_top, sample_top: number of most probable tokens wanted at each position.
     """
 
-    name: str
     sampler: Sampler
     tokens: tuple[int, ...]
     samples: int
@@ -74,7 +72,7 @@ class Asked:
 def read(
     request: SampleRequest, name: str, sampler: Sampler, vocabulary: int, window: int
 ) -> Asked:
-    """Read a sampling call.
+    """Read a sampling call; ``name``, the request's id, determines answers without a seed.
 
     Raises:
         UserError: it asks for what is not served, or a value is out of range; the message names it.
@@ -105,7 +103,6 @@ def read(
     )
     seed = sample_seed(0, "request", name, 0) if given.seed is None else given.seed
     return Asked(
-        name,
         sampler,
         tokens,
         request.num_samples,
