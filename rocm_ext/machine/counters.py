@@ -22,7 +22,17 @@ from typing import Any, TypedDict
 import psutil
 
 from rocm_ext.base.errors import one_line
-from rocm_ext.machine.sysfs import cards, listing, read_number, read_text
+from rocm_ext.machine.sysfs import (
+    AMD,
+    HOTTEST,
+    Sensor,
+    cards,
+    hottest,
+    listing,
+    read_number,
+    read_text,
+    temperatures,
+)
 
 log = logging.getLogger("rocm_ext")
 HARDWARE_LOG = "hardware.jsonl"  # in a run's folder; a line is what Counters.read() gives
@@ -45,7 +55,10 @@ _MOST = {  # larger values are impossible
     **dict.fromkeys(_MEMORY, 2**50),
     "busy": 100,  # percent
     "power": 10_000,  # W
-    **dict.fromkeys(["temperature", "memory_temperature"], 250),  # °C
+    "temperature": HOTTEST,  # °C
+    "temperature_limit": HOTTEST,
+    "memory_temperature": HOTTEST,
+    "memory_temperature_limit": HOTTEST,
     **dict.fromkeys(["clock", "memory_clock"], 10_000),  # MHz
     "fan": 60_000,  # revolutions per minute
 }
@@ -58,8 +71,9 @@ class Reading(TypedDict):
         time: Unix seconds.
         gpus: in the order of their PCI addresses, with this address as ``id``, and ``name``; ``busy`` in percent;
             ``vram_used``, ``vram_total``, ``gtt_used`` and ``gtt_total`` in bytes; ``power`` in W; ``temperature`` of
-            the hottest spot and ``memory_temperature`` in °C; ``clock`` and ``memory_clock`` in MHz; ``fan`` in
-            revolutions per minute.
+            the hottest spot (of an integrated GPU, the processor included) and ``memory_temperature`` in °C, and with
+            ``_limit`` where the hardware slows down; ``clock`` and ``memory_clock`` in MHz; ``fan`` in revolutions per
+            minute.
         host: ``cpu`` in percent of all cores; ``memory_used``, ``memory_total``, ``swap_used`` and the resident
             ``process_memory`` in bytes.
     """
@@ -97,24 +111,27 @@ class Counters:
     def read(self) -> Reading:
         """Take a reading."""
         gpus = []
+        sensors = temperatures(self.root)
         for card in cards(self.root):
             # another vendor's GPU and a partition of a listed GPU have no such vendor
-            if read_text(card / "device/vendor") == "0x1002":
-                gpus.append(self._amd(card))
+            if read_text(card / "device/vendor") == AMD:
+                near = [sensor for sensor in sensors if sensor.device in (card.name, "cpu")]
+                gpus.append(self._amd(card, near))
         for address, name, counters in self._nvidia:
             gpus.append({"id": address, "name": name, **_plausible(counters())})
         gpus.sort(key=lambda gpu: str(gpu["id"]).zfill(16))
         now = round(time.time(), 3)
         return {"time": now, "gpus": gpus, "host": self._host()}
 
-    def _amd(self, card: Path) -> dict[str, str | float]:
+    def _amd(self, card: Path, sensors: list[Sensor]) -> dict[str, str | float]:
         device = card / "device"
         slot = re.search(
             r"^PCI_SLOT_NAME=([0-9a-f:.]+)$", read_text(device / "uevent"), re.MULTILINE
         )
         name = "".join(filter(str.isprintable, self._name(device)))
         address = slot[1] if slot else card.name
-        return {"id": address, "name": name, **_plausible(_read_amd(device))}
+        values = _read_amd(device) | _heat(sensors)
+        return {"id": address, "name": name, **_plausible(values)}
 
     def _name(self, device: Path) -> str:
         product = read_text(device / "product_name")  # Instinct only
@@ -187,17 +204,23 @@ def _read_amd(device: Path) -> _Values:
     values["power"] = _scaled(hwmon / "power1_average", 1e6)  # most GPUs have only one of these
     if values["power"] is None:
         values["power"] = _scaled(hwmon / "power1_input", 1e6)
-    celsius = {}
-    for number, usual in enumerate(("edge", "junction", "mem"), start=1):
-        label = read_text(hwmon / f"temp{number}_label") or usual
-        celsius[label] = _scaled(hwmon / f"temp{number}_input", 1e3)
-    values["temperature"] = celsius.get("junction")  # it decides about throttling
-    if values["temperature"] is None:  # an APU has the edge only
-        values["temperature"] = celsius.get("edge")
-    values["memory_temperature"] = celsius.get("mem")
     values["clock"] = _scaled(hwmon / "freq1_input", 1e6)
     values["memory_clock"] = _scaled(hwmon / "freq2_input", 1e6)
     values["fan"] = read_number(hwmon / "fan1_input")
+    return values
+
+
+def _heat(sensors: list[Sensor]) -> _Values:
+    """The temperatures of a GPU and its memory, each with its limit."""
+    named = {"temperature": hottest(sensors)}
+    for sensor in sensors:
+        if sensor.label == "mem":
+            named["memory_temperature"] = sensor
+    values: _Values = {}
+    for name, decisive in named.items():
+        if decisive:
+            values[name] = decisive.celsius
+            values[f"{name}_limit"] = decisive.limit
     return values
 
 

@@ -4,10 +4,17 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
+AMD = "0x1002"  # PCI vendor
 _MOST = 4 << 20  # bytes; /proc/cpuinfo of 384 threads has 1 MB
+_LABELS = ("edge", "junction", "mem", "Tctl")
+HOTTEST = 250  # °C; a GPU that is powered off reports 511
+# °C by PCI device, where neither amdgpu nor k10temp has a limit. Firmware of Ryzen AI Max slows it down at 95 to 100
+# (RyzenAdj#334)
+_LIMITS = {"0x1586": 100.0}
 
 
 def read_text(path: Path) -> str:
@@ -64,6 +71,78 @@ def cards(root: Path) -> list[Path]:
     """The GPUs' folders ``card0``, ``card1``, … without connectors (``card0-DP-1``) and render nodes."""
     folder = root / "sys/class/drm"
     return [folder / name for name in listing(folder) if re.fullmatch(r"card\d+", name)]
+
+
+class Sensor(NamedTuple):
+    """A temperature.
+
+    Attributes:
+        device: "card0", a GPU's folder in /sys/class/drm; or "cpu".
+        label: "edge", "junction" (the hottest spot) or "mem" of a GPU, "Tctl" of a processor.
+        celsius: °C.
+        limit: °C at which the hardware slows down, if it is known.
+    """
+
+    device: str
+    label: str
+    celsius: float
+    limit: float | None
+
+
+def temperatures(root: Path = Path("/")) -> list[Sensor]:
+    """The temperatures of AMD's GPUs, in about a millisecond. It wakes no GPU that sleeps.
+
+    An integrated GPU has the edge only, and its firmware looks at the processor's Tctl, which follows it. Beside a GPU
+    with a junction, Tctl says nothing about the GPU and is left out. Files:
+    docs.kernel.org/gpu/amdgpu/thermal.html.
+    """
+    sensors = []
+    limit = None
+    for card in cards(root):
+        device = card / "device"
+        # older kernels wake it up: rocm-systems#8024
+        asleep = read_text(device / "power/runtime_status") == "suspended"
+        if asleep or read_text(device / "vendor") != AMD:
+            continue
+        for name in listing(device / "hwmon")[:1]:
+            limit = _LIMITS.get(read_text(device / "device"))
+            sensors += _sensors(device / "hwmon" / name, card.name, limit)
+    labels = {sensor.label for sensor in sensors}
+    if "edge" not in labels or "junction" in labels:
+        return sensors
+    folder = root / "sys/class/hwmon"
+    for name in listing(folder):
+        if read_text(folder / name / "name") == "k10temp":
+            sensors += _sensors(folder / name, "cpu", limit)
+    return sensors
+
+
+def hottest(sensors: list[Sensor]) -> Sensor | None:
+    """The sensor that decides about throttling; memory counts by its own, higher limit."""
+    cores = [sensor for sensor in sensors if sensor.label != "mem"]
+    return max(cores, key=lambda sensor: sensor.celsius, default=None)
+
+
+def _sensors(hwmon: Path, device: str, limit: float | None) -> list[Sensor]:
+    """The sensors in a folder of the kernel's, with ``limit`` where the kernel has none."""
+    sensors = []
+    for number, usual in enumerate(("edge", "junction", "mem"), start=1):
+        label = read_text(hwmon / f"temp{number}_label") or usual
+        celsius = _celsius(hwmon / f"temp{number}_input")
+        if celsius is None or label not in _LABELS:
+            continue
+        critical = _celsius(hwmon / f"temp{number}_crit")
+        if critical is None:
+            critical = _celsius(hwmon / f"temp{number}_emergency")
+        sensors.append(Sensor(device, label, celsius, critical or limit))
+    return sensors
+
+
+def _celsius(path: Path) -> float | None:
+    number = read_number(path)
+    if number is None or number > HOTTEST * 1000:
+        return None
+    return number / 1000
 
 
 def cgroups(root: Path) -> list[tuple[str, Path]]:

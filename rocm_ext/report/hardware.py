@@ -136,5 +136,6 @@ def _cells(counters: Mapping[str, Any]) -> dict[str, str]:
     for key, unit in _UNITS.items():
         if key in counters:
             column = "load" if unit == "%" else key
-            cells[column] = f"{counters[key]:.0f} {unit}"
+            limit = f" of {counters[f'{key}_limit']:.0f}" if f"{key}_limit" in counters else ""
+            cells[column] = f"{counters[key]:.0f}{limit} {unit}"
     return cells

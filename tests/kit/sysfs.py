@@ -60,11 +60,14 @@ def strix_halo(root: Path) -> Path:
         },
     )
     ids = "# List of AMDGPU IDs\n\n1.0.0\n1586,\tC1,\tRadeon 8060S Graphics\n1586,\tC2,\tRadeon 8050S Graphics\n"
-    write(root, {**files, "usr/share/libdrm/amdgpu.ids": ids})
+    processor = {"sys/class/hwmon/hwmon3/name": "k10temp\n"}
+    processor |= {f"sys/class/hwmon/hwmon3/temp1_{key}": text for key, text in _TCTL.items()}
+    write(root, {**files, **processor, "usr/share/libdrm/amdgpu.ids": ids})
     link_card(root, 1, device)
     return root
 
 
+_TCTL = {"label": "Tctl\n", "input": "97375\n"}
 MI300X_SLOTS = ["1b", "3d", "4e", "5f", "9d", "bd", "cd", "dd"]
 
 
@@ -117,10 +120,14 @@ def mi50(root: Path) -> Path:
             "hwmon/hwmon2/power1_average": "178000000\n",
             "hwmon/hwmon2/temp1_input": "71000\n",
             "hwmon/hwmon2/temp1_label": "edge\n",
+            "hwmon/hwmon2/temp1_crit": "100000\n",
             "hwmon/hwmon2/temp2_input": "93000\n",
             "hwmon/hwmon2/temp2_label": "junction\n",
+            "hwmon/hwmon2/temp2_crit": "100000\n",
+            "hwmon/hwmon2/temp2_emergency": "105000\n",
             "hwmon/hwmon2/temp3_input": "88000\n",
             "hwmon/hwmon2/temp3_label": "mem\n",
+            "hwmon/hwmon2/temp3_crit": "94000\n",
             "hwmon/hwmon2/freq1_input": "1725000000\n",
             "hwmon/hwmon2/freq2_input": "1000000000\n",
             "hwmon/hwmon2/fan1_input": "3321\n",

@@ -64,8 +64,8 @@ def test_strix_halo(tmp_path, capsys):
     assert abs(reading["time"] - time.time()) < 5
     assert reading["gpus"] == [
         {"id": "0000:c3:00.0", "name": "Radeon 8060S Graphics", "busy": 97, "vram_used": GIB // 4,
-         "vram_total": GIB // 2, "gtt_used": 61 * GIB, "gtt_total": 120 * GIB, "power": 120.021, "temperature": 89.0,
-         "clock": 2876.0}
+         "vram_total": GIB // 2, "gtt_used": 61 * GIB, "gtt_total": 120 * GIB, "power": 120.021, "temperature": 97.375,
+         "temperature_limit": 100.0, "clock": 2876.0}
     ]  # fmt: skip
     assert reading["host"] == {}, "this host is not the one whose files these are"
 
@@ -95,10 +95,18 @@ def test_eight_mi300x(tmp_path, capsys):
 def test_the_hottest_spot_is_the_temperature(tmp_path):
     (gpu,) = gpus(sysfs.mi50(tmp_path))
     assert (gpu["temperature"], gpu["memory_temperature"], gpu["fan"]) == (93, 88, 3321)
+    assert (gpu["temperature_limit"], gpu["memory_temperature_limit"]) == (100, 94)
     assert gpu["name"] == "AMD GPU 66A1", "no list of names there"
     assert not {"gtt_used", "gtt_total"} & set(gpu)
+    (hwmon(tmp_path) / "temp2_crit").unlink()
+    assert gpus(tmp_path)[0]["temperature_limit"] == 105, "the emergency's"
     (hwmon(tmp_path) / "temp2_input").unlink()
     assert gpus(tmp_path)[0]["temperature"] == 71, "the edge"
+    junk = tmp_path / "sys/class/hwmon/hwmon0"
+    sysfs.write(junk, {"name": "k10temp\n", "temp1_label": "Tctl\n", "temp1_input": "95000\n"})
+    assert gpus(tmp_path)[0]["temperature"] == 95
+    (hwmon(tmp_path) / "temp2_input").write_text("93000\n")
+    assert gpus(tmp_path)[0]["temperature"] == 93, "the processor beside a card does not count"
 
 
 def test_a_sleeping_gpu_is_left_asleep(tmp_path, monkeypatch):
@@ -277,7 +285,8 @@ def test_lines_where_there_is_no_terminal(tmp_path, capsys):
     assert cli.main(["monitor", "--count", "1", "--root", str(root)]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith(
-        "GPU 0: load 97 %, memory 0.2 of 0.5 GiB, GTT 61.0 of 120 GiB, power 120 W, temperature 89 °C, clock 2876 MHz"
+        "GPU 0: load 97 %, memory 0.2 of 0.5 GiB, GTT 61.0 of 120 GiB, power 120 W, temperature 97 of 100 °C, "
+        "clock 2876 MHz"
     )
     assert cli.main(["monitor", "--count", "1"]) == 0
     assert re.search(

@@ -11,8 +11,9 @@ from rocm_ext.machine.budget import HostMemory, before_6_16, budget_from, gib
 from rocm_ext.machine.detect import STRIX_HALO
 from rocm_ext.machine.doctor.facts import ENOUGH, Facts
 from rocm_ext.machine.doctor.recorded import Finding, error, ok, unrecorded, warning
-from rocm_ext.machine.doctor.system import AMD, NVIDIA
+from rocm_ext.machine.doctor.system import NVIDIA
 from rocm_ext.machine.profile import below_floor, choose_profile, nearest_profile, profile_of
+from rocm_ext.machine.sysfs import AMD
 
 # Kernels whose copies to the GPU from mapped files stall: they have Linux' c08972f55594 without 342981fff328. Ubuntu's
 # 7.0.0-30 has both (ROCm#6523), other distributions' 7.0.12 has the first alone (ROCm#6358)

@@ -10,7 +10,6 @@ from rocm_ext.machine.budget import gib
 from rocm_ext.machine.doctor.facts import Facts
 from rocm_ext.machine.doctor.hardware import within_limits
 from rocm_ext.machine.doctor.recorded import Finding, Level, error, ok, unrecorded, warning
-from rocm_ext.machine.doctor.system import AMD
 from rocm_ext.machine.environment import (
     ALLOCATOR_VARIABLES,
     environment_conflicts,
@@ -18,6 +17,7 @@ from rocm_ext.machine.environment import (
     missing,
 )
 from rocm_ext.machine.profile import bad_build
+from rocm_ext.machine.sysfs import AMD
 
 COMPILERS = ("gcc", "clang")
 # Variables that help to find errors and cost speed

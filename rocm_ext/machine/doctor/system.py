@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rocm_ext.machine.detect import amd_gpus, ttm_module
 from rocm_ext.machine.doctor.recorded import Process
-from rocm_ext.machine.sysfs import cards, listing, read_number, read_text, to_number
+from rocm_ext.machine.sysfs import AMD, cards, listing, read_number, read_text, to_number
 
-AMD, NVIDIA = "0x1002", "0x10de"  # PCI vendors
+NVIDIA = "0x10de"  # PCI vendor
 
 
 @dataclass(frozen=True)
