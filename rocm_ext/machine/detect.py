@@ -16,6 +16,8 @@ from rocm_ext.machine.sysfs import cards, host_memory, listing, read_number, rea
 
 # AMD's GPUs that share the host's memory: torch's is_integrated is missing on some wheels
 UNIFIED = {"gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"}
+# bytes that a compute unit of gfx1151 saves: vector and scalar registers, shared memory, hardware registers
+_GFX1151_STATE = 0x60000 + 0x4000 + 0x10000 + 0x1000
 STRIX_HALO = "0x1586"  # PCI device number
 VISIBLE_VARIABLES = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
@@ -71,6 +73,7 @@ class Machine:
     gpu_count: int = 0
     unified: bool = False  # host and device share one memory
     kernel: str = ""  # Linux: "6.18.4-arch1-1"
+    saves_registers: bool | None = None  # of a gfx1151; see :func:`saves_registers`
     wsl: bool = False
     rocm: str | None = None  # "7.2"; not torch.version.hip, whose numbering differs
     native_archs: tuple[str, ...] = ()  # architectures torch has kernels for, if it says so
@@ -136,6 +139,7 @@ def describe(
         Machine,
         system=system,
         kernel=kernel,
+        saves_registers=saves_registers(root),
         wsl="microsoft" in kernel.lower(),
         torch=torch.version,
         torch_build=build,
@@ -191,17 +195,39 @@ def parse_version(text: str) -> tuple[int, ...]:
 def amd_gpus(root: Path) -> list[str]:
     """The architectures of the AMD GPUs that the kernel can compute on, largest GPU first."""
     gpus = []
+    for properties in _kfd_gpus(root):
+        version = properties["gfx_target_version"]
+        arch = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"  # 110501: gfx1151, 90010: gfx90a
+        gpus.append((-properties.get("simd_count", 0), arch))
+    return [arch for _, arch in sorted(gpus)]
+
+
+def _kfd_gpus(root: Path) -> list[dict[str, int]]:
+    """The properties of the GPUs in KFD's topology."""
+    gpus = []
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
     for name in listing(nodes):
         properties = {}
         for line in read_text(nodes / name / "properties").splitlines():
             key, _, value = line.partition(" ")
             properties[key] = to_number(value.strip()) or 0
-        version = properties.get("gfx_target_version", 0)
-        if version:  # 0 is a CPU
-            arch = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"  # 110501: gfx1151, 90010: gfx90a
-            gpus.append((-properties.get("simd_count", 0), arch))
-    return [arch for _, arch in sorted(gpus)]
+        if properties.get("gfx_target_version"):  # 0 is a CPU
+            gpus.append(properties)
+    return gpus
+
+
+def saves_registers(root: Path) -> bool | None:
+    """Whether amdgpu saves all registers of a gfx1151; None if KFD lists no such GPU.
+
+    Drivers with the fix (Linux b42f3bf9536c, 71776e0965f9) show the sizes: a cwsr_size of 19185664 and a ctl_stack_size
+    of 16384 for 40 compute units.
+    """
+    for gpu in _kfd_gpus(root):
+        if gpu["gfx_target_version"] == 110501:
+            units = gpu.get("simd_count", 0) // max(1, gpu.get("simd_per_cu", 0))
+            saved = gpu.get("cwsr_size", 0) - gpu.get("ctl_stack_size", 0)
+            return saved >= max(1, units) * _GFX1151_STATE
+    return None
 
 
 def shared_memory(root: Path) -> tuple[int | None, int | None]:

@@ -348,7 +348,11 @@ def reinstall_command(profile: Profile, machine: Machine) -> str:
 
 
 def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]]:
-    """The versions outside the profile's limits: {"torch", "rocm" or "kernel": (problem, fix)}."""
+    """The versions outside the profile's limits: {"torch", "rocm" or "kernel": (problem, fix)}.
+
+    Where KFD shows what a gfx1151 saves, this decides about the kernel instead of its version: distributions backport
+    the fix, and AMD's DKMS package may replace a good kernel's driver by an older one.
+    """
     # Microsoft builds WSL's kernel, and the GPU's driver runs on Windows
     kernel = "" if machine.wsl else machine.kernel
     versions = {"torch": machine.torch, "rocm": machine.rocm or "", "kernel": kernel}
@@ -359,8 +363,13 @@ def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]
         if not version:
             continue
         patched = any(_is_newer_build(text, other) for other in limits.get("also", ()))
-        if "min" in limits and version < parse_version(limits["min"]) and not patched:
+        old = "min" in limits and version < parse_version(limits["min"]) and not patched
+        if what == "kernel" and machine.saves_registers:
+            continue
+        if old:
             outside[what] = (f"{what} {text} is older than {limits['min']}", limits["fix"])
+        elif what == "kernel" and machine.saves_registers is False:
+            outside[what] = (limits["replaced"], limits["fix_replaced"])
         if "below" in limits and version >= parse_version(limits["below"]):
             outside[what] = (f"{what} {text} is not below {limits['below']}", limits["fix"])
     return outside

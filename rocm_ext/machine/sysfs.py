@@ -110,11 +110,15 @@ def temperatures(root: Path = Path("/")) -> list[Sensor]:
     labels = {sensor.label for sensor in sensors}
     if "edge" not in labels or "junction" in labels:
         return sensors
-    folder = root / "sys/class/hwmon"
-    for name in listing(folder):
-        if read_text(folder / name / "name") == "k10temp":
-            sensors += _sensors(folder / name, "cpu", limit)
+    for name in k10temps(root):
+        sensors += _sensors(root / "sys/class/hwmon" / name, "cpu", limit)
     return sensors
+
+
+def k10temps(root: Path) -> list[str]:
+    """The names of the folders in /sys/class/hwmon with an AMD processor's temperatures."""
+    folder = root / "sys/class/hwmon"
+    return [name for name in listing(folder) if read_text(folder / name / "name") == "k10temp"]
 
 
 def hottest(sensors: list[Sensor]) -> Sensor | None:

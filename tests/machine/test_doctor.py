@@ -24,6 +24,7 @@ from rocm_ext.machine.detect import ask_torch
 from rocm_ext.machine.doctor import exit_code, judge, probe, this_machine, verdict
 from rocm_ext.machine.doctor.facts import recorded_facts
 from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, User
+from rocm_ext.machine.processes import gpu_memory_by_process
 from rocm_ext.machine.sysfs import cpu_quota
 from tests.kit.damage import spoil_some
 
@@ -127,13 +128,15 @@ EVERYWHERE = {
 @pytest.mark.parametrize(
     ("name", "profile", "has", "has_not"),
     [
-        ("strix_halo", "strix_halo", {"kernel parameters", "firmware", "carve-out", "HSA_ENABLE_SDMA"},
+        ("strix_halo", "strix_halo", {"kernel parameters", "firmware", "carve-out", "HSA_ENABLE_SDMA",
+          "power", "temperature", "memory in use", "lockup timeout"},
          {"NUMA balancing"}),
-        ("mi300x", "mi300x", {"NUMA balancing", "GPU_MAX_HW_QUEUES", "ROCm"}, {"carve-out", "kernel parameters"}),
+        ("mi300x", "mi300x", {"NUMA balancing", "GPU_MAX_HW_QUEUES", "ROCm", "power", "temperature"},
+         {"carve-out", "kernel parameters"}),
         ("windows", "strix_halo_windows", {"torch version", "HIP_DISABLE_IPC"}, {"device files", "sandbox"}),
         ("wsl2", "radeon", {"device files", "sandbox", "ROCm"}, {"kernel", "GPU driver", "firmware"}),
         ("nvidia", "cuda", {"GPU driver", "GPU memory", "attention"}, {"device files", "firmware"}),
-        ("cpu", "cpu", {"GOMP_SPINCOUNT"}, {"device files", "attention", "other processes"}),
+        ("cpu", "cpu", {"GOMP_SPINCOUNT"}, {"device files", "attention", "other processes", "power", "lockup timeout"}),
     ],
 )  # fmt: skip
 def test_sound_machines_pass(capsys, tmp_path, name, profile, has, has_not):
@@ -186,6 +189,19 @@ def add_gpu(tree: Tree, arch: str, first: bool = False) -> None:
     tree.file(
         "sys/class/kfd/kfd/topology/nodes/2/properties",
         f"simd_count 128\ngfx_target_version {version}\n",
+    )
+
+
+def forget_sizes(tree: Tree) -> None:
+    """Let the driver lack the fix for gfx1151's registers."""
+    tree.swap(f"{NODE}/properties", "cwsr_size 19185664\nctl_stack_size 16384\n", "")
+
+
+def client(number: int, gtt: str) -> str:
+    """A DRM file as amdgpu describes it to /proc/PID/fdinfo."""
+    return (
+        f"pos:\t0\nino:\t1204\ndrm-driver:\tamdgpu\ndrm-client-id:\t{number}\ndrm-pdev:\t0000:c5:00.0\npasid:\t32785\n"
+        f"drm-total-gtt:\t99 GiB\ndrm-memory-vram:\t544 KiB\ndrm-memory-gtt: \t{gtt}\ndrm-engine-gfx:\t39456116802 ns\n"
     )
 
 
@@ -279,6 +295,9 @@ BREAKS = {
         "torch": ("error", "pip install torch --index-url https://download.pytorch.org/whl/rocm7.14")}),
     ("mi300x", "NUMA balancing"): (lambda t: t.file("proc/sys/kernel/numa_balancing", "1\n"),
         {"NUMA balancing": "warning"}),
+    ("mi300x", "a power cap"): (
+        lambda t: t.file("sys/class/drm/card1/device/hwmon/hwmon7/power1_cap", "500000000\n"),
+        {"power": ("warning", "echo 750000000 | sudo tee /sys/class/drm/card1/device/hwmon/hwmon*/power1_cap")}),
     ("mi300x", "a GPU is missing"): (hide_gpu, MISSING_GPU),
     ("mi300x", "one that is not chosen"): (
         lambda t: (hide_gpu(t), t.say(environment={"ROCR_VISIBLE_DEVICES": "0,1,2,3,4,5,6"})), {}),
@@ -286,7 +305,7 @@ BREAKS = {
     ("mi300x", "no C compiler for Triton"): (says(commands=["bwrap"]), {"C compiler": "warning"}),
     ("strix_halo", "Ubuntu with its first kernel"): (
         lambda t: (t.file("etc/os-release", 'ID=ubuntu\nID_LIKE=debian\nVERSION_ID="24.04"\n'),
-                   t.file("proc/sys/kernel/osrelease", "6.8.0-31-generic\n"),
+                   t.file("proc/sys/kernel/osrelease", "6.8.0-31-generic\n"), forget_sizes(t),
                    t.file("proc/cmdline", "quiet amd_iommu=off amdgpu.gttsize=131072 ttm.pages_limit=33554432\n")),
         {"kernel": ("warning", "sudo apt update && sudo apt install linux-generic-hwe-24.04  # then reboot")}),
     ("windows", "a build whose attention breaks what follows"): (says(torch={"version": "2.12.0+rocm7.14.1"}),
@@ -308,8 +327,26 @@ BREAKS = {
     ("cpu", "an AMD GPU without a driver"): (
         on_the_bus(3, "0x1002"), {"GPU driver": ("warning", "sudo modprobe amdgpu")}),
 } | {("strix_halo", what): broken for what, broken in {
-    "an old kernel": (kernel("6.14.11-300.fc42.x86_64"),
+    "an old kernel": (lambda t: (kernel("6.14.11-300.fc42.x86_64")(t), forget_sizes(t)),
         {"kernel": ("warning", UPGRADE), "kernel parameters": ("warning", OLD_KERNEL)}),
+    "an old kernel with the fix": (kernel("6.12.57+deb13-amd64"), {"kernel parameters": ("warning", OLD_KERNEL)}),
+    "a driver that replaces the kernel's": (
+        lambda t: (forget_sizes(t), t.file("sys/module/amdgpu/version", "6.16.13\n")),
+        {"kernel": ("warning", "uninstall amdgpu-dkms, or install AMD's driver 31.20 or newer, and reboot")}),
+    "sizes of fewer registers": (lambda t: t.swap(f"{NODE}/properties", "19185664", "13942784"), {"kernel": "warning"}),
+    "a mode that saves power": (lambda t: t.file("sys/firmware/acpi/platform_profile", "balanced\n"),
+        {"power": ("warning", "echo performance | sudo tee /sys/firmware/acpi/platform_profile")}),
+    "a mini PC's button": (lambda t: t.remove("sys/firmware").file("sys/class/ec_su_axb35/apu/power_mode", "quiet\n"),
+        {"power": ("warning", "echo performance | sudo tee /sys/class/ec_su_axb35/apu/power_mode")}),
+    "clocks that are held low": (lambda t: t.file(f"{CARD}/power_dpm_force_performance_level", "low\n"),
+        {"power": ("warning", f"echo auto | sudo tee /{CARD}/power_dpm_force_performance_level")}),
+    "a processor at its limit": (lambda t: t.file("sys/class/hwmon/hwmon3/temp1_input", "98125\n"),
+        {"temperature": "warning"}),
+    "memory that nobody holds": (lambda t: t.file(f"{CARD}/mem_info_gtt_used", f"{43 * GIB}\n"),
+        {"memory in use": ("warning", "sudo $(which rocm-ext) doctor; if nobody holds it, sudo reboot")}),
+    "memory that a program holds": (
+        lambda t: (t.file(f"{CARD}/mem_info_gtt_used", f"{43 * GIB}\n"),
+                   t.file("proc/4711/fdinfo/7", client(1, "43008 MiB"))), {}),
     "a kernel that stalls on mapped files": (kernel("7.0.12-201.fc44.x86_64"), {"kernel": ("warning", UPGRADE)}),
     "copies from mapped files that stall": (says(copies={"mapped": 8.1}), {"copies to the GPU": "warning"}),
     "no ttm.pages_limit": (half_the_memory, {"kernel parameters": ("warning", PARAMETER)}),
@@ -417,6 +454,40 @@ def test_one_thing_that_breaks_shows_in_its_row_and_nowhere_else(capsys, tmp_pat
         assert bool(rows[check]["fix"]) == (level != "not recorded")
         assert rows[check]["why"] or level != "warning" or check.startswith(("canary", "attention"))
     assert code == (2 if "error" in levels.values() else 1 if "warning" in levels.values() else 0)
+
+
+def test_who_holds_memory(capsys, tmp_path):
+    """A client counts once, however many files and processes share it; small holders stay unnamed, also when saved."""
+    tree = Tree("strix_halo", tmp_path)
+    tree.file(f"{CARD}/mem_info_gtt_used", f"{90 * GIB}\n").file(
+        "sys/module/amdgpu/parameters/lockup_timeout", "20000\n"
+    )
+    tree.file("proc/812/fdinfo/9", client(3, "307200 KiB")).file("proc/812/comm", "my-diary\n")
+    tree.file("proc/4711/fdinfo/5", client(4, f"{40 * GIB}")).file(
+        "proc/4711/fdinfo/6", client(4, f"{40 * GIB}")
+    )
+    tree.file("proc/4711/fdinfo/7", client(5, "1024 MiB")).file("proc/4711/comm", "llama-server\n")
+    tree.file("proc/4712/fdinfo/5", client(4, f"{40 * GIB}")).file("proc/4712/comm", "its-child\n")
+    tree.file(
+        "proc/4713/fdinfo/5", "drm-driver:\ti915\ndrm-client-id:\t9\ndrm-memory-gtt:\t8 MiB\n"
+    )
+    tree.file("sys/class/kfd/kfd/proc/99/vram_51238", f"{12 * GIB}\n")  # of another user
+    holders = gpu_memory_by_process(tree.root)
+    assert [(process.pid, process.computes) for process in holders] == [
+        (4711, False),
+        (99, True),
+        (812, False),
+    ]
+    assert holders[0].memory == 41 * GIB + 2 * 544 * 1024
+    _, rows = doctor_twice(capsys, tree.root, tmp_path)
+    found = rows["memory in use"]["found"]
+    assert (
+        found == "90.1 GiB: llama-server 41.0 GiB, 99 12.0 GiB; no process seen here holds 36.8 GiB"
+    )
+    assert rows["lockup timeout"]["found"] == "20000 ms"
+    assert rows["temperature"]["found"] == "edge 41 of 100 °C, Tctl 45 of 100 °C"
+    texts = [path.read_text() for path in (tmp_path / "saved/proc").rglob("*") if path.is_file()]
+    assert not re.search("my-diary|its-child|i915|pasid", "".join(texts))
 
 
 def test_in_a_container_the_fix_is_of_the_program_that_made_it(capsys, tmp_path, monkeypatch):

@@ -88,7 +88,8 @@ def gpu_driver(facts: Facts) -> Finding | None:
         return None
     if files.amd_gpus:
         counts = [f"{count} x {arch}" for arch, count in Counter(files.amd_gpus).items()]
-        return ok(f"amdgpu, KFD lists {', '.join(counts)}")
+        driver = f"amdgpu {files.driver} (DKMS)" if files.driver else "amdgpu"
+        return ok(f"{driver}, KFD lists {', '.join(counts)}")
     if facts.machine.backend == "rocm":
         return ok("torch sees the GPU")
     problem = error if facts.amd else warning
@@ -218,7 +219,10 @@ def kernel(facts: Facts) -> Finding | None:
             "their weights load slowly, this library reads them"
         )
         return warning(release, why, facts.distribution.upgrade)
-    return within_limits(facts, "kernel", release, facts.distribution.newer_kernel)
+    fix = facts.distribution.newer_kernel
+    if facts.files.driver:
+        fix = facts.profile.floor.get("kernel", {}).get("fix_replaced", fix)
+    return within_limits(facts, "kernel", release, fix)
 
 
 def kernel_parameters(facts: Facts) -> Finding | None:
@@ -453,22 +457,3 @@ def other_gpus(facts: Facts) -> Finding | None:
         return None
     why = "ranks cannot use different GPUs together, and ROCm is known to crash beside an integrated one"
     return warning(f"torch also sees {', '.join(others)}", why, facts.choose_gpus(gpus[0].kind))
-
-
-def other_processes(facts: Facts) -> Finding | None:
-    """The programs on AMD's GPUs, with their memory."""
-    if not facts.amd_linux:
-        return None
-    if not facts.files.processes:
-        return ok("none on the GPU")
-    programs = []
-    for process in facts.files.processes:
-        program = f"{process.pid} {process.name}".strip()
-        if process.memory:
-            program += f": {gib(process.memory)}"
-        programs.append(program)
-    why = "they take the GPU's memory and time"
-    if facts.intended.unified:
-        why += "; overcommitting memory tends to hang the driver"
-    numbers = " ".join(str(process.pid) for process in facts.files.processes)
-    return warning(", ".join(programs), why, f"wait for them, or: kill {numbers}")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from rocm_ext.machine.doctor import hardware, software
+from rocm_ext.machine.doctor import hardware, software, strain
 from rocm_ext.machine.doctor.facts import Facts
 from rocm_ext.machine.doctor.recorded import Finding
 
@@ -20,6 +20,10 @@ CHECKS: dict[str, Callable[[Facts], Finding | Iterator[Finding] | None]] = {
     "GPU memory": hardware.gpu_memory,
     "carve-out": hardware.carve_out,
     "memory budget": hardware.memory_budget,
+    "memory in use": strain.memory_in_use,
+    "power": strain.power,
+    "temperature": strain.heat,
+    "lockup timeout": strain.lockup_timeout,
     "copies to the GPU": hardware.copies,
     "torch": software.torch,
     "torch kernels": software.torch_kernels,
@@ -32,7 +36,7 @@ CHECKS: dict[str, Callable[[Facts], Finding | Iterator[Finding] | None]] = {
     "environment": software.environment,
     "canaries": software.canaries,
     "BLAS": software.blas,
-    "other processes": hardware.other_processes,
+    "other processes": strain.other_processes,
     "sandbox": software.sandbox,
     "C compiler": software.compiler,
     "disk": software.disk,

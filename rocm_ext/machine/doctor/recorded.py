@@ -106,15 +106,6 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Process:
-    """A process on the GPU."""
-
-    pid: int
-    name: str = ""
-    memory: int | None = None  # bytes on the GPU
-
-
-@dataclass(frozen=True)
 class SandboxState:
     """Whether bubblewrap works."""
 

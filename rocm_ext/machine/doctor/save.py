@@ -13,7 +13,9 @@ from pathlib import Path
 from rocm_ext.base.errors import UserError
 from rocm_ext.machine.doctor.facts import Facts
 from rocm_ext.machine.doctor.recorded import NAME, Recorded
-from rocm_ext.machine.sysfs import read_text
+from rocm_ext.machine.doctor.strain import NAMED
+from rocm_ext.machine.doctor.system import POWER_MODES
+from rocm_ext.machine.sysfs import k10temps, read_text
 
 _PARAMETERS = (
     r"(amdgpu|ttm|amdttm|nvidia)[._].*|(amd_)?iommu=.*|numa_balancing=.*|nomodeset|mem=.*"
@@ -25,8 +27,16 @@ _CARD = (
     "vbios_version",
     "mem_info_gtt_total",
     "mem_info_vram_total",
+    "mem_info_gtt_used",
+    "mem_info_vram_used",
     "fw_version/mes_fw_version",
+    "power_dpm_force_performance_level",
+    "power/runtime_status",
+    "hwmon/hwmon*/temp*_*",
+    "hwmon/hwmon*/power1_cap*",
 )
+
+_TCTL = ("name", "temp1_label", "temp1_input")
 
 
 def save(facts: Facts, root: Path, folder: Path) -> None:
@@ -51,7 +61,7 @@ def save(facts: Facts, root: Path, folder: Path) -> None:
 
 
 def _copy_files(facts: Facts, root: Path, folder: Path) -> None:
-    for pattern, keep in _kept(facts).items():
+    for pattern, keep in _kept(facts, root).items():
         for path in root.glob(pattern):
             kept = keep(read_text(path))
             if kept:
@@ -73,7 +83,7 @@ def _without_name(recorded: Recorded) -> Recorded:
     return replace(recorded, user=replace(user, name="user"), device_nodes=nodes)
 
 
-def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
+def _kept(facts: Facts, root: Path) -> dict[str, Callable[[str], str]]:
     """The files that the checks read, and the functions that reduce them to the needed parts."""
     user = facts.recorded.user
     wanted = {"render", "video"}
@@ -107,13 +117,29 @@ def _kept(facts: Facts) -> dict[str, Callable[[str], str]]:
         **{f"sys/class/drm/card*/device/{file}": str for file in _CARD},
         "sys/class/kfd/kfd/topology/nodes/*/properties": _lines(r"(?!unique_id|hive_id).*"),
         "sys/class/kfd/kfd/proc/*/vram_*": str,
-        **{f"proc/{process.pid}/comm": str for process in facts.files.processes},
+        **_processes(facts),
+        **{f"sys/class/hwmon/{name}/{file}": str for name in k10temps(root) for file in _TCTL},
+        **{file: str for files in POWER_MODES.items() for file in filter(None, files)},
+        "sys/module/amdgpu/version": str,
+        "sys/module/amdgpu/parameters/lockup_timeout": str,
         "sys/module/*ttm/parameters/pages_limit": str,
         "etc/os-release": str,
         "usr/lib/os-release": str,
         "etc/group": group,
         "opt/rocm/.info/version": str,
     }
+
+
+def _processes(facts: Facts) -> dict[str, Callable[[str], str]]:
+    """What the GPU's processes hold, with the names of those that findings name."""
+    kept: dict[str, Callable[[str], str]] = {}
+    for process in facts.files.processes:
+        kept[f"proc/{process.pid}/fdinfo/*"] = _lines(
+            "drm-(driver|pdev|client-id|resident|memory).*"
+        )
+        if process.computes or process.memory >= NAMED:
+            kept[f"proc/{process.pid}/comm"] = str
+    return kept
 
 
 def _known_parameters(text: str) -> str:

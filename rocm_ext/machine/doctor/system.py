@@ -5,10 +5,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rocm_ext.machine.detect import amd_gpus, ttm_module
-from rocm_ext.machine.doctor.recorded import Process
-from rocm_ext.machine.sysfs import AMD, cards, listing, read_number, read_text, to_number
+from rocm_ext.machine.processes import GpuProcess, gpu_memory_by_process
+from rocm_ext.machine.sysfs import (
+    AMD,
+    Sensor,
+    cards,
+    listing,
+    read_number,
+    read_text,
+    temperatures,
+)
 
 NVIDIA = "0x10de"  # PCI vendor
+
+
+# The firmware's mode, and its choices. Mini PCs with Sixunited's board (EVO-X2, Bosgame M5 and others) have a button
+# instead, which their owners' driver ec_su_axb35 shows
+POWER_MODES = {
+    "sys/class/ec_su_axb35/apu/power_mode": "",
+    "sys/firmware/acpi/platform_profile": "sys/firmware/acpi/platform_profile_choices",
+}
 
 
 @dataclass(frozen=True)
@@ -21,6 +37,11 @@ class Card:
     gtt: int | None  # bytes of host memory that it may map
     mes: int | None  # version of the firmware that schedules the GPU's work
     vbios: str
+    used: int  # bytes of vram and gtt
+    folder: str  # its files, below the root
+    cap: int | None  # W that it may take
+    usual_cap: int | None  # W, unless somebody changes it
+    level: str  # how the driver chooses the clocks: "auto", "low", ...
 
     @property
     def is_amd(self) -> bool:
@@ -45,7 +66,13 @@ class System:
     ttm: str  # the module that maps host memory: amdttm with AMD's DKMS driver
     pages_limit: int | None  # that module's limit in effect; pages of 4 KiB
     numa_balancing: int | None
-    processes: tuple[Process, ...]  # those on AMD GPUs
+    processes: tuple[GpuProcess, ...]
+    driver: str  # the version of amdgpu, where AMD's DKMS package replaces the kernel's own
+    lockup_timeout: str  # amdgpu's, milliseconds; empty: its default
+    sensors: tuple[Sensor, ...]
+    power_modes: dict[
+        str, tuple[str, str]
+    ]  # of the machine's firmware, by file: the mode, and all modes
     groups: dict[str, tuple[str, ...]] | None  # /etc/group: members
     nvidia: str  # the driver's version
 
@@ -75,13 +102,19 @@ def read_system(root: Path) -> System:
         memory={key: int(number) * 1024 for key, number in sizes},
         cpu=cpu[1] if cpu else "",
         amd_gpus=tuple(amd_gpus(root)),
-        cards=tuple(_card(card / "device") for card in cards(root)),
+        cards=tuple(_card(card / "device", root) for card in cards(root)),
         displays={name: vendor for name, (_, vendor) in displays.items()},
         accelerators=accelerators.count(AMD),
         ttm=ttm,
         pages_limit=read_number(root / f"sys/module/{ttm}/parameters/pages_limit"),
         numa_balancing=read_number(root / "proc/sys/kernel/numa_balancing"),
-        processes=tuple(_processes(root)),
+        processes=tuple(gpu_memory_by_process(root)),
+        driver=text("sys/module/amdgpu/version"),
+        lockup_timeout=text("sys/module/amdgpu/parameters/lockup_timeout"),
+        sensors=tuple(temperatures(root)),
+        power_modes={
+            file: (text(file), text(choices)) for file, choices in POWER_MODES.items() if text(file)
+        },
         groups=_groups(text("etc/group")),
         nvidia=nvidia[1] if nvidia else "",
     )
@@ -98,7 +131,11 @@ def _displays(root: Path) -> dict[str, tuple[str, str]]:
     return displays
 
 
-def _card(device: Path) -> Card:
+def _card(device: Path, root: Path) -> Card:
+    used = [read_number(device / f"mem_info_{pool}_used") for pool in ("vram", "gtt")]
+    hwmon = device / "hwmon"
+    for name in listing(hwmon)[:1]:
+        hwmon /= name
     return Card(
         read_text(device / "vendor"),
         read_text(device / "device"),
@@ -106,22 +143,17 @@ def _card(device: Path) -> Card:
         read_number(device / "mem_info_gtt_total"),
         read_number(device / "fw_version/mes_fw_version"),
         read_text(device / "vbios_version"),
+        used=sum(filter(None, used)),
+        folder=str(device.relative_to(root)),
+        cap=_watts(hwmon / "power1_cap"),
+        usual_cap=_watts(hwmon / "power1_cap_default"),
+        level=read_text(device / "power_dpm_force_performance_level"),
     )
 
 
-def _processes(root: Path) -> list[Process]:
-    folder = root / "sys/class/kfd/kfd/proc"
-    processes = []
-    for name in listing(folder):
-        pid = to_number(name) if name.isdecimal() else None
-        if pid is None:
-            continue
-        memory = 0
-        for file in listing(folder / name):
-            if file.startswith("vram_"):
-                memory += read_number(folder / name / file) or 0
-        processes.append(Process(pid, read_text(root / f"proc/{name}/comm"), memory))
-    return processes
+def _watts(path: Path) -> int | None:
+    microwatts = read_number(path)
+    return None if microwatts is None else round(microwatts / 1e6)
 
 
 def _parameters(text: str) -> dict[str, str]:
