@@ -55,6 +55,7 @@ _MOST = {  # larger values are impossible
     **dict.fromkeys(_MEMORY, 2**50),
     "busy": 100,  # percent
     "power": 10_000,  # W
+    "power_limit": 10_000,
     "temperature": HOTTEST,  # °C
     "temperature_limit": HOTTEST,
     "memory_temperature": HOTTEST,
@@ -71,9 +72,9 @@ class Reading(TypedDict):
         time: Unix seconds.
         gpus: in the order of their PCI addresses, with this address as ``id``, and ``name``; ``busy`` in percent;
             ``vram_used``, ``vram_total``, ``gtt_used`` and ``gtt_total`` in bytes; ``power`` in W; ``temperature`` of
-            the hottest spot (of an integrated GPU, the processor included) and ``memory_temperature`` in °C, and with
-            ``_limit`` where the hardware slows down; ``clock`` and ``memory_clock`` in MHz; ``fan`` in revolutions per
-            minute.
+            the hottest spot (of an integrated GPU, the processor included) and ``memory_temperature`` in °C; each of
+            these three with ``_limit``, at which the hardware slows down; ``clock`` and ``memory_clock`` in MHz;
+            ``fan`` in revolutions per minute.
         host: ``cpu`` in percent of all cores; ``memory_used``, ``memory_total``, ``swap_used`` and the resident
             ``process_memory`` in bytes.
     """
@@ -115,8 +116,7 @@ class Counters:
         for card in cards(self.root):
             # another vendor's GPU and a partition of a listed GPU have no such vendor
             if read_text(card / "device/vendor") == AMD:
-                near = [sensor for sensor in sensors if sensor.device in (card.name, "cpu")]
-                gpus.append(self._amd(card, near))
+                gpus.append(self._amd(card, sensors))
         for address, name, counters in self._nvidia:
             gpus.append({"id": address, "name": name, **_plausible(counters())})
         gpus.sort(key=lambda gpu: str(gpu["id"]).zfill(16))
@@ -130,7 +130,7 @@ class Counters:
         )
         name = "".join(filter(str.isprintable, self._name(device)))
         address = slot[1] if slot else card.name
-        values = _read_amd(device) | _heat(sensors)
+        values = _read_amd(device) | _heat(sensors, card.name)
         return {"id": address, "name": name, **_plausible(values)}
 
     def _name(self, device: Path) -> str:
@@ -204,19 +204,23 @@ def _read_amd(device: Path) -> _Values:
     values["power"] = _scaled(hwmon / "power1_average", 1e6)  # most GPUs have only one of these
     if values["power"] is None:
         values["power"] = _scaled(hwmon / "power1_input", 1e6)
+    values["power_limit"] = _scaled(hwmon / "power1_cap", 1e6)
     values["clock"] = _scaled(hwmon / "freq1_input", 1e6)
     values["memory_clock"] = _scaled(hwmon / "freq2_input", 1e6)
     values["fan"] = read_number(hwmon / "fan1_input")
     return values
 
 
-def _heat(sensors: list[Sensor]) -> _Values:
-    """The temperatures of a GPU and its memory, each with its limit."""
-    named = {"temperature": hottest(sensors)}
-    for sensor in sensors:
+def _heat(sensors: list[Sensor], card: str) -> _Values:
+    """The temperatures of a GPU and its memory, each with its limit. A GPU that sleeps has none."""
+    values: _Values = {}
+    near = [sensor for sensor in sensors if sensor.device in (card, "cpu")]
+    if all(sensor.device == "cpu" for sensor in near):
+        return values
+    named = {"temperature": hottest(near)}
+    for sensor in near:
         if sensor.label == "mem":
             named["memory_temperature"] = sensor
-    values: _Values = {}
     for name, decisive in named.items():
         if decisive:
             values[name] = decisive.celsius

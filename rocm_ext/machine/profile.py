@@ -112,7 +112,8 @@ class Profile:
         settings: recipe keys and their values, including the locked ones.
         locked: settings that other values would break.
         environment: variables to set before torch starts.
-        floor: limits for the versions of torch, rocm and kernel: min, below, also and fix.
+        floor: limits for the versions of torch, rocm and kernel: min, below, also and fix. replaced is the problem of a
+            new kernel whose driver lacks gfx1151's fix; with it, the driver decides over the kernel's version.
         bad_builds: builds of torch within these limits that fail here.
         chips: data sheets by the GPU's name; the first chip of an architecture represents it.
         reached: shares of a data sheet that :mod:`rocm_ext.plan.speeds` assumes: compute, bandwidth and attention (of
@@ -364,11 +365,12 @@ def below_floor(profile: Profile, machine: Machine) -> dict[str, tuple[str, str]
             continue
         patched = any(_is_newer_build(text, other) for other in limits.get("also", ()))
         old = "min" in limits and version < parse_version(limits["min"]) and not patched
-        if what == "kernel" and machine.saves_registers:
+        decided = machine.saves_registers if "replaced" in limits else None
+        if decided:
             continue
         if old:
             outside[what] = (f"{what} {text} is older than {limits['min']}", limits["fix"])
-        elif what == "kernel" and machine.saves_registers is False:
+        elif decided is False:
             outside[what] = (limits["replaced"], limits["fix_replaced"])
         if "below" in limits and version >= parse_version(limits["below"]):
             outside[what] = (f"{what} {text} is not below {limits['below']}", limits["fix"])

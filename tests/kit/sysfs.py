@@ -118,6 +118,7 @@ def mi50(root: Path) -> Path:
             "mem_info_vram_total": f"{32 * GIB}\n",
             "hwmon/hwmon2/name": "amdgpu\n",
             "hwmon/hwmon2/power1_average": "178000000\n",
+            "hwmon/hwmon2/power1_cap": "225000000\n",
             "hwmon/hwmon2/temp1_input": "71000\n",
             "hwmon/hwmon2/temp1_label": "edge\n",
             "hwmon/hwmon2/temp1_crit": "100000\n",

@@ -251,6 +251,15 @@ def test_ranks_and_floors():
     for older in ("6.14.0-1017-oem", "6.17.0-18-generic", "6.17.0-19-lowlatency", "6.17.9"):
         assert len(check_profile(load_profile("strix_halo"), replace(STRIX, kernel=older))) == 1
     assert rocm.startswith("rocm 6.4 is older than 7.2: ")
+    backported = replace(STRIX, kernel="6.12.57+deb13-amd64", saves_registers=True)
+    assert check_profile(load_profile("strix_halo"), backported) == []
+    replaced = replace(STRIX, kernel="7.0.0-31-generic", saves_registers=False)
+    (line,) = check_profile(load_profile("strix_halo"), replaced)
+    assert "uninstall amdgpu-dkms" in line
+    own = replace(load_profile("strix_halo"), floor={"kernel": {"min": "7.1", "fix": "upgrade"}})
+    assert len(check_profile(own, replace(replaced, saves_registers=True))) == 1, (
+        "a floor without the property"
+    )
     (line,) = check_profile(load_profile("mi50"), replace(MI50, torch="2.10.0+rocm7.0"))
     assert "not below 2.10" in line
     (line,) = check_profile(load_profile("mi50"), replace(MI50, native_archs=("gfx942",)))

@@ -340,7 +340,9 @@ BREAKS = {
         {"power": ("warning", "echo performance | sudo tee /sys/class/ec_su_axb35/apu/power_mode")}),
     "clocks that are held low": (lambda t: t.file(f"{CARD}/power_dpm_force_performance_level", "low\n"),
         {"power": ("warning", f"echo auto | sudo tee /{CARD}/power_dpm_force_performance_level")}),
-    "a processor at its limit": (lambda t: t.file("sys/class/hwmon/hwmon3/temp1_input", "98125\n"),
+    "a processor at its limit, which performance would heat": (
+        lambda t: (t.file("sys/class/hwmon/hwmon3/temp1_input", "98125\n"),
+                   t.file("sys/firmware/acpi/platform_profile", "balanced\n")),
         {"temperature": "warning"}),
     "memory that nobody holds": (lambda t: t.file(f"{CARD}/mem_info_gtt_used", f"{43 * GIB}\n"),
         {"memory in use": ("warning", "sudo $(which rocm-ext) doctor; if nobody holds it, sudo reboot")}),
@@ -486,6 +488,10 @@ def test_who_holds_memory(capsys, tmp_path):
     )
     assert rows["lockup timeout"]["found"] == "20000 ms"
     assert rows["temperature"]["found"] == "edge 41 of 100 °C, Tctl 45 of 100 °C"
+    tree.say(user={"root": True})
+    assert doctor(capsys, "--root", tree.root)[1]["memory in use"]["fix"] == "sudo reboot"
+    tree.say(container=True)
+    assert "on the host" in doctor(capsys, "--root", tree.root)[1]["memory in use"]["fix"]
     texts = [path.read_text() for path in (tmp_path / "saved/proc").rglob("*") if path.is_file()]
     assert not re.search("my-diary|its-child|i915|pasid", "".join(texts))
 

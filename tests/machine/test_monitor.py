@@ -95,7 +95,8 @@ def test_eight_mi300x(tmp_path, capsys):
 def test_the_hottest_spot_is_the_temperature(tmp_path):
     (gpu,) = gpus(sysfs.mi50(tmp_path))
     assert (gpu["temperature"], gpu["memory_temperature"], gpu["fan"]) == (93, 88, 3321)
-    assert (gpu["temperature_limit"], gpu["memory_temperature_limit"]) == (100, 94)
+    limits = [gpu[f"{key}_limit"] for key in ("temperature", "memory_temperature", "power")]
+    assert limits == [100, 94, 225]
     assert gpu["name"] == "AMD GPU 66A1", "no list of names there"
     assert not {"gtt_used", "gtt_total"} & set(gpu)
     (hwmon(tmp_path) / "temp2_crit").unlink()
@@ -123,6 +124,11 @@ def test_a_sleeping_gpu_is_left_asleep(tmp_path, monkeypatch):
     assert gpu["gtt_total"] == 120 * GIB
     assert "busy" not in gpu
     assert not [path for path in opened if "hwmon" in str(path) or "busy" in str(path)]
+    sysfs.mi50(root)
+    (root / "sys/class/drm/card0/device/hwmon/hwmon2/temp2_input").unlink()
+    awake, asleep = gpus(root)
+    assert awake["temperature"] == 97.375, "the processor is as hot as the GPU with an edge alone"
+    assert "temperature" not in asleep
 
 
 def test_files_that_vanish_and_come_back(tmp_path):

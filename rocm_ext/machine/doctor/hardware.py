@@ -204,7 +204,8 @@ def within_limits(facts: Facts, name: str, version: str | None, fix: str) -> Fin
         return unrecorded()
     problems = below_floor(profile, facts.machine)
     if name in problems:
-        return warning(version, ": ".join(problems[name]), fix)
+        problem, advice = problems[name]
+        return warning(version, problem if fix == advice else f"{problem}: {advice}", fix)
     return ok(version)
 
 

@@ -119,7 +119,7 @@ def _kept(facts: Facts, root: Path) -> dict[str, Callable[[str], str]]:
         "sys/class/kfd/kfd/proc/*/vram_*": str,
         **_processes(facts),
         **{f"sys/class/hwmon/{name}/{file}": str for name in k10temps(root) for file in _TCTL},
-        **{file: str for files in POWER_MODES.items() for file in filter(None, files)},
+        **{f"{file}*": str for file in POWER_MODES},
         "sys/module/amdgpu/version": str,
         "sys/module/amdgpu/parameters/lockup_timeout": str,
         "sys/module/*ttm/parameters/pages_limit": str,

@@ -7,6 +7,7 @@ from rocm_ext.machine.budget import gib
 from rocm_ext.machine.detect import parse_version
 from rocm_ext.machine.doctor.facts import Facts
 from rocm_ext.machine.doctor.recorded import Finding, ok, warning
+from rocm_ext.machine.sysfs import Sensor
 
 NEAR = 5  # °C below a limit
 NAMED = (
@@ -17,8 +18,8 @@ LEFT = 2**31  # bytes of a GPU that need no process: the driver's own, a login s
 _SLOW_MODES = ("low-power", "quiet", "cool", "balanced")
 _SLOW_CLOCKS = ("low", "profile_standard", "profile_min_sclk", "profile_min_mclk")
 _HOTTER = (
-    "reported of a Strix Halo: 28 TFLOPS in bf16 at 85 W (Balanced), 37 at 120 W (Performance). Performance needs good "
-    "cooling: at 85 W it was at 98 to 102 °C after hours"
+    "reported of Strix Halo: 28 TFLOPS in bf16 at 85 W (Balanced), 37 at 120 W (Performance). Performance needs good "
+    "cooling: 85 W already gave 98 to 102 °C after hours, and a ROG Flow Z13 switched itself off (amd-debug-tools#47)"
 )
 _THROTTLES = (
     "at its limit the hardware slows down; an owner's EVO-X2 lost a sixth of its speed after two hours, and was reset "
@@ -29,8 +30,8 @@ _KEPT = (
     "what other users' processes hold"
 )
 _TIMEOUT = (
-    "kernels that take longer reset the GPU for programs that wait, a desktop's too (LLMKube#886, InvokeAI#9539): if "
-    "dmesg tells of ring timeouts, boot with amdgpu.lockup_timeout=20000"
+    "longer kernels may reset the GPU under other programs, such as the desktop (LLMKube#886, InvokeAI#9539). If dmesg "
+    "tells of ring timeouts, boot with amdgpu.lockup_timeout=20000"
 )
 
 
@@ -52,8 +53,10 @@ def power(facts: Facts) -> Finding | None:
         if card.cap:
             settings.append(f"{card.cap} W")
     if facts.unified:
+        hot = any(map(_near, facts.files.sensors))
         for file, (mode, modes) in facts.files.power_modes.items():
-            if mode in _SLOW_MODES and "performance" in (modes or "performance").split():
+            offers = "performance" in (modes or "performance").split()
+            if mode in _SLOW_MODES and offers and not hot:
                 return warning(mode, _HOTTER, f"echo performance | sudo tee /{file}")
             settings.append(mode)
     return ok(", ".join(dict.fromkeys(settings))) if settings else None
@@ -62,18 +65,20 @@ def power(facts: Facts) -> Finding | None:
 def heat(facts: Facts) -> Finding | None:
     """Whether a sensor is at or near its limit: of each kind, the one of the hottest GPU."""
     shown = {}
-    near = False
     for sensor in sorted(facts.files.sensors, key=lambda sensor: sensor.celsius):
         limit = "" if sensor.limit is None else f" of {sensor.limit:.0f}"
         shown[sensor.label] = f"{sensor.label} {sensor.celsius:.0f}{limit} °C"
-        near |= sensor.limit is not None and sensor.celsius > sensor.limit - NEAR
     if not shown:
         return None
     found = ", ".join(shown.values())
-    if near:
+    if any(map(_near, facts.files.sensors)):
         fix = "clean the cooler, raise its fans' speed, or lower the power; rocm-ext monitor shows the temperature"
         return warning(found, _THROTTLES, fix)
     return ok(found)
+
+
+def _near(sensor: Sensor) -> bool:
+    return sensor.limit is not None and sensor.celsius > sensor.limit - NEAR
 
 
 def memory_in_use(facts: Facts) -> Finding | None:
@@ -91,7 +96,11 @@ def memory_in_use(facts: Facts) -> Finding | None:
     found = f"{gib(used)}: {', '.join(named)}" if named else gib(used)
     if used - held > LEFT * len(facts.cards):
         user = facts.recorded.user
-        look = "" if user and user.root else "sudo $(which rocm-ext) doctor; if nobody holds it, "
+        look = "sudo $(which rocm-ext) doctor; if nobody holds it, "
+        if facts.recorded.container:
+            look = "look at it on the host; if nobody holds it, "
+        elif user and user.root:
+            look = ""
         return warning(
             f"{found}; no process seen here holds {gib(used - held)}", _KEPT, f"{look}sudo reboot"
         )

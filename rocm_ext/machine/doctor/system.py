@@ -19,12 +19,9 @@ from rocm_ext.machine.sysfs import (
 NVIDIA = "0x10de"  # PCI vendor
 
 
-# The firmware's mode, and its choices. Mini PCs with Sixunited's board (EVO-X2, Bosgame M5 and others) have a button
-# instead, which their owners' driver ec_su_axb35 shows
-POWER_MODES = {
-    "sys/class/ec_su_axb35/apu/power_mode": "",
-    "sys/firmware/acpi/platform_profile": "sys/firmware/acpi/platform_profile_choices",
-}
+# The firmware's mode; FILE_choices has all modes. Mini PCs with Sixunited's board (EVO-X2, Bosgame M5, others) have a
+# button instead, which their owners' driver ec_su_axb35 shows
+POWER_MODES = ("sys/class/ec_su_axb35/apu/power_mode", "sys/firmware/acpi/platform_profile")
 
 
 @dataclass(frozen=True)
@@ -112,9 +109,7 @@ def read_system(root: Path) -> System:
         driver=text("sys/module/amdgpu/version"),
         lockup_timeout=text("sys/module/amdgpu/parameters/lockup_timeout"),
         sensors=tuple(temperatures(root)),
-        power_modes={
-            file: (text(file), text(choices)) for file, choices in POWER_MODES.items() if text(file)
-        },
+        power_modes=_power_modes(root),
         groups=_groups(text("etc/group")),
         nvidia=nvidia[1] if nvidia else "",
     )
@@ -154,6 +149,15 @@ def _card(device: Path, root: Path) -> Card:
 def _watts(path: Path) -> int | None:
     microwatts = read_number(path)
     return None if microwatts is None else round(microwatts / 1e6)
+
+
+def _power_modes(root: Path) -> dict[str, tuple[str, str]]:
+    modes = {}
+    for file in POWER_MODES:
+        mode = read_text(root / file)
+        if mode:
+            modes[file] = (mode, read_text(root / f"{file}_choices"))
+    return modes
 
 
 def _parameters(text: str) -> dict[str, str]:
