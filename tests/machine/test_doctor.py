@@ -336,7 +336,7 @@ BREAKS = {
     "sizes of fewer registers": (lambda t: t.swap(f"{NODE}/properties", "19185664", "13942784"), {"kernel": "warning"}),
     "a mode that saves power": (lambda t: t.file("sys/firmware/acpi/platform_profile", "balanced\n"),
         {"power": ("warning", "echo performance | sudo tee /sys/firmware/acpi/platform_profile")}),
-    "a mini PC's button": (lambda t: t.remove("sys/firmware").file("sys/class/ec_su_axb35/apu/power_mode", "quiet\n"),
+    "a mini PC's button": (lambda t: t.file("sys/class/ec_su_axb35/apu/power_mode", "quiet\n"),
         {"power": ("warning", "echo performance | sudo tee /sys/class/ec_su_axb35/apu/power_mode")}),
     "clocks that are held low": (lambda t: t.file(f"{CARD}/power_dpm_force_performance_level", "low\n"),
         {"power": ("warning", f"echo auto | sudo tee /{CARD}/power_dpm_force_performance_level")}),

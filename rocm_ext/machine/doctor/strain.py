@@ -10,9 +10,7 @@ from rocm_ext.machine.doctor.recorded import Finding, ok, warning
 from rocm_ext.machine.sysfs import Sensor
 
 NEAR = 5  # °C below a limit
-NAMED = (
-    2**30
-)  # bytes; smaller holders of the GPU's memory, such as a desktop's programs, stay unnamed
+NAMED = 2**30  # bytes; smaller holders, such as a desktop's programs, stay unnamed
 LEFT = 2**31  # bytes of a GPU that need no process: the driver's own, a login screen's
 # Modes of the firmware that limit power, and clocks that do not follow the load
 _SLOW_MODES = ("low-power", "quiet", "cool", "balanced")
@@ -54,7 +52,7 @@ def power(facts: Facts) -> Finding | None:
             settings.append(f"{card.cap} W")
     if facts.unified:
         hot = any(map(_near, facts.files.sensors))
-        for file, (mode, modes) in facts.files.power_modes.items():
+        for file, (mode, modes) in list(facts.files.power_modes.items())[:1]:  # a button decides
             offers = "performance" in (modes or "performance").split()
             if mode in _SLOW_MODES and offers and not hot:
                 return warning(mode, _HOTTER, f"echo performance | sudo tee /{file}")
@@ -88,11 +86,10 @@ def memory_in_use(facts: Facts) -> Finding | None:
     used = sum(card.used for card in facts.cards)
     processes = facts.files.processes
     held = sum(process.memory for process in processes)
-    named = [
-        f"{process.name or process.pid} {gib(process.memory)}"
-        for process in processes
-        if process.memory >= NAMED
-    ]
+    named = []
+    for process in processes:
+        if process.memory >= NAMED:
+            named.append(f"{process.name or process.pid} {gib(process.memory)}")
     found = f"{gib(used)}: {', '.join(named)}" if named else gib(used)
     if used - held > LEFT * len(facts.cards):
         user = facts.recorded.user
@@ -101,9 +98,8 @@ def memory_in_use(facts: Facts) -> Finding | None:
             look = "look at it on the host; if nobody holds it, "
         elif user and user.root:
             look = ""
-        return warning(
-            f"{found}; no process seen here holds {gib(used - held)}", _KEPT, f"{look}sudo reboot"
-        )
+        found += f"; no process seen here holds {gib(used - held)}"
+        return warning(found, _KEPT, f"{look}sudo reboot")
     return ok(found)
 
 

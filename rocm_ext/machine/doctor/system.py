@@ -17,8 +17,6 @@ from rocm_ext.machine.sysfs import (
 )
 
 NVIDIA = "0x10de"  # PCI vendor
-
-
 # The firmware's mode; FILE_choices has all modes. Mini PCs with Sixunited's board (EVO-X2, Bosgame M5, others) have a
 # button instead, which their owners' driver ec_su_axb35 shows
 POWER_MODES = ("sys/class/ec_su_axb35/apu/power_mode", "sys/firmware/acpi/platform_profile")
@@ -67,9 +65,8 @@ class System:
     driver: str  # the version of amdgpu, where AMD's DKMS package replaces the kernel's own
     lockup_timeout: str  # amdgpu's, milliseconds; empty: its default
     sensors: tuple[Sensor, ...]
-    power_modes: dict[
-        str, tuple[str, str]
-    ]  # of the machine's firmware, by file: the mode, and all modes
+    # of the machine's firmware, by file: the mode, and all modes
+    power_modes: dict[str, tuple[str, str]]
     groups: dict[str, tuple[str, ...]] | None  # /etc/group: members
     nvidia: str  # the driver's version
 
