@@ -30,7 +30,10 @@ TAKES_WORDS = ("llama-bpe", "tekken")
 WHOLE_WORDS = (*TAKES_WORDS, "gpt-4o")
 BEGINS = ("llama-bpe", "tekken")  # texts begin with BOS, unless the file says otherwise
 # other names of the same rules
-_SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+_SAME = {
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), "llama-bpe"),
+    "deepseek-r1-qwen": "qwen2",
+}
 
 
 def name_of(pre: Json) -> str | None:

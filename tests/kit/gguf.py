@@ -10,14 +10,19 @@ import numpy as np
 
 from rocm_ext.export import open_source
 from rocm_ext.export.gguf_model import write_model
+from rocm_ext.model.weights.llama_cpp import SCALED
 from rocm_ext.model.weights.unpack import BLOCKS
 
 # where a block's scales are, in fp16, and the second one's times the first for a mean of 0
 _SCALES = {"Q2_K": (80, 82, 1.5), "Q3_K": (108,), "Q4_K": (0, 2, 7.5), "Q5_K": (0, 2, 15.5), "Q6_K": (208,),
-           "Q4_1": (0, 2, -7.5), "Q5_1": (0, 2, -15.5)}  # fmt: skip
+           "Q4_1": (0, 2, -7.5), "Q5_1": (0, 2, -15.5), "TQ1_0": (52,), "TQ2_0": (64,)}  # fmt: skip
 # the size of scales that gives weights of about 0.1
 _SIZES = {"Q2_K": 5e-3, "Q3_K": 2e-3, "Q4_K": 2e-4, "Q5_K": 1e-4, "Q6_K": 5e-5, "Q8_0": 1e-3, "IQ2_XXS": 1e-3,
-          "IQ2_XS": 1e-3, "IQ2_S": 1e-3, "IQ3_XXS": 1e-3, "IQ3_S": 5e-4, "IQ4_NL": 1e-3, "IQ4_XS": 5e-5}  # fmt: skip
+          "IQ2_XS": 1e-3, "IQ2_S": 1e-3, "IQ3_XXS": 1e-3, "IQ3_S": 5e-4, "IQ4_NL": 1e-3, "IQ4_XS": 5e-5,
+          "TQ1_0": 0.1, "TQ2_0": 0.1, "Q1_0": 0.1, "Q2_0": 0.1}  # fmt: skip
+# the package knows no Q2_0
+NUMBERS = {kind: gguf.GGMLQuantizationType.__members__.get(kind, 42) for kind in BLOCKS}
+gguf.GGML_QUANT_SIZES.setdefault(42, BLOCKS["Q2_0"])
 _PLAIN = ("ffn_gate_inp", "ssm_conv1d", ".bias")  # llama.cpp takes these in fp32 alone
 
 
@@ -27,6 +32,12 @@ def random_blocks(kind: str, rows: int, blocks: int, rng: np.random.Generator) -
     made = rng.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
     if kind == "MXFP4":
         made[:, :, 0] = rng.integers(120, 124, (rows, blocks))
+    elif kind == "NVFP4":
+        made[:, :, :4] = rng.integers(16, 24, (rows, blocks, 4))
+    elif kind == "IQ1_M":  # the high halves of four numbers of 16 bits are a scale
+        digits = [8, 2, rng.integers(8, 16, (rows, blocks)), 1]
+        for at, digit in zip((49, 51, 53, 55), digits, strict=True):
+            made[:, :, at] = made[:, :, at] & 15 | np.uint8(digit) << 4
     else:
         at, *other = _SCALES.get(kind, (0,))
         scale = _SIZES.get(kind, 1e-2) * rng.uniform(0.5, 1.5, (rows, blocks, 1))
@@ -107,11 +118,19 @@ def write_gguf(
         if data.ndim > 1 and kinds and not any(part in name for part in _PLAIN):
             number -= experts == "alike" and "ffn_up_exps" in name  # it follows the gate
             kind, (*before, width) = kinds[number % len(kinds)], data.shape
+            kind = "MXFP4" if width % BLOCKS[kind][0] else kind
             made = random_blocks(kind, math.prod(before), width // BLOCKS[kind][0], rng).reshape(
                 *before, -1
             )
-            writer.add_tensor(name, made, raw_dtype=gguf.GGMLQuantizationType[kind])
+            writer.add_tensor(name, made, raw_dtype=NUMBERS[kind])
             number += 1
+            stem = name.removesuffix("weight")
+            # llama.cpp's embeddings have no scale; in Gemma 4's file, down's are the router's
+            scaled = kind == "NVFP4" and architecture in SCALED and name != "token_embd.weight"
+            if scaled and f"{stem}scale" not in tensors:
+                scales = rng.uniform(0.5, 2, data.shape[0] if data.ndim == 3 else 1)
+                writer.add_tensor(f"{stem}scale", scales.astype(np.float32))
+                writer.add_tensor(f"{stem}input_scale", np.full_like(scales, 7, np.float32))
         else:
             writer.add_tensor(name, data)
     for writer in writers:

@@ -1,5 +1,7 @@
 """llama.cpp's server, from the package xllamacpp, in a process of its own."""
 
+import ctypes
+import importlib.util
 import json
 import subprocess
 import sys
@@ -9,10 +11,12 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from rocm_ext.data.render import render_prompt
 from rocm_ext.export import Source
+from rocm_ext.model.weights.unpack import BLOCKS
 
 _PROGRAM = """
 import sys, xllamacpp
@@ -29,6 +33,19 @@ server = xllamacpp.Server(params)
 print("listening", server.listening_address, flush=True)
 sys.stdin.read()
 """
+
+
+def unpacked(blocks: np.ndarray, kind: str) -> np.ndarray:
+    """Unpack blocks [n, bytes] by llama.cpp's own function: [n, values]."""
+    (folder,) = importlib.util.find_spec("xllamacpp").submodule_search_locations
+    library = ctypes.CDLL(str(next(Path(folder).glob("xllamacpp*.so"))))
+    name = kind if kind.endswith("_K") else kind.lower()
+    function = library[f"dequantize_row_{name[0].lower()}{name[1:]}"]
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    function.restype = None
+    values = np.empty((len(blocks), BLOCKS[kind][0]), np.float32)
+    function(blocks.ctypes.data, values.ctypes.data, values.size)
+    return values
 
 
 class LlamaCpp:

@@ -37,7 +37,7 @@ from tests.kit.forks import forked, several_ranks, succeed
 from tests.kit.gguf import random_blocks, write_gguf
 from tests.kit.grpo_runs import check_grpo_and_dpo
 from tests.kit.lines import one_line_has
-from tests.kit.llama_cpp import llama_cpp
+from tests.kit.llama_cpp import llama_cpp, unpacked
 from tests.kit.parity import TOKENS, our_model
 from tests.kit.plans import planned_and_measured
 from tests.kit.tiny import write_yaml
@@ -105,6 +105,20 @@ def files(tmp_path_factory):
 
 # ---- values
 @pytest.mark.parametrize("kind", BLOCKS)
+def test_values_are_those_of_llama_cpp_for_any_bytes(kind):
+    """Bit for bit, with zeros' signs; NaN and infinities, too."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
+    rng = np.random.default_rng(0)
+    stored = rng.integers(0, 256, (4000, BLOCKS[kind][1]), dtype=np.uint8)
+    expected = unpacked(stored, kind)
+    found = unpack(torch.from_numpy(stored), kind, torch.float32).numpy()
+    assert np.isnan(expected).any() == (kind not in ("MXFP4", "NVFP4"))
+    assert np.array_equal(np.isnan(found), np.isnan(expected))
+    same = found.view(np.int32) == expected.view(np.int32)
+    assert (same | np.isnan(expected)).all()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BLOCKS if kind not in ("Q1_0", "Q2_0")])
 def test_values_are_those_of_the_package_gguf(kind):
     stored = random_blocks(kind, 5, 3, np.random.default_rng(0))
     expected = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[kind])
@@ -116,7 +130,7 @@ def test_values_are_those_of_the_package_gguf(kind):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("name", "kinds"), [("llama", KINDS[:9]), ("qwen2", KINDS[9:]), ("qwen3", ("Q6_K",))]
+    ("name", "kinds"), [("llama", KINDS[:9]), ("qwen2", KINDS[9:18]), ("qwen3", ("Q6_K",))]
 )
 def test_logits_are_those_of_transformers(files, name, kinds):
     path = files(name, kinds)
@@ -217,6 +231,16 @@ def test_other_layouts_of_the_same_model(files, tmp_path):
     assert apart(TOKENS).isfinite().all()
 
 
+def test_scales_of_nvfp4_that_llama_cpp_leaves_out(files, tmp_path, caplog):
+    blocks_in(folder_of(str(files("qwen3", ("NVFP4",)))))
+    assert one_line_has(caplog.text, "aborts", "6 weights in NVFP4", "target_modules")
+    base = files("qwen2", ("NVFP4",)).with_name("qwen2")
+    scale = {"blk.0.ffn_up.scale": np.ones(1, np.float32)}
+    path = write_gguf(base, tmp_path / "x.gguf", ("NVFP4",), more=scale)
+    with pytest.raises(UserError, match=r"has blk\.0\.ffn_up\.scale, which no layer of this qwen2"):
+        our_model(folder_of(str(path)))
+
+
 # ---- training
 DORA = {"target_modules": ["q_proj"], "use_dora": True, "lora_dropout": 0.1}
 
@@ -228,7 +252,9 @@ DORA = {"target_modules": ["q_proj"], "use_dora": True, "lora_dropout": 0.1}
     ids=str,
 )
 def test_gradients_are_those_over_unpacked_weights(files, name, lora):
-    kinds = ("Q8_0", "MXFP4", "Q5_0") if name in OF_TRANSFORMERS else KINDS
+    kinds = KINDS[::-1] if lora else KINDS
+    if name in OF_TRANSFORMERS:
+        kinds = ("Q8_0", "NVFP4", "MXFP4", "Q5_0")
     folder = folder_of(str(files(name, kinds)))
     ours = our_model(folder, **lora)
     small = ("bias", "conv1d.weight", "gate.weight", "router.weight", "router.proj.weight")
@@ -285,7 +311,9 @@ def test_planned_peak_is_the_measured_one(files, tmp_path, name, kind):
 
 
 # ---- the way back
+LORA = EXPERTS | {"qwen3": {"target_modules": ["q_proj", "v_proj", "o_proj"]}}
 SERVED = [("qwen2", (), 1e-4), ("qwen2", ("Q8_0",), 0.1), ("qwen2", ("Q4_K",), 0.1)]
+SERVED += [("qwen2", KINDS[18:], 0.1), ("qwen3", ("NVFP4",), 0.1), ("qwen3 moe", ("NVFP4",), 0.1)]
 SERVED += [(name, ("Q8_0", "Q5_0"), 0.1) for name in OF_TRANSFORMERS]
 
 
@@ -298,7 +326,7 @@ def test_llama_cpp_adds_the_adapter_to_the_same_file(
     pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
     path, run = files(name, kinds), tmp_path / "run"
     optimizer = {"_component_": "torch.optim.AdamW", "lr": 2e-2}
-    lora = EXPERTS.get(name)
+    lora = LORA.get(name)
     ours = parity.finetune(
         folder_config(path, rows, run, lora, max_steps_per_epoch=3, optimizer=optimizer)
     )
@@ -401,15 +429,19 @@ def test_what_is_no_little_endian_file_of_known_types_is_named(files, tmp_path):
     content = path.read_bytes()
     at = content.index(name[:19]) + len(name)
     assert content[at : at + 4] == kind
-    other = changed(
-        path,
-        tmp_path / "q2.gguf",
-        lambda content: content[:at] + struct.pack("<I", 42) + content[at + 4 :],
-    )
-    with pytest.raises(
-        UserError, match=r"blk\.0\.attn_q\.weight is of ggml's type Q2_0; expected F32"
+    for number, named in (
+        (99, r"blk\.0\.attn_q\.weight is of ggml's type 99; expected F32"),
+        (42, r"begins at byte [\d,]+ instead of [\d,]+; .*a fork of llama\.cpp"),
     ):
-        folder_of(str(other))
+        other = changed(
+            path,
+            tmp_path / f"{number}.gguf",
+            lambda content, number=number: (
+                content[:at] + struct.pack("<I", number) + content[at + 4 :]
+            ),
+        )
+        with pytest.raises(UserError, match=named):
+            folder_of(str(other))
     os.mkfifo(tmp_path / "pipe.gguf")
     with pytest.raises(UserError, match=r"pipe\.gguf is a pipe, socket or device"):
         folder_of(str(tmp_path / "pipe.gguf"))
@@ -438,7 +470,19 @@ def test_parts_of_a_split_model(tmp_path):
 
 @pytest.mark.wide(always=1)
 @pytest.mark.parametrize(
-    "pre", ["llama-bpe", "llama3", "tekken", "qwen2", "gpt-4o", "qwen35", "smollm", "gpt-2"]
+    "pre",
+    [
+        "llama-bpe",
+        "llama3",
+        "tekken",
+        "qwen2",
+        "gpt-4o",
+        "qwen35",
+        "smollm",
+        "gpt-2",
+        "falcon3",
+        "pixtral",
+    ],
 )
 def test_text_is_split_as_in_llama_cpp(tmp_path, pre):
     """Also where the file does not say whether texts begin with BOS, and where a word is a token."""

@@ -20,7 +20,7 @@ from rocm_ext.model.gguf_folder import folder_of
 from rocm_ext.model.weights.llama_cpp import GgufNames, add_keys, read_layout
 from rocm_ext.model.weights.unpack import BLOCKS
 from rocm_ext.train.learner import CausalLM
-from tests.kit.gguf import random_blocks
+from tests.kit.gguf import NUMBERS, random_blocks
 
 ROW = 256  # tokens at most
 LIMITS = {"bf16": 1e-2, "fp32": 1e-5}  # of differences: a GPU sums in another order
@@ -73,9 +73,7 @@ def write_random_gguf(target: Path, folder: Path, kind: str) -> None:
             fits = kind if columns[0] % BLOCKS[kind][0] == 0 else "Q5_0"
             if weight.shape not in drawn:
                 drawn[weight.shape] = random_blocks(fits, rows, columns[0] // BLOCKS[fits][0], rng)
-            writer.add_tensor(
-                stored, drawn[weight.shape], raw_dtype=gguf.GGMLQuantizationType[fits]
-            )
+            writer.add_tensor(stored, drawn[weight.shape], raw_dtype=NUMBERS[fits])
         else:
             some = (0.02 * rng.standard_normal(2**20)).astype(np.float16)
             writer.add_tensor(stored, np.resize(some, weight.shape))

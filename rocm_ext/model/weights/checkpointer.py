@@ -22,7 +22,7 @@ from rocm_ext.base.log import log
 from rocm_ext.model.families import foreign_config, read_architecture, stored_format
 from rocm_ext.model.names import EMBEDDINGS_WEIGHT, OUTPUT_WEIGHT, Names, NativeNames
 from rocm_ext.model.weights.gguf_files import AGAIN, SUFFIX, GgufFile, files_in, links_in, shapes_in
-from rocm_ext.model.weights.llama_cpp import parts_by_weight
+from rocm_ext.model.weights.llama_cpp import parts_by_weight, scale_of
 from rocm_ext.model.weights.llama_cpp_config import check_config
 from rocm_ext.model.weights.llama_cpp_parts import joined
 from rocm_ext.model.weights.quantized import Quantized, stored
@@ -37,6 +37,7 @@ TABLES = ("rotary_emb.inv_freq", ".position_ids")  # old files have them; config
 _QUANTISED = (("", "_scale_inv"), ("", "_scale"), ("_blocks", "_scales"))
 # activations stay in 16 bits
 _OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
+_OF_MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -152,7 +153,15 @@ def blocks_in(folder: Path) -> dict[str, Quantized]:
             "%d weights, first %s, are stored as %s; they are unpacked as they are loaded",
             len(apart), apart[0], kinds,
         )  # fmt: skip
-    return {name: weight for name, weight in weights.items() if isinstance(weight, Quantized)}
+    blocks = {name: weight for name, weight in weights.items() if isinstance(weight, Quantized)}
+    scaled = [name for name in blocks if name.endswith(_OF_MLP) and blocks[name].scale.numel()]
+    if scaled:
+        log.warning(
+            "llama.cpp, as of build 11549, aborts with an adapter on one of %d weights in NVFP4 with scales, first %s; "
+            "leave these layers out of target_modules if it will serve the adapter",
+            len(scaled), scaled[0],
+        )  # fmt: skip
+    return blocks
 
 
 def _indexed(index: Path) -> list[str]:
@@ -435,7 +444,11 @@ class _Gguf:
                 raise UserError(
                     f"{error}: it has changed; set model.checkpoint_dir={self.path}"
                 ) from error
-        self._parts = parts_by_weight(folder, files[0], self._files)
+        kinds = {name: file.places[name].kind for name, file in self._files.items()}
+        self._parts = parts_by_weight(folder, files[0], kinds)
+        weights = {part.name for parts in self._parts.values() for part in parts}
+        others = kinds.keys() - weights  # Gemma 4's router has the scales of its experts
+        self._scaled = {name for name in weights if scale_of(name) in others}
         self._shapes = shapes_in(folder)
         self.names = sorted(self._parts)
 
@@ -464,21 +477,39 @@ class _Gguf:
 
     def _joined(self, name: str, tensors: list[Tensor]) -> Tensor:
         kind, *others = self.kinds(name)
-        if others:  # different blocks become one weight as numbers
-            kind = ""
-            for i, (file, part) in enumerate(self._stored(name)):
-                blocks = file.places[part].kind
-                if blocks:
-                    tensors[i] = unpack(tensors[i], blocks, torch.float32)
-                else:
-                    tensors[i] = tensors[i].float()
         with explain_errors(str(self.path), f"; {AGAIN}"):
-            made = joined(self._parts[name], tensors, kind)
+            scales = self._scales(name, tensors)
+            if others:  # different blocks become one weight as numbers
+                kind = ""
+                for i, (file, part) in enumerate(self._stored(name)):
+                    blocks = file.places[part].kind
+                    if blocks:
+                        tensors[i] = unpack(tensors[i], blocks, torch.float32)
+                    tensors[i] = tensors[i].float()
+                    if scales:
+                        tensors[i] *= scales[i]
+            made = joined(self._parts[name], tensors, kind, scales)
         shape = self._shapes.get(name, [])
         wide_sides = [side for side in shape if side != 1]
         if 1 in shape and list(made.shape) == wide_sides:
             return made.view(shape)  # llama.cpp's shapes have no sides of 1
         return made
+
+    def _scales(self, name: str, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the scales of the rows of a weight's parts, [..., rows, 1]. Empty if they are 1."""
+        parts = [part.name for part in self._parts[name]]
+        if self._scaled.isdisjoint(parts):
+            return []
+        scales = []
+        for part, tensor in zip(parts, tensors, strict=True):
+            rows = tensor[..., :1]
+            scale = torch.ones(1)
+            if part in self._scaled:
+                name = scale_of(part)
+                scale = self._files[name].numbers(name)  # [1] or [experts]
+            column = scale.to(tensor.device).view(-1, *[1] * (rows.ndim - 1))
+            scales.append(column.expand(rows.shape).contiguous())
+        return scales
 
 
 class _Blocks(_Raw, GgufFile):

@@ -25,11 +25,11 @@ LINKS = "gguf.json"
 SHAPES = "shapes.json"
 AGAIN = "download the file again"
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's types of numbers
-# ggml's types with blocks, and those that are not unpacked here
+# ggml's types with blocks
 _TYPES = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K",
-          14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
-          23: "IQ4_XS", 39: "MXFP4"}  # fmt: skip
-_OTHERS = {19: "IQ1_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}
+          14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
+          23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+          42: "Q2_0"}  # fmt: skip
 _SCALARS = {
     0: "<B",
     1: "<b",
@@ -145,18 +145,26 @@ class GgufFile:
         begin = self._file.tell()
         begin += -begin % step
         places = {}
+        expected = begin  # tensors follow each other, as llama.cpp demands
         for name, (shape, kind, at) in entries.items():
-            places[name] = self._place(name, shape, kind, begin + at)
+            place = self._place(name, shape, kind, begin + at)
+            if place.begin != expected:
+                raise UserError(
+                    f"{self.path}: {name} begins at byte {place.begin:,} instead of {expected:,}; the file is damaged, "
+                    f"or a fork of llama.cpp has written other blocks; {AGAIN}"
+                )
+            places[name] = place
+            expected += place.nbytes
+            expected += -expected % step
         return metadata, places
 
     def _place(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Place:
         if kind in _PLAIN:
             return Place(shape, "", _PLAIN[kind], begin)
         if kind not in _TYPES:
-            found = _OTHERS.get(kind, kind)
             expected = ", ".join(_TYPES.values())
             raise UserError(
-                f"{self.path}: {name} is of ggml's type {found}; expected F32, F16, BF16, {expected}"
+                f"{self.path}: {name} is of ggml's type {kind}; expected F32, F16, BF16, {expected}"
             )
         blocks = _TYPES[kind]
         values, _ = BLOCKS[blocks]

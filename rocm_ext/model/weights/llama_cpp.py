@@ -5,7 +5,7 @@ Keys, names and orders follow llama.cpp's ``convert_hf_to_gguf.py``.
 
 import math
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,9 @@ CONVERTER = (
 FACTORS = "rope_freqs.weight"
 STILL = 1e30  # divisor of frequencies that stay still
 MOST_LAYERS = 1000
+# Architectures whose weights in NVFP4 may have scales beside their blocks, one of a matrix or of each expert, as in
+# ModelOpt's files; llama.cpp's others leave some out, as of build 11549
+SCALED = ("llama", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "gemma4")
 # Kinds of RoPE that llama.cpp computes; by default all but Llama 3's, whose factors only its Llama reads. Its Gemma 3
 # would apply YaRN to sliding layers; its Gemma 4 opens no file without factors.
 _KINDS = {
@@ -248,11 +251,11 @@ def _of_transformers(folder: Path, row: ModelRow) -> Layout:
 
 
 def parts_by_weight(
-    folder: Path, first: GgufFile, stored: Collection[str]
+    folder: Path, first: GgufFile, stored: Mapping[str, str]
 ) -> dict[str, list[Part]]:
     """Return the parts of all weights in a model's GGUF files, with llama.cpp's names.
 
-    ``stored`` has llama.cpp's names of the tensors in all files, of which ``first`` is the first.
+    ``stored`` has the kinds of blocks in all files by llama.cpp's names of the tensors; ``first`` is the first file.
 
     Raises:
         UserError: the files have a tensor that the model lacks, or lack a part of a weight.
@@ -272,13 +275,22 @@ def parts_by_weight(
                 continue
             refuse(f"{first.path} lacks {part}" for part in missing)
             weights[name] = parts
-            known.update(part.name for part in parts)
+            for part in parts:
+                known.add(part.name)
+                if stored[part.name] == "NVFP4" and names.arch in SCALED:
+                    # activations are not rounded here, so their scale is unused
+                    known |= {scale_of(part.name), scale_of(part.name, "input_scale")}
             break
     ahead = tuple(f"blk.{layout.layers + number}." for number in range(layers_ahead(first)))
     unknown = {*stored} - known
     others = sorted(name for name in unknown if not name.startswith(ahead))
     refuse(f"{first.path} has {name}, which no layer of this {names.arch} has" for name in others)
     return weights
+
+
+def scale_of(name: str, kind: str = "scale") -> str:
+    """Return llama.cpp's name of the scale of a weight ``name``."""
+    return name.removesuffix("weight") + kind
 
 
 def layers_ahead(file: GgufFile) -> int:

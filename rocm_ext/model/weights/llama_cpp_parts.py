@@ -53,13 +53,16 @@ class Part:
         return tensor.dim() < 2 or self.name.endswith("bias")
 
 
-def joined(parts: Sequence[Part], tensors: Sequence[Tensor], kind: str) -> Tensor:
+def joined(
+    parts: Sequence[Part], tensors: Sequence[Tensor], kind: str, scales: Sequence[Tensor] = ()
+) -> Tensor:
     """Join parts to a weight, the reverse of :meth:`Part.of`; raise a ValueError if the shapes do not fit.
 
     Args:
         parts: the weight's parts.
         tensors: llama.cpp's tensors, one per part: numbers, or bytes of blocks.
         kind: kind of the blocks, a key of :data:`rocm_ext.model.weights.unpack.BLOCKS`. Empty for numbers.
+        scales: of the blocks' rows, [..., rows, 1] per part.
     """
     first = parts[0]
     weight = tensors[0]
@@ -90,7 +93,11 @@ def joined(parts: Sequence[Part], tensors: Sequence[Tensor], kind: str) -> Tenso
         a, b, width = first.heads
         swapped = b, a, width
     if kind:
-        weight = of_blocks(weight, kind, heads=swapped)
+        scale = None
+        if scales:
+            rows = [replace(part, heads=None, change=None) for part in parts]
+            scale = joined(rows, scales, "")
+        weight = of_blocks(weight, kind, swapped, scale)
     elif swapped:
         weight = replace(first, heads=swapped).columns_of(weight)
     return weight if first.change is None else first.change.from_llama(weight)

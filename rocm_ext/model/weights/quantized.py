@@ -58,7 +58,7 @@ class Quantized(Tensor):
         packed: FP8, [..., out, in]; or MXFP4's pairs of values as uint8, [..., out, in / 32, 16]; or ggml's blocks,
             [..., out, bytes].
         scale: [..., blocks of out, blocks of in]: floating-point numbers, or exponents of 2 as uint8, plus 127. ggml's
-            blocks contain their scales: [..., out, 0].
+            blocks contain their scales: [..., out, 0], or [..., out, 1], one more per row of NVFP4.
         block: rows and columns of a block; blocks at the end may be smaller.
         dtype: dtype of the dequantised tensor.
         transposed: whether the dequantised tensor is [..., in, out].
@@ -152,7 +152,7 @@ class Quantized(Tensor):
             extremes = []
             for piece in rows.split(max(_PIECE // width, 1)):
                 extremes += unpack(piece, self.kind, self.dtype).aminmax()
-            return torch.stack(extremes)
+            return torch.cat([torch.stack(extremes), self.scale.flatten()])
         scales = self.scales()
         if self.packed.dtype != torch.float8_e4m3fn:  # MXFP4 has no NaN
             return scales
@@ -178,6 +178,8 @@ class Quantized(Tensor):
             _, values = kept[key]
         else:
             values = unpack(self.packed, self.kind, self.dtype)
+            if self.scale.numel():  # NVFP4's values are exact in 16 bits, so this rounds once
+                values.mul_(self.scale)
             if kept is not None:
                 kept[key] = self.packed, values
         if self.heads is None:
@@ -354,11 +356,14 @@ def _counts(rows: int, columns: int, block: Block) -> Block:
     return math.ceil(rows / high), math.ceil(columns / wide)
 
 
-def of_blocks(packed: Tensor, kind: str, heads: Heads | None = None) -> Quantized:
+def of_blocks(
+    packed: Tensor, kind: str, heads: Heads | None = None, scale: Tensor | None = None
+) -> Quantized:
     """Return the weight of ggml's blocks, ``packed`` [..., out, bytes]; for arguments see :class:`Quantized`."""
-    no_scales = packed.new_empty(*packed.shape[:-1], 0)
+    if scale is None:
+        scale = packed.new_empty(*packed.shape[:-1], 0)
     values, _ = BLOCKS[kind]
-    return Quantized(packed, no_scales, (1, values), torch.float32, kind=kind, heads=heads)
+    return Quantized(packed, scale, (1, values), torch.float32, kind=kind, heads=heads)
 
 
 def fp8_rows(weight: Tensor, transposed: bool = False, multiplies: bool = False) -> Quantized:

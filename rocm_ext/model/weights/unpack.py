@@ -19,7 +19,8 @@ BLOCKS = {
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q2_K": (256, 84),
     "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ2_XXS": (256, 66),
     "IQ2_XS": (256, 74), "IQ2_S": (256, 82), "IQ3_XXS": (256, 98), "IQ3_S": (256, 110), "IQ4_NL": (32, 18),
-    "IQ4_XS": (256, 136), "MXFP4": (32, 17),
+    "IQ4_XS": (256, 136), "MXFP4": (32, 17), "IQ1_S": (256, 50), "IQ1_M": (256, 56), "TQ1_0": (256, 54),
+    "TQ2_0": (256, 66), "NVFP4": (64, 36), "Q1_0": (128, 18), "Q2_0": (64, 18),
 }  # fmt: skip
 # values that are unpacked at a time: intermediate values stay in a CPU's cache (a third of the time), and are small
 # compared with a GPU's memory
@@ -27,7 +28,8 @@ _PIECE = {"cpu": 1 << 18}
 _LARGE_PIECE = 1 << 26
 Unpack = Callable[[Tensor], Tensor]  # maps blocks [n, bytes] to values
 _WHAT = "the compiled unpacking of GGUF blocks"
-_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)  # twice the values; ggml's scales are half
+# twice the values of E2M1, because ggml's scales are half; its zeros have no sign
+_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
 
 
 # One operation, because the tables of some kinds are tensors, which torch.compile and plans must not look into
@@ -130,45 +132,85 @@ def _half(blocks: Tensor, at: int) -> Tensor:
     return two_bytes.view(torch.float16).float()
 
 
-def _nibbles(packed: Tensor) -> Tensor:
-    """The low halves of all bytes of a block, then the high ones: [n, bytes] -> [n, 2 bytes]."""
-    low = packed & 15
-    high = packed >> 4
-    return torch.cat([low, high], dim=1)
+def _fields(packed: Tensor, bits: int, width: int = 1) -> Tensor:
+    """Numbers of ``bits`` bits: the lowest ones of ``width`` bytes, then the next ones: [n, bytes] -> [n, numbers]."""
+    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    groups = packed.unflatten(1, (-1, 1, width))
+    numbers = groups >> places[:, None] & (1 << bits) - 1  # [n, groups, 8 / bits, width]
+    return numbers.flatten(1)
 
 
-def _fifth_bits(packed: Tensor) -> Tensor:
-    """Bit i of four bytes, for value i: 16 or 0."""
-    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    bits = packed[:, :, None] >> places & 1  # [n, bytes, 8]
-    return (bits << 4).flatten(1)
+def _five_bits(low: Tensor, fifth: Tensor) -> Tensor:
+    return _fields(low, 4, 16) | _fields(fifth, 1) << 4
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    scale = _half(blocks, 0)
-    high = _fifth_bits(blocks[:, 2:6])
-    values = _nibbles(blocks[:, 6:]) | high
-    return scale * (values.to(torch.int8) - 16)
+    values = _five_bits(blocks[:, 6:], blocks[:, 2:6])
+    return _half(blocks, 0) * (values.to(torch.int8) - 16)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    scale = _half(blocks, 0)
-    least = _half(blocks, 2)
-    high = _fifth_bits(blocks[:, 4:8])
-    values = _nibbles(blocks[:, 8:]) | high
-    return scale * values + least
+    values = _five_bits(blocks[:, 8:], blocks[:, 4:8])
+    return _half(blocks, 0) * values + _half(blocks, 2)
+
+
+def _e2m1(numbers: Tensor) -> Tensor:
+    levels = torch.tensor(_E2M1, device=numbers.device)
+    return levels[numbers.int()]
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
-    magnitudes = torch.tensor(_E2M1, device=blocks.device)
-    levels = torch.cat([magnitudes, -magnitudes])
     exponents = blocks[:, :1].int() - 128
     half_scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
-    numbers = _nibbles(blocks[:, 1:]).int()
-    return half_scales * levels[numbers]
+    return half_scales * _e2m1(_fields(blocks[:, 1:], 4, 16))
 
 
-_OURS: dict[str, Unpack] = {"Q5_0": _q5_0, "Q5_1": _q5_1, "MXFP4": _mxfp4}
+def _nvfp4(blocks: Tensor) -> Tensor:
+    scales = blocks[:, :4].int()  # E4M3 without a sign
+    exponents = scales >> 3 & 15
+    fractions = (scales & 7).float()
+    significands = torch.where(exponents > 0, fractions + 8, fractions)
+    half_scales = torch.ldexp(significands, exponents.clamp(min=1) - 11)
+    half_scales = half_scales.masked_fill(scales == 127, 0.0)  # ggml has no NaN
+    values = _e2m1(_fields(blocks[:, 4:], 4, 8))
+    return half_scales[:, :, None] * values.view(-1, 4, 16)
+
+
+def _q1_0(blocks: Tensor) -> Tensor:
+    signs = _fields(blocks[:, 2:], 1).to(torch.int8) * 2 - 1
+    return _half(blocks, 0) * signs
+
+
+def _q2_0(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * (_fields(blocks[:, 2:], 2).to(torch.int8) - 1)
+
+
+def _tq2_0(blocks: Tensor) -> Tensor:
+    return _half(blocks, 64) * (_fields(blocks[:, :64], 2, 32).to(torch.int8) - 1)
+
+
+def _trits(packed: Tensor, count: int) -> Tensor:
+    """The first ``count`` digits of each byte, a fraction in base 3: [n, bytes] -> [n, count * bytes]."""
+    powers = torch.tensor([1, 3, 9, 27, 81], device=packed.device)[:count, None]
+    rests = packed[:, None].int() * powers & 255  # [n, count, bytes]
+    return (rests * 3 >> 8).flatten(1)
+
+
+def _tq1_0(blocks: Tensor) -> Tensor:
+    parts = [_trits(blocks[:, :32], 5), _trits(blocks[:, 32:48], 5), _trits(blocks[:, 48:52], 4)]
+    return _half(blocks, 52) * (torch.cat(parts, dim=1) - 1)
+
+
+_OURS: dict[str, Unpack] = {
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
+    "Q1_0": _q1_0,
+    "Q2_0": _q2_0,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
+}
 
 
 if __name__ == "__main__":
