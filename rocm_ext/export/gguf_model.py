@@ -19,7 +19,7 @@ from rocm_ext.export.vocabulary import add_vocabulary
 from rocm_ext.model.adapters.merge import MergedWeights, base_tensors, check_base
 from rocm_ext.model.lora import dense, expert_factors
 from rocm_ext.model.names import LORA_A, LORA_B
-from rocm_ext.model.weights.checkpointer import TABLES, on_meta
+from rocm_ext.model.weights.checkpointer import TABLES, on_meta, say_ahead
 from rocm_ext.model.weights.gguf_files import refuse_merging
 from rocm_ext.model.weights.llama_cpp import GgufNames, Layout, add_keys, library, read_layout
 from rocm_ext.model.weights.llama_cpp_parts import Part
@@ -67,6 +67,7 @@ def write_model(source: Source, out: Path, kind: str) -> None:
     decoder = source.decoder()
     stored = decoder.converted(state)
     shapes = on_meta(stored)
+    say_ahead(stored, f"are not in {out}; llama.cpp decodes without them")
     check_base(decoder, shapes, source.base)
 
     def read(name: str) -> Tensor:

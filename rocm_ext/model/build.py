@@ -28,7 +28,14 @@ from rocm_ext.model.lora import (
 from rocm_ext.model.names import replace_parameter
 from rocm_ext.model.native.decoder import native
 from rocm_ext.model.native.layers import use_fused_norms
-from rocm_ext.model.weights.checkpointer import MODEL_KEY, State, StoredWeights, on_meta, sample
+from rocm_ext.model.weights.checkpointer import (
+    MODEL_KEY,
+    State,
+    StoredWeights,
+    on_meta,
+    sample,
+    say_ahead,
+)
 from rocm_ext.model.weights.gguf_files import SUFFIX
 from rocm_ext.model.weights.quantized import Quantized, fp8_rows, scaled_products
 
@@ -147,6 +154,7 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
     frozen = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
     buffers = decoder.buffers_to_load()
     state = decoder.converted(weights.state)
+    say_ahead(state, "are not trained")
     # every access allocates; others may be maps or parts of a larger tensor
     owned = isinstance(state, StoredWeights)
     stored = frozen | buffers

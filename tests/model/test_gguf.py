@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rocm_ext.recipes.lora_finetune_rocm import main
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torchtune.training import set_default_dtype
 from transformers import AutoModelForCausalLM
@@ -210,7 +211,7 @@ def test_exports_of_transformers_models_are_the_same_model(tmp_path, name):
 
 
 @torch.no_grad()
-def test_other_layouts_of_the_same_model(files, tmp_path):
+def test_other_layouts_of_the_same_model(files, tmp_path, caplog):
     """Gate and up in one tensor, or in two kinds of blocks; a layer that predicts a further token."""
     base = files("qwen3.5 moe").with_name("qwen3.5 moe")
     expected = our_model(base)(TOKENS)
@@ -224,6 +225,7 @@ def test_other_layouts_of_the_same_model(files, tmp_path):
     torch.testing.assert_close(
         our_model(folder_of(str(further)))(TOKENS), expected, rtol=1e-5, atol=1e-5
     )
+    assert one_line_has(caplog.text, "further.gguf: 1 layers for MTP", "not trained")
     apart = our_model(folder_of(str(files("qwen3.5 moe", ("Q8_0", "Q4_0"), "apart"))))
     assert {name: type(p.data) for name, p in apart.named_parameters()}[
         "model.layers.0.mlp.experts.gate_up_proj"
@@ -359,6 +361,35 @@ def test_llama_cpp_adds_the_adapter_to_the_same_file(
         assert one_line_has(
             capsys.readouterr().err, str(path.resolve()), "--gguf-adapter", "--base-model"
         )
+
+
+def test_layers_for_mtp_are_named(rows, tmp_path, capsys, caplog):
+    base = write_theirs(tmp_path / "base", "qwen3.5")
+    ahead = {"mtp.fc.weight": torch.randn(8, 16), "mtp.norm.weight": torch.ones(8)}
+    file = base / "model.safetensors"
+    save_file(load_file(file) | ahead, file, metadata={"format": "pt"})
+    run = tmp_path / "run"
+    parity.finetune(folder_config(base, rows, run, max_steps_per_epoch=1))
+    assert one_line_has(
+        caplog.text, "2 tensors of layers for MTP, first mtp.fc.weight", "not trained"
+    )
+    capsys.readouterr()
+    assert export(run, "--merged", tmp_path / "merged") == 0
+    assert one_line_has(capsys.readouterr().err, "2 tensors", "unchanged", "accepts is unknown")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(torch.equal(merged[name], tensor) for name, tensor in ahead.items())
+    assert export(run, "--gguf", tmp_path / "x.gguf") == 0
+    assert one_line_has(capsys.readouterr().err, "2 tensors", "x.gguf", "decodes without them")
+    found = GgufFile(tmp_path / "x.gguf")
+    assert not [key for key in (*found.metadata, *found.places) if "nextn" in key]
+    save_file({name: t for name, t in load_file(file).items() if name not in ahead}, file)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
+    assert export(run, "--merged", tmp_path / "without") == 0
+    assert one_line_has(capsys.readouterr().err, "mtp_num_hidden_layers is 0 instead of 1")
+    assert (
+        json.loads((tmp_path / "without" / "config.json").read_text())["mtp_num_hidden_layers"] == 0
+    )
 
 
 # ---- bad input

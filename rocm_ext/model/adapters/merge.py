@@ -26,7 +26,13 @@ from rocm_ext.model.families import CONFIG, QUANTISED
 from rocm_ext.model.lora import changed_weights, dense, expert_factors, merged_linear, plain
 from rocm_ext.model.names import LORA_A, LORA_B, MAGNITUDE, ROWS
 from rocm_ext.model.token_rows import by_layer, is_tied, layer_names
-from rocm_ext.model.weights.checkpointer import State, StoredWeights, on_meta, weight_files
+from rocm_ext.model.weights.checkpointer import (
+    State,
+    StoredWeights,
+    on_meta,
+    say_ahead,
+    weight_files,
+)
 
 # Files that a merged model gets from the base model's folder
 BESIDE_WEIGHTS = (
@@ -34,6 +40,8 @@ BESIDE_WEIGHTS = (
     "added_tokens.json", "*.model", "*.tiktoken", "tekken.json", "*.jinja", "chat_template.json",
     "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*", "*.py",
 )  # fmt: skip
+UNKNOWN = "how many of their tokens the trained model accepts is unknown"
+_AHEAD = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # numbers of layers for MTP
 MERGED_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -81,6 +89,7 @@ def merge(
     base, files, state = base_tensors(cfg_checkpointer)
     merged = MergedWeights(decoder, state, adapter)
     merged.check(base)
+    say_ahead(merged._weights, f"are copied to {out} unchanged; {UNKNOWN}")
     beside = files_of(base, BESIDE_WEIGHTS)
     content = json_object((base / CONFIG).read_bytes()) or {}
     if "auto_map" not in content:  # no Python files are needed
@@ -104,21 +113,26 @@ def merge(
             (folder / "model.safetensors.index.json").write_text(json.dumps(of_files, indent=2))
         for name, path in beside.items():
             shutil.copy2(path, folder / name)
-        _say_16_bits(folder / CONFIG)
+        _correct(folder / CONFIG, bool(getattr(merged._weights, "ahead", True)))
         if (adapter / TEMPLATE).is_file():  # the run's chat template
             shutil.copy2(adapter / TEMPLATE, folder / TEMPLATE)
             (folder / OF_PROCESSORS).unlink(missing_ok=True)  # transformers' processors prefer it
         complete(folder)
 
 
-def _say_16_bits(path: Path) -> None:
-    """Remove the quantised format from a ``config.json``."""
+def _correct(path: Path, ahead: bool) -> None:
+    """Remove the quantised format from a ``config.json``, and without ``ahead`` layers for MTP, which files lack."""
     content = json_object(path.read_bytes()) or {}
     changed = False
     for part in (content, content.get("text_config")):
         for key in QUANTISED:
             if isinstance(part, dict) and key in part:
                 del part[key]
+                changed = True
+        for key in _AHEAD:
+            if isinstance(part, dict) and part.get(key) and not ahead:
+                log.warning("%s: %s is 0 instead of %s; the files lack them", path, key, part[key])
+                part[key] = 0
                 changed = True
     if changed:
         path.write_text(json.dumps(content, indent=2))

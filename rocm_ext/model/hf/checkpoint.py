@@ -22,6 +22,8 @@ from rocm_ext.base.errors import UserError, explain_errors
 from rocm_ext.model.names import last_part
 from rocm_ext.model.weights.checkpointer import State, check_stored, check_tied, on_meta
 
+# layers that predict further tokens (MTP), among the tensors that transformers leaves out
+_AHEAD = re.compile(r"(^|\.)mtp|\.layers\.\d+\.")
 _OF_TABLES = r"rotary_emb\.inv_freq$"  # old files have them; config.json decides them
 
 
@@ -88,6 +90,9 @@ class Converted(Mapping[str, Tensor]):
         tied: names of the weights of output layer and embeddings if they are tied, or else None. The output
             layer's copy in ``state`` is left out.
 
+    Attributes:
+        ahead: the checkpoint's names of tensors that predict further tokens (MTP), which the model lacks.
+
     Raises:
         UserError: two tensors are the same weight, or a tied weight is stored with other values.
     """
@@ -100,8 +105,11 @@ class Converted(Mapping[str, Tensor]):
         # the patterns and tensors by their converter's first target
         self._sources: dict[str, list[tuple[str | None, str]]] = {}
         self._first: dict[str, str] = {}  # the converter's first target, by each of its targets
+        self.ahead: list[str] = []
         for name in sorted(state, key=dot_natural_key):
             if self._names.ignored(name):
+                if _AHEAD.search(name):
+                    self.ahead.append(name)
                 continue
             new, pattern = self._names.of(name)
             if self._names.is_float(new):

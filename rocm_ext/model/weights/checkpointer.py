@@ -22,7 +22,7 @@ from rocm_ext.base.log import log
 from rocm_ext.model.families import foreign_config, read_architecture, stored_format
 from rocm_ext.model.names import EMBEDDINGS_WEIGHT, OUTPUT_WEIGHT, Names, NativeNames
 from rocm_ext.model.weights.gguf_files import AGAIN, SUFFIX, GgufFile, files_in, links_in, shapes_in
-from rocm_ext.model.weights.llama_cpp import parts_by_weight, scale_of
+from rocm_ext.model.weights.llama_cpp import layers_ahead, parts_by_weight, scale_of
 from rocm_ext.model.weights.llama_cpp_config import check_config
 from rocm_ext.model.weights.llama_cpp_parts import joined
 from rocm_ext.model.weights.quantized import Quantized, stored
@@ -146,6 +146,10 @@ def blocks_in(folder: Path) -> dict[str, Quantized]:
     with torch.device("cpu"):  # models are built on the meta device
         stored = _Gguf(folder)
     weights = {name: stored.on_meta(name) for name in stored.names}
+    if stored.ahead:
+        log.warning(
+            "%s: %d layers for MTP, the last ones, are not trained", stored.path, stored.ahead
+        )
     apart = [name for name in weights if len(stored.kinds(name)) > 1]
     if apart:
         kinds = " and ".join(sorted(stored.kinds(apart[0])))
@@ -305,6 +309,18 @@ class StoredWeights(Mapping[str, Tensor]):
             return stored(name, values, scales, self._block)
 
 
+def say_ahead(state: State, what: str) -> None:
+    """Log what happens to a checkpoint's layers that predict further tokens (MTP), if it has some.
+
+    Args:
+        state: tensors by a model's names, see :class:`rocm_ext.model.hf.checkpoint.Converted`.
+        what: the end of the sentence.
+    """
+    ahead = getattr(state, "ahead", [])
+    if ahead:
+        log.warning("%d tensors of layers for MTP, first %s, %s", len(ahead), ahead[0], what)
+
+
 def on_meta(state: State) -> State:
     """Return the tensors of ``state`` without their values."""
     if hasattr(state, "on_meta"):
@@ -449,6 +465,7 @@ class _Gguf:
         weights = {part.name for parts in self._parts.values() for part in parts}
         others = kinds.keys() - weights  # Gemma 4's router has the scales of its experts
         self._scaled = {name for name in weights if scale_of(name) in others}
+        self.ahead = layers_ahead(files[0])
         self._shapes = shapes_in(folder)
         self.names = sorted(self._parts)
 
