@@ -147,9 +147,7 @@ def blocks_in(folder: Path) -> dict[str, Quantized]:
         stored = _Gguf(folder)
     weights = {name: stored.on_meta(name) for name in stored.names}
     if stored.ahead:
-        log.warning(
-            "%s: %d layers for MTP, the last ones, are not trained", stored.path, stored.ahead
-        )
+        log.warning("%s: %d layer(s) for MTP at the end are not trained", stored.path, stored.ahead)
     apart = [name for name in weights if len(stored.kinds(name)) > 1]
     if apart:
         kinds = " and ".join(sorted(stored.kinds(apart[0])))

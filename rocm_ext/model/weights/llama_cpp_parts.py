@@ -95,8 +95,8 @@ def joined(
     if kind:
         scale = None
         if scales:
-            rows = [replace(part, heads=None, change=None) for part in parts]
-            scale = joined(rows, scales, "")
+            plain = [replace(part, heads=None, change=None) for part in parts]
+            scale = joined(plain, scales, "")
         weight = of_blocks(weight, kind, swapped, scale)
     elif swapped:
         weight = replace(first, heads=swapped).columns_of(weight)
