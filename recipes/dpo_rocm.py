@@ -18,7 +18,7 @@ from rocm_ext import config
 from rocm_ext.base.files import read_lines
 from rocm_ext.base.log import warn
 from rocm_ext.data.rows import Rows
-from rocm_ext.data.training_rows import refuse_single_answers
+from rocm_ext.data.training_rows import ValidationRows, refuse_single_answers
 from rocm_ext.losses.objective import REFERENCE
 from rocm_ext.train.lifecycle import run
 from rocm_ext.train.metrics import falling_likelihood
@@ -30,17 +30,16 @@ class DPO(LoRAFinetune):
 
     columns = (REFERENCE,)
 
-    def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
+    def setup_data(self, tokenizer: Any) -> tuple[Rows, ValidationRows]:
         """Read and tokenise the pairs, as :meth:`LoRAFinetune.setup_data` does."""
         rows, validation = super().setup_data(tokenizer)
         refuse_single_answers(self.cfg.recipe, rows, validation)
         return rows, validation
 
-    def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
+    def add_columns(self, folder: Path, rows: Mapping[str, Rows]) -> None:
         """Add the reference's log-probs, if the loss needs them."""
         if REFERENCE in self.learner.objective.columns:
-            sets = {key: part for key, part in rows.items() if part is not None}
-            add_reference_logprobs(self.learner, sets, folder)
+            add_reference_logprobs(self.learner, rows, folder)
 
     def train(self) -> None:
         """Train as :meth:`LoRAFinetune.train` does, and warn if the chosen answers became less likely all the way."""

@@ -21,7 +21,7 @@ from rocm_ext.data import overview
 from rocm_ext.data.mixture import Mixture, lines
 from rocm_ext.data.rows import Rows
 from rocm_ext.data.tokenizer import open_tokenizer
-from rocm_ext.data.training_rows import training_rows
+from rocm_ext.data.training_rows import ValidationRows, training_rows, validation_sets
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.download import use_downloaded
 from rocm_ext.plan import workload
@@ -71,15 +71,13 @@ class LoRAFinetune:
         rows, validation_rows = self.setup_data(tokenizer)
         self.rows = rows
         self.validation_rows = validation_rows
-        parts = {"dataset": rows}
-        if validation_rows:
-            parts["dataset_val"] = validation_rows
+        self.parts = {"dataset": rows, **validation_sets(validation_rows)}
         check_same(
-            lambda: {key: part.fingerprint() for key, part in parts.items()},
+            lambda: {key: part.fingerprint() for key, part in self.parts.items()},
             self.runtime.ranks,
             SAME_DATA,
         )
-        for part in parts.values():
+        for part in self.parts.values():
             self.learner.check_rows(part, self.columns)
         self.trainer_cls.check(cfg, self.learner, len(rows))
         mixture = Mixture.of(cfg.dataset, rows)
@@ -98,9 +96,7 @@ class LoRAFinetune:
         self.metric_logger = setup_metric_logger(self.cfg, self.runtime.ranks.is_main)
         self.learner.load()
         self._first = peft_files.fingerprint(self.learner.adapter_state())
-        self.add_columns(
-            self.folder.path, {"dataset": self.rows, "dataset_val": self.validation_rows}
-        )
+        self.add_columns(self.folder.path, self.parts)
         self.trainer = self.trainer_cls(
             self.learner,
             self.rows,
@@ -117,11 +113,7 @@ class LoRAFinetune:
             overview.write(
                 self.folder.path / ROWS,
                 lambda: overview.of_rows(
-                    self.cfg,
-                    self.learner.tokenizer,
-                    self.rows,
-                    self.validation_rows,
-                    ranks=self.runtime.ranks.world,
+                    self.cfg, self.learner.tokenizer, self.parts, ranks=self.runtime.ranks.world
                 ),
             )
         log_config(self.metric_logger, self.cfg)
@@ -137,8 +129,8 @@ class LoRAFinetune:
         evaluation.check()
         return evaluation
 
-    def setup_data(self, tokenizer: Any) -> tuple[Rows, Rows | None]:
-        """Read and tokenise the training rows, and the validation rows or None."""
+    def setup_data(self, tokenizer: Any) -> tuple[Rows, ValidationRows]:
+        """Read and tokenise the training rows, and the validation rows, of named data sets by name, or None."""
         return training_rows(
             self.cfg,
             tokenizer,
@@ -147,7 +139,7 @@ class LoRAFinetune:
             progress=self.runtime.ranks.is_main and os.isatty(2),
         )
 
-    def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
+    def add_columns(self, folder: Path, rows: Mapping[str, Rows]) -> None:
         """Add the columns in :attr:`columns` to the rows, by their keys in the config, before the first step."""
 
     def train(self) -> None:

@@ -52,6 +52,7 @@ def add(parser: ArgumentParser) -> None:
     option = options(parser)
     option("--adapter DIR", "PEFT folder (default: the run's, or that of the config)", Path)
     option("--base", "measure the model that the config starts from, too, and compare them")
+    option("--set NAME", "the rows of dataset_val.NAME, if it has several data sets")
     option("--data FILE", "rows to use instead of the config's: a file or a hub name")
     option("--split SPLIT", "split of a hub data set (default: test)")
     option("--name NAME", "configuration of a hub data set (openai/gsm8k: main)")
@@ -103,6 +104,7 @@ def _check(args: Namespace, adapter: Path | None, target: ChosenModel, answers: 
          "one: --adapter"),
         (answers and alone and not (args.verifier and args.data), "a model alone has no prompts and no verifier; set "
          "--data and --verifier"),
+        (answers and args.set, "--set chooses among the validation rows of SFT and DPO; here prompts are answered"),
         (not answers and (args.format or args.samples), "--format and --samples are for answers that a verifier "
          "judges; set --verifier"),
         code=1,
@@ -245,7 +247,7 @@ def _rows(args: Namespace, target: ChosenModel, adapter: Path | None) -> Measure
         cfg.validation_fraction = 0.0
     of_pairs = registry.family(registry.find(cfg.recipe)) == registry.DPO
     recipe = (DPO if of_pairs else LoRAFinetune)(cfg)
-    both = measure(recipe, adapter, args.base)
+    both = measure(recipe, adapter, args.base, args.set)
     if args.output:
         keep(both[0], args.output)
         if args.base:

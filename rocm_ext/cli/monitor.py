@@ -28,6 +28,7 @@ from rocm_ext.cli._common import console, count, number, options, refuse_first, 
 from rocm_ext.machine.counters import Counters, HardwareLog, Reading
 from rocm_ext.report import hardware
 from rocm_ext.runs.progress import progress
+from rocm_ext.runs.records import of_sets
 
 _Run = Mapping[str, Any]  # the progress of a run, see rocm_ext.runs.progress
 _Show = Callable[[Reading, _Run | None], None]
@@ -192,7 +193,10 @@ def run_text(run: _Run) -> str:
         return run["problem"]
     unit = "cycle" if "cycle" in run else "step"
     words = []
-    for key, form in _VALUES.items():
+    forms = dict(_VALUES)
+    for column, title in of_sets([run]).items():
+        forms[column] = f"{title} {{:.4f}}"
+    for key, form in forms.items():
         if key in run:
             value = form.format(run[key], unit=unit).replace("%", " %")
             if key == unit and f"{unit}s" in run:

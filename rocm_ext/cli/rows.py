@@ -56,6 +56,7 @@ def add(parser: ArgumentParser) -> None:
         row,
         action="append",
     )
+    option("--set NAME", "show the data set dataset_val.NAME instead of dataset")
     option("--show N", "show the first N rows (default: first, shortest and longest)", count)
     add_json(parser)
     add_overrides(parser)
@@ -81,9 +82,12 @@ def run(args: Namespace) -> None:
     check_tokenizer(tokenizer, cfg)
     vocabulary, positions = _sizes(cfg.model)
     if family in registry.SAMPLED:
+        refuse_first(
+            (args.set, f"--set chooses among validation rows, which {recipe.name} has not")
+        )
         overview, check = _prompts(cfg, tokenizer, positions)
     else:
-        overview, check = _rows(cfg, family, tokenizer, vocabulary, positions)
+        overview, check = _rows(cfg, family, tokenizer, vocabulary, positions, args.set)
     last = max(args.row or [-1])
     kept = len(overview.lengths)
     refuse_first((last >= kept, f"there is no row {last}; the kept rows are 0 to {kept - 1:,}"))
@@ -114,34 +118,42 @@ def _sizes(model: Any) -> tuple[int, int]:
     return decoder.tok_embeddings.num_embeddings, decoder.max_seq_len
 
 
-def _rows(cfg: Any, family: str, tokenizer: Any, vocabulary: int, positions: int) -> Read:
-    """Read the rows of SFT or DPO as the recipe does."""
+def _rows(
+    cfg: Any, family: str, tokenizer: Any, vocabulary: int, positions: int, name: str | None
+) -> Read:
+    """Read the rows of SFT or DPO as the recipe does, or those of the validation data set ``name``."""
+    from rocm_ext.config.components import chosen_set, data_sets
     from rocm_ext.data import overview
     from rocm_ext.data.mixture import Mixture
     from rocm_ext.data.rows import check_vocabulary, concatenated, open_dataset, origin_of
-    from rocm_ext.data.training_rows import refuse_single_answers, training_rows
+    from rocm_ext.data.training_rows import refuse_single_answers, training_rows, validation_sets
     from rocm_ext.losses import check_fit, objective_of
     from rocm_ext.losses.objective import REFERENCE
 
+    if name is not None:
+        cfg.dataset = chosen_set(cfg, name)
+        cfg.dataset_val = cfg.early_stopping_patience = None
     rows, validation = training_rows(cfg, tokenizer, positions, cached=True, progress=os.isatty(2))
     coming: tuple[str, ...] = ()
     if family == registry.DPO:
         refuse_single_answers(cfg.recipe, rows, validation)
         coming = (REFERENCE,)
-    origins = []
-    for component in (cfg.dataset, cfg.dataset_val):
+    components = {"dataset": cfg.dataset, **data_sets("dataset_val", cfg.dataset_val)}
+    origins = {}
+    for key, component in components.items():
         if component:
-            origins.append(partial(origin_of, open_dataset(component, tokenizer, cfg.too_long)))
+            dataset = open_dataset(component, tokenizer, cfg.too_long)
+            origins[key] = partial(origin_of, dataset)
+    parts = {"dataset": rows, **validation_sets(validation)}
 
     def check() -> None:
         Mixture.of(cfg.dataset, rows).check()
         objective = objective_of(config.instantiate(cfg.loss, key="loss"))
-        for part in (rows, validation):
-            if part:
-                check_vocabulary(int(concatenated(part.tokens).max()), vocabulary)
-                check_fit(objective, {*part.columns, *coming}, part.pairs)
+        for part in parts.values():
+            check_vocabulary(int(concatenated(part.tokens).max()), vocabulary)
+            check_fit(objective, {*part.columns, *coming}, part.pairs)
 
-    return overview.of_rows(cfg, tokenizer, rows, validation, origins), check
+    return overview.of_rows(cfg, tokenizer, parts, origins), check
 
 
 def _prompts(cfg: Any, tokenizer: Any, positions: int) -> Read:
@@ -177,9 +189,9 @@ def _print_rows(content: Json) -> None:
     for line in lines(content.get("data_sets", ())):
         print(printable(line))
     print(words.ends(content))
-    if "validation" in content:
+    for key in words.validations(content):
         print()
-        _print_numbers("validation", content["validation"])
+        _print_numbers(key, content[key])
 
 
 def _marked(text: str, trained: bool, colour: bool) -> str:

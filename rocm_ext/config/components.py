@@ -35,6 +35,7 @@ _COMPONENTS = {
     "environment",
 }
 _LISTS = {"dataset", "dataset_val"}  # these may be lists of components
+_SET = re.compile(r"dataset_val(\.[A-Za-z0-9_-]+)?")  # key of a data set
 WEIGHT = "weight"  # key of the entries of a list in `dataset`; no component gets it
 
 # Components that the config in a folder may use without --trust-config: they read files, and do nothing else
@@ -116,21 +117,42 @@ def data_weights(dataset: Any) -> tuple[float, ...]:
     return tuple(weights)
 
 
+def data_sets(key: str, value: Any) -> dict[str, Any]:
+    """Return the parts of a value by key: ``dataset_val.NAME`` of named data sets; any other value is one part."""
+    has_names = isinstance(value, Mapping) and COMPONENT not in value
+    if key != "dataset_val" or not has_names or not value:
+        return {key: value}
+    return {f"{key}.{name}": part for name, part in value.items()}
+
+
+def chosen_set(cfg: DictConfig, name: str | None) -> Any:
+    """Return the data set ``name`` of ``dataset_val``, or without it the only one; UserError: there is no such one."""
+    sets = data_sets("dataset_val", cfg.dataset_val)
+    key = f"dataset_val.{name}" if name else "dataset_val"
+    if key not in sets:
+        known = [key.partition(".")[2] for key in sets]
+        raise UserError(f"--set is {name}; expected a name in dataset_val{nearest(name, known)}")
+    return sets[key]
+
+
 def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
     """Yield a message for each key that lacks its component, and each argument that a component does not take.
 
     A key whose default is a name, such as ``loss: dapo``, may hold a name instead of a component. Defaults are not
     checked: some of their modules take a second to import.
     """
-    for key, block in cfg.items():
+    for key, block in _parts(cfg):
+        root = key.partition(".")[0]
+        if root == "dataset_val" and not _SET.fullmatch(key):
+            yield f"{key}: a data set's name has letters, digits, _ and - only"
         is_list = isinstance(block, ListConfig)
-        if is_list and key in _COMPONENTS - _LISTS:
+        if is_list and root in _COMPONENTS - _LISTS:
             yield f"{key} is {block!r}; expected one _component_ and its arguments"
             continue
         mixed = is_list and key == "dataset"
         if mixed:
             data_weights(block)
-        default = defaults.get(str(key))
+        default = defaults.get(key)
         has_names = isinstance(default, str) and default != "???"
         for part in block if is_list else [block]:
             is_name = has_names and isinstance(part, str)
@@ -138,9 +160,15 @@ def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
                 continue
             if isinstance(part, DictConfig) and COMPONENT in part:
                 others = (COMPONENT, WEIGHT) if mixed else (COMPONENT,)
-                yield from _argument_faults(str(key), part, others, cfg)
-            elif key in _COMPONENTS and part is not None and not is_name:
+                yield from _argument_faults(key, part, others, cfg)
+            elif root in _COMPONENTS and (part is not None or key != root) and not is_name:
                 yield f"{key} is {part!r}; expected a _component_ and its arguments"
+
+
+def _parts(cfg: DictConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a config by key; of ``dataset_val``, the :func:`data_sets`."""
+    for key, value in cfg.items():
+        yield from data_sets(str(key), value).items()
 
 
 def check_from_folder(content: Config, file: Path) -> None:
@@ -191,7 +219,7 @@ def _argument_faults(
         if name in others:
             continue
         if name not in parameters:
-            if key in _LISTS and name == WEIGHT:
+            if key.partition(".")[0] in _LISTS and name == WEIGHT:
                 hint = "; it is for a list of data sets to train on"
             elif names := our_names(name, cfg):
                 hint = f"; did you mean {' or '.join(names)}?"

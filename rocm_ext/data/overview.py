@@ -90,18 +90,23 @@ def write(path: Path, make: Callable[[], Overview]) -> None:
 def of_rows(
     cfg: DictConfig,
     tokenizer: Any,
-    rows: Rows,
-    validation: Rows | None,
-    origins: Sequence[Origin] = (),
+    parts: Mapping[str, Rows],
+    origins: Mapping[str, Origin] | None = None,
     ranks: int = 1,
 ) -> Overview:
     """Describe the rows of SFT or DPO, for a training by ``ranks`` processes.
 
-    ``origins`` are functions from an item's number to its origin, for ``dataset`` and, if it is set, ``dataset_val``;
-    without them the origin is the number.
+    Args:
+        cfg: the config.
+        tokenizer: its tokenizer.
+        parts: training and validation rows by their key, from :func:`rocm_ext.data.training_rows.validation_sets`.
+        origins: functions from an item's number to its origin, by the key of the data set; without them the origin is
+            the number.
+        ranks: number of processes.
     """
-    origins = origins or ["row {}".format]
-    origin = _origin_in(rows, origins[0])
+    origins = origins or {"dataset": "row {}".format}
+    rows = parts["dataset"]
+    origin = _origin_in(rows, origins["dataset"])
     steps = Steps(len(rows), rows_per_step(cfg, ranks), cfg.max_steps_per_epoch)
     tokens = lengths(rows)
     content = {
@@ -111,8 +116,10 @@ def of_rows(
         "ranks": ranks,
         "data_sets": Mixture.of(cfg.dataset, rows).table(),
     }
-    if validation is not None:
-        held_origin = _origin_in(validation, origins[-1])
+    for name, validation in parts.items():
+        if name == "dataset":
+            continue
+        held_origin = _origin_in(validation, origins.get(name, origins["dataset"]))
         held_out = _described(validation, lengths(validation), held_origin)
         repeated = shared(keys(validation), keys(rows))
         held_out |= equal("trained_on", repeated, held_origin, origin)
@@ -121,7 +128,7 @@ def of_rows(
         if cfg.dataset_val is None:  # a part of the rows that `dataset` counts
             held_out["counts"] = {}
             held_out["first"] = {}
-        content["validation"] = held_out
+        content[name.replace("dataset_val", "validation")] = held_out
 
     def show(row: int) -> Json:
         shown = {"row": row, "origin": origin(row)}

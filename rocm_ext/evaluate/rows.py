@@ -17,6 +17,7 @@ import numpy as np
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, replace_text
 from rocm_ext.base.log import Progress
+from rocm_ext.config.components import chosen_set
 from rocm_ext.data.rows import SIDE, Rows, labelled
 from rocm_ext.data.tokenizer import open_tokenizer
 from rocm_ext.model.download import use_downloaded
@@ -47,7 +48,9 @@ class Measured:
     rows: list[dict[str, float]]
 
 
-def measure(recipe: Any, adapter: Path | None, base: bool = False) -> list[Measured]:
+def measure(
+    recipe: Any, adapter: Path | None, base: bool = False, name: str | None = None
+) -> list[Measured]:
     """Measure a model on the validation rows of a config of SFT or DPO.
 
     The reference of DPO is the model that the config starts from.
@@ -56,6 +59,7 @@ def measure(recipe: Any, adapter: Path | None, base: bool = False) -> list[Measu
         recipe: a :class:`~rocm_ext.recipes.lora_finetune_rocm.LoRAFinetune`, or a recipe that extends it.
         adapter: PEFT folder. None measures the model that the config starts from.
         base: whether to measure the model that the config starts from, in addition.
+        name: data set of ``dataset_val``, if it has several.
 
     Returns:
         The results; with ``base`` also the results of the model that the config starts from.
@@ -63,7 +67,7 @@ def measure(recipe: Any, adapter: Path | None, base: bool = False) -> list[Measu
     Raises:
         UserError: the config has no validation rows, or the model or the rows cannot be read.
     """
-    learner, rows = _open(recipe)
+    learner, rows = _open(recipe, name)
     try:
         with TemporaryDirectory() as folder:
             kept = Path(recipe.cfg.output_dir) / FILE
@@ -113,8 +117,8 @@ def keep(measured: Measured, folder: Path) -> None:
     replace_text(folder / RESULT, json.dumps(measured.scores, indent=2) + "\n")
 
 
-def _open(recipe: Any) -> tuple[Learner, Rows]:
-    """Open the model that the config starts from, and the held-out rows."""
+def _open(recipe: Any, name: str | None) -> tuple[Learner, Rows]:
+    """Open the model that the config starts from, and the held-out rows, or those of the data set ``name``."""
     cfg = recipe.cfg
     if cfg.dataset_val is None and not cfg.validation_fraction:
         raise UserError(
@@ -126,8 +130,8 @@ def _open(recipe: Any) -> tuple[Learner, Rows]:
     tokenizer = open_tokenizer(cfg)
     check_tokenizer(tokenizer, cfg)
     recipe.learner = learner = Learner(cfg, recipe.runtime, tokenizer)
-    if cfg.dataset_val is not None:  # the training rows are not read
-        cfg.dataset = cfg.dataset_val
+    if cfg.dataset_val is not None or name:  # the training rows are not read
+        cfg.dataset = chosen_set(cfg, name)
         cfg.dataset_val = None
         cfg.early_stopping_patience = None
         rows, _ = recipe.setup_data(tokenizer)
@@ -140,7 +144,7 @@ def _open(recipe: Any) -> tuple[Learner, Rows]:
 
 
 def _measure(learner: Learner, rows: Rows) -> Measured:
-    loss, labels, measurements = validation_loss(learner, rows)
+    result = validation_loss(learner, rows)
     measured: list[dict[str, float]] = []
     is_main = learner.runtime.ranks.is_main
     progress = Progress(len(rows), 0, is_main, "row", brief=True)
@@ -155,11 +159,11 @@ def _measure(learner: Learner, rows: Rows) -> Measured:
     tokens = sum(map(_tokens, measured))
     mean_nll = nll / max(1, tokens)
     scores = {
-        "loss": loss,
+        "loss": result.loss,
         "perplexity": math.exp(min(mean_nll, 700)),
         "rows": len(rows),
-        "tokens": labels,
-        **measurements,
+        "tokens": result.labels,
+        **result.measurements,
     }
     return Measured(scores, measured)
 

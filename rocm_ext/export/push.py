@@ -15,11 +15,13 @@ from rocm_ext.base.files import json_object
 from rocm_ext.base.hub import files_of, is_hub_name
 from rocm_ext.base.log import log
 from rocm_ext.base.registry import SAMPLED
+from rocm_ext.config.components import data_sets
 from rocm_ext.data.loading import LOADERS
 from rocm_ext.export.source import OF_ADAPTER, Source
 from rocm_ext.model.adapters.merge import BESIDE_WEIGHTS, MERGED_WEIGHTS
 from rocm_ext.model.adapters.peft_files import ADAPTER_CONFIG, PeftConfig
 from rocm_ext.runs.folder import RunFolder, held_out
+from rocm_ext.runs.records import of_sets
 from rocm_ext.runs.scores import Score
 
 _TAGS = ["lora", "peft", "torchtune-rocm"]
@@ -114,12 +116,14 @@ def _settings(source: Source) -> dict[str, str]:
 
 def _sources(run: RunFolder) -> list[str]:
     sources = []
+    components = []
     for key in _DATA:
-        component = run.setting(key)
-        for part in component if isinstance(component, list) else [component]:
-            name = part.get("source") if isinstance(part, Mapping) else None
-            if isinstance(name, str):
-                sources.append(name)
+        for component in data_sets(key, run.setting(key)).values():
+            components += component if isinstance(component, list) else [component]
+    for part in components:
+        name = part.get("source") if isinstance(part, Mapping) else None
+        if isinstance(name, str):
+            sources.append(name)
     return sources
 
 
@@ -132,13 +136,14 @@ def _results(run: RunFolder) -> dict[str, str]:
     """Return the run's results: losses, and scores on held-out prompts."""
     rows: dict[str, str] = {}
     if run.family not in SAMPLED:
-        for name, column in (
-            ("validation", run.validations["val_loss"]),
-            ("training", run.updates["loss"]),
-        ):
-            values = column[~np.isnan(column)]
+        losses = {}
+        for column, title in of_sets(run.validations.lines).items():
+            losses[title] = run.validations[column]
+        losses["training loss"] = run.updates["loss"]
+        for title, of_run in losses.items():
+            values = of_run[~np.isnan(of_run)]
             if len(values):
-                rows[f"{name} loss, first and last"] = f"{values[0]:.4f}, {values[-1]:.4f}"
+                rows[f"{title}, first and last"] = f"{values[0]:.4f}, {values[-1]:.4f}"
     for scored in held_out(run):
         score = Score(scored.scores.correct, scored.scores.prompts)
         rows[f"pass@1, {scored.after}"] = str(score)

@@ -13,7 +13,7 @@ from rocm_ext.base.registry import DPO, RAFT, SAMPLED, SFT, TITLES
 from rocm_ext.report.charts import memory_unit, short_number
 from rocm_ext.runs.folder import RunFolder, held_out, planned_steps, running_time
 from rocm_ext.runs.progress import written_and_size
-from rocm_ext.runs.records import first_and_last, is_rows, number
+from rocm_ext.runs.records import first_and_last, is_rows, number, of_sets
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
@@ -133,20 +133,28 @@ def _losses(run: RunFolder) -> Iterator[tuple[str, str]]:
         yield "Rows given by", " · ".join(given)
     yield "Loss", _trend(run.steps["loss"])
     yield "Held-out pass@1", _passes(run)
-    losses = run.validations["val_loss"]
-    if np.isfinite(losses).any():
-        best = np.nanargmin(losses)
-        words = f"{short_number(losses[best])} at step {run.validations['step'][best]:,.0f}"
-        if best < len(losses) - 1:
-            words += f", last {short_number(losses[-1])}"
-        yield "Best validation loss", words
+    for column, title in of_sets(run.validations.lines).items():
+        losses = run.validations[column]
+        if np.isfinite(losses).any():
+            best = np.nanargmin(losses)
+            words = f"{short_number(losses[best])} at step {run.validations['step'][best]:,.0f}"
+            if best < len(losses) - 1:
+                words += f", last {short_number(losses[-1])}"
+            yield f"Best {title}", words
+    for line in run.validations.lines:
+        warnings = line.get("warnings")
+        if isinstance(warnings, list):
+            yield from (("Warning", str(text)) for text in warnings)
 
 
 def _preferences(run: RunFolder) -> Iterator[tuple[str, str]]:
     yield "Margin", _trend(run.steps["margin"])
     yield "Accuracy", _percent(run.steps["accuracy"])
-    yield "Validation margin", _trend(run.validations["val_margin"])
-    yield "Validation accuracy", _percent(run.validations["val_accuracy"])
+    lines = run.validations.lines
+    for measured, words in (("margin", _trend), ("accuracy", _percent)):
+        titles = of_sets(lines, f"val_{measured}", f"Validation {measured}")
+        for column, title in titles.items():
+            yield title, words(run.validations[column])
 
 
 def _percent(shares: np.ndarray) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from rocm_ext.base.registry import BY_STEP, DPO, RAFT
 from rocm_ext.report.charts import Chart, Line, colour_and_dash, line_chart, smooth
 from rocm_ext.runs.folder import RunFolder
+from rocm_ext.runs.records import of_sets
 
 _FEW = 3  # runs; the noise of more would hide the curves
 
@@ -18,8 +19,9 @@ class Curve:
 
     Attributes:
         title, unit: arguments of :func:`rocm_ext.report.charts.line_chart`; a unit that begins with % shows shares.
-        columns: names, or ``a / b`` for a ratio, with the lines' labels; columns of validations begin with ``val_``. A
-            name that ends in ``/`` or ``_`` stands for all columns that begin with it.
+        columns: names, or ``a / b`` for a ratio, with the lines' labels; columns of validations begin with ``val_``,
+            and stand for a line of each named data set. A name that ends in ``/`` or ``_`` stands for all columns that
+            begin with it.
         zero: begin the y axis at 0.
         lost: mark values that are not finite.
         noisy: smooth the lines of many points.
@@ -208,10 +210,14 @@ def _lines(
 
 def _columns(curve: Curve, runs: Iterable[RunFolder]) -> dict[str, str]:
     """The columns of a curve with their labels."""
-    labels = {}
+    labels: dict[str, str] = {}
     for column, label in curve.columns.items():
         if not column.endswith(("/", "_")):
-            labels[column] = label
+            found: dict[str, str] = {}
+            if column.startswith("val_"):
+                for run in runs:
+                    found |= of_sets(run.validations.lines, column, label)
+            labels |= found or {column: label}
             continue
         for run in runs:
             for line in run.steps.lines:

@@ -53,11 +53,11 @@ def data(run: RunFolder) -> Data | None:
 def _data(content: Json) -> Data:
     facts = []
     lengths = []
-    for key, prefix in (("dataset", ""), ("validation", "validation: ")):
-        if key in content:
-            facts += facts_of(key, content[key])
-            for what, *columns in length_table(content[key]):
-                lengths.append([prefix + what, *columns])
+    for key in ("dataset", *validations(content)):
+        prefix = "" if key == "dataset" else f"{key}: "
+        facts += facts_of(key, content[key])
+        for what, *columns in length_table(content[key]):
+            lengths.append([prefix + what, *columns])
     facts.append(ends(content))
     sets = []
     for part in content.get("data_sets", ()):
@@ -72,11 +72,16 @@ def _data(content: Json) -> Data:
     return Data(facts, lengths, sets, _histogram(content["dataset"]), rows)
 
 
+def validations(content: Json) -> list[str]:
+    """Return the keys of validation rows: ``validation``, or ``validation.NAME`` of named data sets."""
+    return [key for key in content if key.partition(".")[0] == "validation"]
+
+
 def facts_of(key: str, data: Json) -> list[str]:
     """Return sentences on rows that are kept, left out or repeated, and on the share of trained tokens.
 
     Args:
-        key: ``dataset`` or ``validation``.
+        key: ``dataset``, or one of :func:`validations`.
         data: its value in ``rows.json``.
     """
     lines = [f"{key}: {data['kept']:,} of {data['rows']:,} rows"]

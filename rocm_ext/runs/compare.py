@@ -27,7 +27,7 @@ from rocm_ext.runs.intervals import (
     ratio_of_medians,
     relative_difference,
 )
-from rocm_ext.runs.records import Columns, first_and_last
+from rocm_ext.runs.records import Columns, first_and_last, of_sets
 
 Pair = tuple[float, float]  # A's value, B's
 _Columns = tuple[np.ndarray, np.ndarray]  # A's values, B's
@@ -315,14 +315,14 @@ def _by_losses(compared: Comparison, a: RunFolder, b: RunFolder, tolerance: floa
         last_a, last_b = loss_a[half:], loss_b[half:]
         compared.measured[name] = _finite(np.mean, last_a), _finite(np.mean, last_b)
         compared.difference = relative_difference(last_a, last_b)
-    validation = None
+    validations: list[_Losses] = []
     if not obstacle:
-        validation = _last_validation(a, b)
+        validations = _last_validations(a, b)
     elif not functions:
-        validation = _best_validations(a, b)
-    if validation is not None:
-        name, val_a, val_b = validation
+        validations = _best_validations(a, b)
+    for name, val_a, val_b in validations:
         compared.measured[name] = val_a, val_b
+    for name, val_a, val_b in validations:
         higher = val_b / val_a - 1
         if higher > tolerance:
             compared.answer = "reject"
@@ -331,18 +331,20 @@ def _by_losses(compared: Comparison, a: RunFolder, b: RunFolder, tolerance: floa
                 compared.answer = "unknown"
                 compared.text += ", which different seeds can cause"
             return
-        if obstacle:
-            compared.answer = "take"
-            compared.text = f"{name} the same within {_percent(tolerance)}"
-            if higher < -tolerance:
-                compared.text = f"{name} {_percent(-higher)} lower"
-            return
+    if obstacle and validations:
+        name, val_a, val_b = validations[0]
+        lower = 1 - val_b / val_a
+        compared.answer = "take"
+        compared.text = f"{name} the same within {_percent(tolerance)}"
+        if lower > tolerance:
+            compared.text = f"{name} {_percent(lower)} lower"
+        return
     if obstacle:
         compared.text = f"losses cannot be compared: {obstacle}"
     elif len(loss_a) < 2 * BATCHES:
         compared.text = f"{len(loss_a)} common steps are too few; it takes at least {2 * BATCHES}"
     else:
-        validated = validation is not None
+        validated = bool(validations)
         compared.answer, compared.text = _judge(
             compared.difference, len(loss_a), tolerance, seeds_differ, validated
         )
@@ -455,29 +457,34 @@ def _rate_differs(steps: _Common) -> str:
     return f"from step {steps.steps[i]} on the learning rates differ ({a[i]:.3g} and {b[i]:.3g})"
 
 
-def _last_validation(a: RunFolder, b: RunFolder) -> _Losses | None:
-    """Name, A's and B's loss of the last validation at the same step with equally many labels."""
+def _last_validations(a: RunFolder, b: RunFolder) -> list[_Losses]:
+    """Name, A's and B's loss of the last validation at the same step with equally many labels, by data set."""
     common = _Common(a.validations, b.validations)
-    labels_a, labels_b = common["val_tokens"]
-    loss_a, loss_b = common["val_loss"]
-    known = np.isfinite(loss_a) & np.isfinite(loss_b)
-    comparable = np.flatnonzero(known & (loss_a > 0) & (labels_a == labels_b))
-    if not len(comparable):
-        return None
-    i = comparable[-1]
-    return f"validation loss at step {common.steps[i]:,}", float(loss_a[i]), float(loss_b[i])
+    losses = []
+    for column, title in of_sets(a.validations.lines).items():
+        labels_a, labels_b = common[column.replace("loss", "tokens", 1)]
+        loss_a, loss_b = common[column]
+        known = np.isfinite(loss_a) & np.isfinite(loss_b)
+        comparable = np.flatnonzero(known & (loss_a > 0) & (labels_a == labels_b))
+        if len(comparable):
+            i = comparable[-1]
+            name = f"{title} at step {common.steps[i]:,}"
+            losses.append((name, float(loss_a[i]), float(loss_b[i])))
+    return losses
 
 
-def _best_validations(a: RunFolder, b: RunFolder) -> _Losses | None:
-    """The best losses, if both runs are finished and all their validations have equally many labels."""
-    labels = {*a.validations["val_tokens"], *b.validations["val_tokens"]}
-    if not a.finished or not b.finished or len(labels) != 1:
-        return None
-    best_a = _finite(np.min, a.validations["val_loss"])
-    best_b = _finite(np.min, b.validations["val_loss"])
-    if not best_a > 0 or math.isnan(best_b):
-        return None
-    return "best validation loss", best_a, best_b
+def _best_validations(a: RunFolder, b: RunFolder) -> list[_Losses]:
+    """The best losses by data set, if both runs are finished and all their validations have equally many labels."""
+    losses = []
+    for column, title in of_sets(a.validations.lines).items():
+        tokens = column.replace("loss", "tokens", 1)
+        labels = {*a.validations[tokens], *b.validations[tokens]}
+        best_a = _finite(np.min, a.validations[column])
+        best_b = _finite(np.min, b.validations[column])
+        known = best_a > 0 and not math.isnan(best_b)
+        if a.finished and b.finished and len(labels) == 1 and known:
+            losses.append((f"best {title}", best_a, best_b))
+    return losses
 
 
 def _percent(share: float) -> str:

@@ -140,7 +140,7 @@ def paired_gain(a_only: int, b_only: int, total: int) -> Interval:
 def paired_ratio(differences: np.ndarray, sizes: np.ndarray) -> Interval:
     """The sum of ``differences`` over the sum of ``sizes``, with an interval over independent rows.
 
-    The ratio estimator's linearised variance (Cochran 1977, section 6.4) and the normal quantile.
+    The ratio estimator's linearised variance (Cochran 1977, section 6.4) and Student's t.
 
     Args:
         differences: [n], by row.
@@ -150,5 +150,5 @@ def paired_ratio(differences: np.ndarray, sizes: np.ndarray) -> Interval:
     if len(sizes) < 2:
         return Interval(value)
     rest = differences - value * sizes
-    half = Z95 * float(stats.sem(rest) / sizes.mean())
+    half = _half_width(rest) / float(sizes.mean())
     return Interval(value, value - half, value + half)

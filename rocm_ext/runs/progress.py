@@ -15,7 +15,7 @@ from rocm_ext.runs.folder import (
     planned_steps,
     steps_finished,
 )
-from rocm_ext.runs.records import MOST, number, parse_scores, read_json, read_yaml
+from rocm_ext.runs.records import MOST, number, of_sets, parse_scores, read_json, read_yaml
 from rocm_ext.runs.tails import Record
 
 _TAIL = 1 << 16  # bytes read from the end of a metrics.jsonl: some hundred lines
@@ -39,9 +39,10 @@ def progress(out: Path) -> LatestValues:
     """The newest values that the run in ``out`` wrote, without those that are missing or half written.
 
     Returns:
-        ``step``, ``epoch``, ``loss``, ``tokens_per_second`` and ``val_loss`` of the training, of DPO also margin and
-        accuracy, and ``held_out``; for runs that learn from sampled answers, see :func:`_sampled_progress`;
-        ``seconds_ago``, since the last write; ``finished``; or ``problem``, why there is no run to show.
+        ``step``, ``epoch``, ``loss``, ``tokens_per_second`` and ``val_loss``, perhaps by data set, of the training, of
+        DPO also margin and accuracy, and ``held_out``; for runs that learn from sampled answers, see
+        :func:`_sampled_progress`; ``seconds_ago``, since the last write; ``finished``; or ``problem``, why there is no
+        run to show.
     """
     if not out.is_dir():
         return {"problem": f"{out} is a file" if out.exists() else f"{out} does not exist"}
@@ -67,7 +68,7 @@ def progress(out: Path) -> LatestValues:
     else:
         if max(sampled, judged) > trained:
             values["phase"] = "evaluating"
-        values |= _numbers(lines) | _held_out(lines)
+        values |= _numbers(lines, dict.fromkeys((*_SHOWN, *of_sets(lines)))) | _held_out(lines)
         finished = number(summary.get("steps")) == values.get("step")
     if written:
         ago = max(0.0, time.time() - written)

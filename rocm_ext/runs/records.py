@@ -1,6 +1,7 @@
 """Values and lines of a run's files, read as far as possible."""
 
 import math
+import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
@@ -81,7 +82,7 @@ class MetricLines(JsonLines):
             return
         if "loss" in record:
             self.steps.put(step, record)
-        if "val_loss" in record:
+        if of_sets([record]):
             self.validations.put(step, record)
         self._take_scores(step, record)
 
@@ -276,6 +277,21 @@ def parse_scores(value: object) -> Scores | None:
         passed=(correct / prompts, low, high),
         drawn=drawn,
     )
+
+
+def of_sets(
+    lines: Iterable[Record], column: str = "val_loss", title: str = "validation loss"
+) -> dict[str, str]:
+    """The columns of a validation's measurement, with titles: one, or ``column/NAME`` for each named data set."""
+    found = {}
+    for line in lines:
+        for key in line:
+            rest = key.removeprefix(column)
+            if key == column:
+                found[key] = title
+            elif key != rest and re.fullmatch(r"/[\w-]+", rest):
+                found[key] = f"{title} of {rest[1:]}"
+    return found
 
 
 def first_and_last(items: list[_Item]) -> list[_Item]:

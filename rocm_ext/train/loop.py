@@ -27,6 +27,7 @@ from rocm_ext.machine import numerics
 from rocm_ext.machine.trace import TRAINING
 from rocm_ext.model.adapters.merge import merge
 from rocm_ext.model.attention import has_dropout
+from rocm_ext.runs.records import of_sets
 from rocm_ext.train import builders
 from rocm_ext.train.checkpoint import Best, State, check_same_run, rng_state, set_rng_state
 from rocm_ext.train.learner import Learner
@@ -287,7 +288,7 @@ class Training:
         path = self.folder.path / "metrics.jsonl"
         logged = set()
         for line in read_lines(path):
-            if "eval" not in line and "val_loss" not in line:
+            if "eval" not in line and not of_sets([line]):
                 logged.add(line["step"])
         lost = describe_lost(path, self.step, logged)
         rules = [key for key in self.rules if self.cfg.get(key) is not None]

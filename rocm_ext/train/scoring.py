@@ -7,6 +7,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -183,15 +184,29 @@ def _restoring(learner: Learner) -> Iterator[None]:
                 parameter.copy_(values[name])
 
 
+class Validation(NamedTuple):
+    """A model's results on held-out rows.
+
+    Attributes:
+        loss: the normalised objective without an entropy bonus.
+        labels: number of labels.
+        measurements: the objective's other measurements by name.
+        sums: [blocks] sum of the objective over as many rows as a step has, by block of rows in their order.
+        sizes: [blocks] divisors of these sums.
+    """
+
+    loss: float
+    labels: int
+    measurements: dict[str, float]
+    sums: np.ndarray
+    sizes: np.ndarray
+
+
 @torch.no_grad()
-def validation_loss(learner: Learner, rows: Rows) -> tuple[float, int, dict[str, float]]:
+def validation_loss(learner: Learner, rows: Rows) -> Validation:
     """Compute the objective on all held-out ``rows``, without dropout. All ranks call this.
 
     Afterwards the model is in training mode.
-
-    Returns:
-        The normalised objective without an entropy bonus, the number of labels, and the objective's other measurements
-        by name.
     """
     objective = learner.objective
     ranks = learner.runtime.ranks
@@ -203,19 +218,25 @@ def validation_loss(learner: Learner, rows: Rows) -> tuple[float, int, dict[str,
     objective.entropy_weight = 0.0  # a training step sets it
     labels = 0.0  # with the weights of their rows, as the sequences
     sequences = 0.0
+    sizes = []
     device = learner.runtime.device
-    summed = torch.zeros((), dtype=torch.float64, device=device)  # read once, at the end
+    summed = torch.zeros((), dtype=torch.float64, device=device)
+    summed_up_to = []  # a block, on the device; read once, at the end
     with objective.measuring() as tally:
         for update in loader.range(0, steps.per_epoch):
             labels += update.labels
             sequences += update.sequences
             for batch in update.batches:
                 summed += learner.model(batch.to(device))
+            summed_up_to.append(summed.clone())
+            sizes.append(objective.denominator(update.labels, update.sequences))
     learner.model.train()
-    total, measured = ranks.sum([summed.item(), len(tally)])
+    *sums, measured = ranks.sum([*torch.stack(summed_up_to).tolist(), len(tally)])
+    loss = sums[-1] / objective.denominator(labels, sequences)
     measurements = tally.result(ranks) if measured else {}
     count = sum(of_row for of_row, _ in label_counts(rows))
-    return total / objective.denominator(labels, sequences), count, measurements
+    by_block = np.diff(sums, prepend=0.0)
+    return Validation(loss, count, measurements, by_block, np.array(sizes))
 
 
 def set_baseline(learner: Learner, rows: Rows, numbers: Iterable[int]) -> None:

@@ -12,14 +12,18 @@ from omegaconf import DictConfig
 
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.base.files import read_lines
-from rocm_ext.base.log import Progress, log
+from rocm_ext.base.log import Progress, log, warn
 from rocm_ext.base.types import Json
 from rocm_ext.config.checks.training import EVAL_METRIC
+from rocm_ext.config.components import data_sets
 from rocm_ext.data.batches import StepLoader, Steps, Update, rows_per_step
 from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.rows import Rows
+from rocm_ext.data.training_rows import ValidationRows, validation_sets
+from rocm_ext.runs.records import of_sets
 from rocm_ext.runs.scores import Score
 from rocm_ext.train.checkpoint import Best, State
+from rocm_ext.train.forgetting import Forgetting
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, Interrupted
 from rocm_ext.train.loop import StepStats, Training
@@ -36,15 +40,17 @@ class Trainer(Training):
     Args:
         learner, cfg, folder, metric_logger, interrupt: see :class:`Training`.
         rows: training rows.
-        validation_rows: validation rows; None disables validation.
+        validation_rows: validation rows, or those of named data sets by name; None disables validation.
         evaluation: a :class:`rocm_ext.evaluate.answers.Evaluator`, which evaluates the model before the first step,
             between steps, and after the last; None disables evaluation.
 
     Attributes:
         steps: the rows of the steps.
         mixture: the data sets of the rows.
+        metric: ``early_stopping_metric``; with named data sets, the target's: the first one's if it names none.
+        forgetting: compares the validations of named data sets.
         best: loss (None of an evaluation), step, adapter, metric and value of the best validation or evaluation so far
-            by ``early_stopping_metric``; None before the first.
+            by ``metric``; None before the first.
     """
 
     def __init__(
@@ -54,7 +60,7 @@ class Trainer(Training):
         cfg: DictConfig,
         folder: OutputDir,
         *,
-        validation_rows: Rows | None = None,
+        validation_rows: ValidationRows = None,
         metric_logger: Any = None,
         interrupt: Interrupt | None = None,
         evaluation: Any = None,
@@ -62,11 +68,19 @@ class Trainer(Training):
         super().__init__(learner, cfg, folder, metric_logger=metric_logger, interrupt=interrupt)
         self.rows = rows
         self.validation_rows = validation_rows
+        self.validation_sets = {}
+        for key, part in validation_sets(validation_rows).items():
+            self.validation_sets[key.partition(".")[2]] = part
+        self.metric, _, target = cfg.early_stopping_metric.partition("/")
+        target = target or next(iter(self.validation_sets), "")
+        self.forgetting = Forgetting(target)
+        if not self._by_answers:
+            self.metric = _column(self.metric, target)
         self.evaluation = evaluation
         self.worse = 0  # number of validations, or evaluations, since the best one
-        self.validated = 0  # step of the last validation
+        self.validated = -1 if target else 0  # step of the last validation
         self.evaluated = -1  # step of the last evaluation
-        for part in filter(None, (rows, validation_rows)):
+        for part in (rows, *self.validation_sets.values()):
             learner.check_rows(part)
         self.mixture = Mixture.of(cfg.dataset, rows)
         self.steps = Steps(
@@ -121,10 +135,13 @@ class Trainer(Training):
     def identity(self) -> dict[str, str | int | None]:
         """Return what a run shares with the one it resumes, in addition to the config."""
         weights = self.mixture.weights
+        validation = []
+        for name, part in self.validation_sets.items():
+            validation.append(f"{name} {part.fingerprint()}".strip())
         return {
             **super().identity(),
             "data": self.rows.fingerprint(),
-            "validation data": self.validation_rows.fingerprint() if self.validation_rows else None,
+            "validation data": ", ".join(validation) or None,
             "rows per step": self.steps.per_step,
             "rows and weights of the data sets": (
                 str(self.mixture.rows + weights) if weights else None
@@ -135,28 +152,35 @@ class Trainer(Training):
     def keeps_line(self, line: Json) -> bool:
         """Return whether a line of ``metrics.jsonl`` stays when the run resumes."""
         last = self.step
-        if "val_loss" in line:
+        if of_sets([line]):
             last = self.validated
         elif "eval" in line:
             last = self.evaluated
         return line["step"] <= last
 
     def extra_state(self) -> State:
-        """Return the steps of the last validation and evaluation, and their number since the best."""
-        return {"worse": self.worse, "validated": self.validated, "evaluated": self.evaluated}
+        """Return the steps of the last validation and evaluation, their number since the best, and named data sets'."""
+        state: State = {
+            "worse": self.worse,
+            "validated": self.validated,
+            "evaluated": self.evaluated,
+        }
+        if self.forgetting.target:
+            state["forgetting"] = self.forgetting.best, self.forgetting.sums
+        return state
 
     def load_extra_state(self, state: State) -> None:
         """Restore the values of :meth:`extra_state`; a changed metric resets the best."""
         self.validated = state["validated"]
         self.evaluated = state.get("evaluated", -1)
-        metric = self.cfg.early_stopping_metric
-        if self.best is None or self.best["metric"] == metric:
+        self.forgetting.best, self.forgetting.sums = state.get("forgetting", ({}, {}))
+        if self.best is None or self.best["metric"] == self.metric:
             self.worse = state["worse"]
         else:
             self.best = None
             log.info(
                 "early_stopping_metric is now %s: the best validation is one of those to come",
-                metric,
+                self.metric,
             )
 
     def check_length(self, path: Path, state: State) -> bool:
@@ -250,7 +274,7 @@ class Trainer(Training):
     def _validation_is_due(self) -> bool:
         every = self.cfg.run_val_every_n_steps or self.steps.per_epoch
         due = self.step % every == 0
-        return due and self.validation_rows is not None and self.step > self.validated
+        return due and bool(self.validation_sets) and self.step > self.validated
 
     @property
     def _evaluation_is_due(self) -> bool:
@@ -271,18 +295,35 @@ class Trainer(Training):
         return super().goes_on and not self.stopped_early
 
     def validate(self) -> float:
-        """Return the normalised objective on the validation rows; log it, and remember the best adapter."""
-        assert self.validation_rows is not None, "_validation_is_due says so"
-        loss, labels, measurements = validation_loss(self.learner, self.validation_rows)
-        if not math.isfinite(loss):
-            raise UserError(
-                f"step {self.step}: the validation loss is {loss}; lower the learning rate"
-            )
-        also = {f"val_{name}": value for name, value in measurements.items()}
-        so_far = "" if self._by_answers else self._compare({"val_loss": loss, **also})
-        log.info("step %d: validation loss %.4f%s", self.step, loss, so_far)
-        self.write_metrics(True, val_loss=loss, val_tokens=labels, **also)
-        return loss
+        """Return the normalised objective on the validation rows, of named data sets the target's.
+
+        This logs it, remembers the best adapter, and warns if the model may forget.
+        """
+        values: dict[str, Any] = {}
+        results = {}
+        for name, rows in self.validation_sets.items():
+            results[name] = result = validation_loss(self.learner, rows)
+            measured = {"loss": result.loss, "tokens": result.labels, **result.measurements}
+            for what, value in measured.items():
+                values[_column(f"val_{what}", name)] = value
+        losses = []
+        for column, title in of_sets([values]).items():
+            if not math.isfinite(values[column]):
+                raise UserError(
+                    f"step {self.step}: the {title} is {values[column]}; lower the learning rate"
+                )
+            losses.append(f"{title} {values[column]:.4f}")
+        # of named data sets, the first validation is before the first step
+        compared = self.step > 0 and not self._by_answers
+        so_far = self._compare(values) if compared else ""
+        log.info("step %d: %s%s", self.step, ", ".join(losses), so_far)
+        if self.forgetting.target:
+            warnings = self.forgetting.take(self.step, results)
+            warn(warnings)
+            if warnings:
+                values["warnings"] = warnings
+        self.write_metrics(True, **values)
+        return results[self.forgetting.target].loss
 
     def evaluate(self) -> None:
         """Evaluate the model by its answers, log that, and remember the best adapter."""
@@ -308,7 +349,7 @@ class Trainer(Training):
 
     def _compare(self, values: Mapping[str, float]) -> str:
         """Compare measurements with the best so far by ``early_stopping_metric``, and return a text for the log."""
-        metric = self.cfg.early_stopping_metric
+        metric = self.metric
         value = values.get(metric, math.nan)
         if not math.isfinite(value):
             raise UserError(
@@ -318,7 +359,7 @@ class Trainer(Training):
         best = self.best
         if best is None or sign * value > sign * best["value"]:
             self.best = best = {
-                "loss": values.get("val_loss"),
+                "loss": values.get(_column("val_loss", self.forgetting.target)),
                 "step": self.step,
                 "adapter": self.learner.adapter_state(),
                 "metric": metric,
@@ -343,7 +384,7 @@ class Trainer(Training):
 
     @property
     def _metric_name(self) -> str:
-        metric = self.cfg.early_stopping_metric
+        metric = self.metric
         return {"val_loss": "validation loss", EVAL_METRIC: "held-out score"}.get(metric, metric)
 
     def summary(self) -> Json:
@@ -354,21 +395,32 @@ class Trainer(Training):
             if self.best["metric"] != "val_loss":
                 named[self.best["metric"]] = self.best["value"]
             best = {name: value for name, value in named.items() if value is not None}
+        sets = {"validation_sets": self.forgetting.best} if self.forgetting.best else {}
         return {
             **summarize(self.folder.path / "metrics.jsonl"),
             "rows": self.rows.counts,
             "data_sets": self.mixture.table(self.steps[step] for step in range(self.step)),
             "best_validation": best,
+            **sets,
             "adapter_is": f"best by {self._metric_name}" if self.best_to_keep else "last",
             **super().summary(),
         }
 
 
+def _column(measured: str, name: str) -> str:
+    """Return the column of a measurement in ``metrics.jsonl``, of a data set with this name or an empty one."""
+    return f"{measured}/{name}" if name else measured
+
+
 def _metric_direction(cfg: DictConfig, learner: Learner) -> str:
     """Return whether ``higher`` or ``lower`` values of ``early_stopping_metric`` are better."""
     metric = cfg.early_stopping_metric
-    ways = {f"val_{name}": way for name, way in learner.objective.better.items()}
-    ways |= {"val_loss": "lower", EVAL_METRIC: "higher"}
+    of_rows = {f"val_{name}": way for name, way in learner.objective.better.items()}
+    of_rows["val_loss"] = "lower"
+    ways = of_rows | {EVAL_METRIC: "higher"}
+    for key in data_sets("dataset_val", cfg.dataset_val):
+        name = key.partition(".")[2]
+        ways |= {_column(measured, name): way for measured, way in of_rows.items()}
     if metric not in ways:
         loss = type(learner.objective).__name__
         raise UserError(

@@ -263,6 +263,8 @@ KEYS = [
     "step",
     "loss",
     "val_loss",
+    "val_loss/target",
+    "warnings",
     "lr",
     "tokens",
     "seconds",

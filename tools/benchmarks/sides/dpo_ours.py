@@ -13,7 +13,7 @@ from tools.benchmarks.sides.talk import StepLogger
 class Paced(dpo_rocm.DPO):
     """Our recipe, which also keeps the rows to score. The run itself has scored them before its first step."""
 
-    def add_columns(self, folder: Path, rows: Mapping[str, Rows | None]) -> None:
+    def add_columns(self, folder: Path, rows: Mapping[str, Rows]) -> None:
         REST.append((self.learner, rows["dataset"]))
         super().add_columns(folder, rows)
 
