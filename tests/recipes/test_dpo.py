@@ -399,3 +399,23 @@ def command(*args: object) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.parametrize("loss", [{}, {"loss": KTO}])
+def test_named_validation_sets(top, tmp_path, loss):
+    """Each set has a reference, and with KTO a baseline, of its own."""
+    cfg = dpo_config(top, tmp_path / "alone", **loss)
+    alone = {**cfg, "dataset_val": {**cfg["dataset"], "split": "train[:10]"}}
+    train(alone)
+    sets = {"target": cfg["dataset"], "general": alone["dataset_val"]}
+    stop = {"early_stopping_metric": "val_accuracy/general", "early_stopping_patience": 9}
+    train({**cfg, "output_dir": str(tmp_path / "named"), "dataset_val": sets, **stop})
+    for key in ("val_loss", "val_margin", "val_accuracy", "val_logprobs_chosen"):
+        _, after = metrics(
+            tmp_path / "named", f"{key}/general"
+        )  # before the first step, and after the last
+        assert [after] == metrics(tmp_path / "alone", key)
+    weights = "adapter/adapter_model.safetensors"
+    assert (tmp_path / "named" / weights).read_bytes() == (
+        tmp_path / "alone" / weights
+    ).read_bytes()
