@@ -6,15 +6,15 @@ from rocm_ext.base.types import Json
 from rocm_ext.runs.intervals import paired_ratio
 from rocm_ext.train.scoring import Validation
 
-_MARGIN = 0.01  # share of the loss: the best of several validations is a little too low by chance
+_MARGIN = 0.01  # share of the loss; a smaller rise does not matter
 
 
 class Forgetting:
     """Compares each validation of the named data sets with the best one so far.
 
-    A loss has risen if the 95 % interval of its rise lies above 1 % of the best loss. The interval is paired by blocks
-    of rows, as many as a step has, which are the same in all validations. After a warning, the next one takes a rise
-    above that validation.
+    A loss has risen if its rise is above 1 % of the best loss by twice the half width of the rise's 95 % interval: the
+    best of many validations is too low by chance. The interval is paired by blocks of rows, as many as a step has,
+    which are the same in all validations. After a warning, the next one takes a rise above that validation.
 
     Args:
         target: name of the data set that the run is for.
@@ -42,7 +42,8 @@ class Forgetting:
             best = self.best[name]
             rise = paired_ratio(result.sums - self.sums[name], result.sizes)
             improves = self.best[self.target]["step"] == step
-            if improves and rise.low > _MARGIN * abs(best["loss"]):
+            least = 2 * rise.low - rise.value  # by twice the half width
+            if improves and least > _MARGIN * abs(best["loss"]):
                 self.sums[name] = result.sums.tolist()
                 warnings.append(
                     f"step {step}: the validation loss of {name} has risen to {result.loss:.4f}, from "
