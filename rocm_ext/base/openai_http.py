@@ -161,12 +161,17 @@ async def exchange(client: Any, method: str, url: str, seconds: float, json: Any
 
 
 def json_object(url: str, response: Any) -> Json:
-    """Return the JSON object in a response.
+    """Return the JSON object in a response; errors as :func:`json_content`."""
+    return json_content(url, response, dict)
+
+
+def json_content(url: str, response: Any, kind: type) -> Any:
+    """Return the JSON in a response.
 
     Raises:
         Transient: HTTP 408, 429 or 5xx; a repeated request may succeed.
         Refused: any other HTTP error.
-        UserError: the body is not a JSON object.
+        UserError: the body is not JSON of this ``kind``, dict or list.
     """
     status = response.status_code
     if status in (408, 429) or status >= 500:
@@ -180,10 +185,11 @@ def json_object(url: str, response: Any) -> Json:
         answer = response.json()
     except (ValueError, RecursionError):
         answer = None
-    if not isinstance(answer, dict):
+    if not isinstance(answer, kind):
         start = start_of(response.text, 150)
+        what = "object" if kind is dict else "list"
         raise UserError(
-            f"{url} does not answer with a JSON object; is it an OpenAI-compatible server? {start}"
+            f"{url} does not answer with a JSON {what}; is it an OpenAI-compatible server? {start}"
         )
     return answer
 

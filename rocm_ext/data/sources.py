@@ -174,6 +174,20 @@ class SourceDataset(Dataset, ABC):
         (item,) = self.items([index])
         return returned(item)
 
+    def conversation(self, index: int) -> Conversation | None:
+        """Return a row's conversation, of a pair the chosen one; None for a text without turns.
+
+        Raises:
+            UserError, ValueError: the row is malformed, or its answer is empty.
+        """
+        row = self._read_row(index)
+        if not row.conversations:
+            return None
+        conversation = row.conversations[0]
+        if conversation is None:
+            raise UserError(f"{self.origin(index)}: the answer is empty")
+        return conversation
+
     def items(self, indices: Sequence[int]) -> Iterator[Json | Exception]:
         """Tokenise rows; yield an exception instead of a malformed row."""
         for start in range(0, len(indices), _BATCH):

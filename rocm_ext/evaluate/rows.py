@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from omegaconf import DictConfig
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors, replace_text
@@ -117,6 +118,16 @@ def keep(measured: Measured, folder: Path) -> None:
     replace_text(folder / RESULT, json.dumps(measured.scores, indent=2) + "\n")
 
 
+def open_learner(cfg: DictConfig) -> Learner:
+    """Open the machine and the model of a config, without its weights."""
+    runtime = Runtime.open(cfg)
+    use_downloaded(cfg, runtime.ranks)
+    cfg.seed = pick_seed(cfg.seed, None, runtime.ranks)
+    tokenizer = open_tokenizer(cfg)
+    check_tokenizer(tokenizer, cfg)
+    return Learner(cfg, runtime, tokenizer)
+
+
 def _open(recipe: Any, name: str | None) -> tuple[Learner, Rows]:
     """Open the model that the config starts from, and the held-out rows, or those of the data set ``name``."""
     cfg = recipe.cfg
@@ -124,12 +135,9 @@ def _open(recipe: Any, name: str | None) -> tuple[Learner, Rows]:
         raise UserError(
             "the config has no held-out rows: set dataset_val or validation_fraction, or name them: --data"
         )
-    recipe.runtime = Runtime.open(cfg)
-    use_downloaded(cfg, recipe.runtime.ranks)
-    cfg.seed = pick_seed(cfg.seed, None, recipe.runtime.ranks)
-    tokenizer = open_tokenizer(cfg)
-    check_tokenizer(tokenizer, cfg)
-    recipe.learner = learner = Learner(cfg, recipe.runtime, tokenizer)
+    recipe.learner = learner = open_learner(cfg)
+    recipe.runtime = learner.runtime
+    tokenizer = learner.tokenizer
     if cfg.dataset_val is not None or name:  # the training rows are not read
         cfg.dataset = chosen_set(cfg, name)
         cfg.dataset_val = None

@@ -74,22 +74,9 @@ class Scorer:
         prompt = [int(token) for token in text]
         body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 1.0,
                 "echo": True, "logprobs": 1}  # fmt: skip
-        failures = 0
         async with room:
-            while True:
-                try:
-                    answer = await http.exchange(
-                        client, "POST", f"{self.url}/v1/completions", _SECONDS, body
-                    )
-                    beat()
-                    return self._read(http.json_object(self.url, answer), len(prompt))
-                except (http.RequestError, http.Transient) as error:
-                    failures += 1
-                    if failures == _TRIES:
-                        raise UserError(
-                            f"{self.url}: {http.in_words(error)}, {_TRIES} times", RETRY
-                        ) from error
-                    await asyncio.sleep(http.pause_after(error, failures - 1))
+            answer = await insist(client, f"{self.url}/v1/completions", body)
+        return self._read(answer, len(prompt))
 
     def _read(self, answer: Json, tokens: int) -> np.ndarray:
         values = None
@@ -106,3 +93,23 @@ class Scorer:
                 "/v1/completions); vLLM and SGLang do"
             )
         return np.array(numbers, dtype=np.float32)
+
+
+async def insist(client: Any, url: str, body: Json) -> Json:
+    """Post ``body`` and return the answer's JSON object; repeat it while the server is busy or restarts.
+
+    Raises:
+        UserError: the server refuses the request, or fails for longer than a minute.
+    """
+    failures = 0
+    while True:
+        try:
+            answer = await http.exchange(client, "POST", url, _SECONDS, body)
+            beat()
+            return http.json_object(url, answer)
+        except (http.RequestError, http.Transient) as error:
+            failures += 1
+            if failures == _TRIES:
+                message = f"{url}: {http.in_words(error)}, {_TRIES} times"
+                raise UserError(message, RETRY) from error
+            await asyncio.sleep(http.pause_after(error, failures - 1))

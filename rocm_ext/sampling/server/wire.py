@@ -74,7 +74,7 @@ class EndpointFormat:
                 raise UserError(
                     f"prompt {request.prompt_id} has no messages; endpoint: chat needs them"
                 )
-            body["messages"] = [_sent(message) for message in request.messages]
+            body["messages"] = [sent(message) for message in request.messages]
             body |= {"logprobs": True, "top_logprobs": 1}
             if request.tools:
                 body["tools"] = [dict(tool) for tool in request.tools]
@@ -149,7 +149,7 @@ class EndpointFormat:
 # ---- requests
 
 
-def _sent(message: Message) -> Message:
+def sent(message: Message) -> Message:
     """Return a message in OpenAI's form: the arguments of tool calls are JSON text."""
     if "tool_calls" not in message:
         return dict(message)
