@@ -49,6 +49,29 @@ def random_blocks(kind: str, rows: int, blocks: int, rng: np.random.Generator) -
     return made.reshape(rows, -1)
 
 
+def rewrite_gguf(
+    source: Path, target: Path, keys: Mapping[str, Any], tensors: Mapping[str, np.ndarray | None]
+) -> Path:
+    """Copy a file of fp32 tensors with other values by key and by tensor's name; None: the tensor is left out."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if key != "general.architecture" and not key.startswith("GGUF."):
+            kind, *sub = field.types
+            writer.add_key_value(
+                key, keys.get(key, field.contents()), kind, sub[-1] if sub else None
+            )
+    for tensor in reader.tensors:
+        data = tensors.get(tensor.name, tensor.data)
+        if data is not None:
+            writer.add_tensor(tensor.name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
 def write_gguf(
     folder: Path,
     target: Path,

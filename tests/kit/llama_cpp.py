@@ -28,7 +28,7 @@ params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_D
 params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
 params.cache_ram_mib = 0
 if len(sys.argv) > 2:
-    params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(sys.argv[2], 1.0)]
+    params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(path, 1.0) for path in sys.argv[2:]]
 server = xllamacpp.Server(params)
 print("listening", server.listening_address, flush=True)
 sys.stdin.read()
@@ -116,9 +116,9 @@ class LlamaCpp:
 
 
 @contextmanager
-def llama_cpp(model: Path, adapter: Path | None = None) -> Iterator[LlamaCpp]:
-    """Serve a GGUF file, with an adapter's beside it."""
-    command = [sys.executable, "-c", _PROGRAM, str(model), *([str(adapter)] if adapter else [])]
+def llama_cpp(model: Path, *adapters: Path) -> Iterator[LlamaCpp]:
+    """Serve a GGUF file, with adapters' beside it."""
+    command = [sys.executable, "-c", _PROGRAM, *map(str, (model, *adapters))]
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True

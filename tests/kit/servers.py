@@ -194,7 +194,7 @@ class Sampler:
                     (path for path in self._weights if path and self.stale in path), adapter
                 )
             if adapter not in self._weights:
-                self._weights[adapter] = self._merged(Path(adapter))
+                self._weights[adapter] = merged(self._model, Path(adapter))
             tokens, logprobs, tops = self._sample(self._weights[adapter], body)
         stopped = tokens[-1] in body["stop_token_ids"]
         text = to_text(self._tokenizer, tokens[:-1] if stopped else tokens)
@@ -203,17 +203,6 @@ class Sampler:
         )
         answer["choices"][0]["logprobs"]["top_logprobs"] = [{"top": value} for value in tops]
         return answer
-
-    def _merged(self, adapter: Path) -> dict[str, torch.Tensor]:
-        from safetensors.torch import load_file
-
-        settings = json.loads((adapter / "adapter_config.json").read_text())
-        updates = peft_files.updates_by_weight(load_file(adapter / "adapter_model.safetensors"))
-        base, scale = self._model.state_dict(), settings["lora_alpha"] / settings["r"]
-        return {
-            name: base[name] + scale * (update[".lora_B.weight"] @ update[".lora_A.weight"])
-            for name, update in updates.items()
-        }
 
     @torch.no_grad()
     def _sample(self, weights, body):
@@ -232,3 +221,68 @@ class Sampler:
             logprobs.append(float(logits.log_softmax(-1)[tokens[-1]]))
             tops.append(float(logits.log_softmax(-1).max()))
         return tokens, logprobs, tops
+
+
+class Prompted:
+    """Tokenises chats and scores prompts as vLLM does, with transformers and PEFT, for :class:`Vllm`.
+
+    Args:
+        folder: the base model.
+        template: its chat template, by default the folder's.
+        parses: whether it parses the arguments of calls, as vLLM does.
+
+    Attributes:
+        changes: what it does to the ids of each prompt.
+        dropped: parts of names of the adapter's weights that are not loaded.
+    """
+
+    def __init__(self, folder: Path, template: str | None = None, parses: bool = True):
+        from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        template = template or (folder / "chat_template.jinja").read_text()
+        self.parses = parses
+        file = str(folder / "tokenizer.json")
+        self._tokenizer = PreTrainedTokenizerFast(tokenizer_file=file, chat_template=template)
+        self._lock = threading.Lock()
+        self.changes: Callable[[list[int]], list[int]] = list
+        self.dropped: tuple[str, ...] = ()
+
+    @torch.no_grad()
+    def __call__(self, adapter, body):
+        if "messages" in body:
+            for message in body["messages"] if self.parses else ():
+                for call in message.get("tool_calls", ()):
+                    call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            ids = self._tokenizer.apply_chat_template(
+                body["messages"],
+                tools=body.get("tools"),
+                add_generation_prompt=body.get("add_generation_prompt", True),
+                return_dict=False,
+                **body.get("chat_template_kwargs", {}),
+            )
+            return {"count": len(ids), "max_model_len": 512, "tokens": self.changes(ids)}
+        assert body["echo"]
+        ids = torch.tensor([body["prompt"]])
+        with self._lock:  # functional_call puts other weights into the model
+            weights = {}
+            if adapter is not None:
+                weights = merged(self._model, Path(adapter), self.dropped)
+            logits = torch.func.functional_call(self._model, weights, (ids,)).logits[0]
+        logprobs = logits.log_softmax(-1)
+        told = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+        return vllm_form(body, "", None, [None, *told, -1.0])
+
+
+def merged(model, adapter: Path, dropped: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+    """Return a model's weights with an adapter's updates, but for weights with ``dropped`` in their names."""
+    from safetensors.torch import load_file
+
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    updates = peft_files.updates_by_weight(load_file(adapter / "adapter_model.safetensors"))
+    base, scale = model.state_dict(), settings["lora_alpha"] / settings["r"]
+    return {
+        name: base[name] + scale * (update[".lora_B.weight"] @ update[".lora_A.weight"])
+        for name, update in updates.items()
+        if not any(part in name for part in dropped)
+    }
