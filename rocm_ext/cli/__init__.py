@@ -37,6 +37,7 @@ _COMMANDS = {
         "compare": "compare a safe run with a faster one: is it faster, and does it train as well?",
         "eval": "measure a model: loss on held-out rows, or how often its answers are right",
         "chat": "talk with a model in the terminal, with or without an adapter",
+        "parity": "check that a server answers as the trained model: prompts, adapter, and what differs",
         "pairs": "make DPO's pairs from the verified answers of a run",
         "export": "write a merged model for transformers and vLLM, or GGUF files for llama.cpp and Ollama",
     },
