@@ -92,7 +92,7 @@ def _compare(args: Namespace) -> "Parity":
     source: Any = Path(target.name).parent  # the run's, for its sampled answers
     if of_rows:
         held_out = config.components.data_sets("dataset_val", cfg.dataset_val)
-        source = next(iter(held_out.values()), cfg.dataset)
+        source = next(iter(held_out.values())) or cfg.dataset
     if args.data:
         usual = {config.COMPONENT: "rocm_ext.data.sft_dataset"}
         like = source if of_rows and "source" in source else usual

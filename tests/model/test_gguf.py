@@ -352,8 +352,8 @@ def test_llama_cpp_adds_the_adapter_to_the_same_file(
     with torch.no_grad():
         expected = ours.learner.decoder(torch.tensor([prompt]))[0].log_softmax(-1)
     far = []
-    for beside in (adapter, None):
-        with llama_cpp(path, beside) as server:
+    for beside in ([adapter], []):
+        with llama_cpp(path, *beside) as server:
             told = [server.logprobs(prompt[: at + 1]) for at in range(12)]
         # None: the most probable token ends within a character
         best = [
