@@ -126,13 +126,23 @@ def data_sets(key: str, value: Any) -> dict[str, Any]:
 
 
 def chosen_set(cfg: DictConfig, name: str | None) -> Any:
-    """Return the data set ``name`` of ``dataset_val``, or without it the only one; UserError: there is no such one."""
+    """Return the data set ``name`` of ``dataset_val``, or without a name the only one.
+
+    Raises:
+        UserError: there is no such data set, or without a name there are several.
+    """
     sets = data_sets("dataset_val", cfg.dataset_val)
     key = f"dataset_val.{name}" if name else "dataset_val"
-    if key not in sets:
-        known = [key.partition(".")[2] for key in sets]
-        raise UserError(f"--set is {name}; expected a name in dataset_val{nearest(name, known)}")
-    return sets[key]
+    if key in sets:
+        return sets[key]
+    if "dataset_val" in sets:
+        raise UserError(f"--set is {name}, and dataset_val has no named data sets; drop --set")
+    known = [key.partition(".")[2] for key in sets]
+    if name is None:
+        raise UserError(
+            f"dataset_val has several data sets; choose one: --set {' or '.join(known)}"
+        )
+    raise UserError(f"--set is {name}; expected a name in dataset_val{nearest(name, known)}")
 
 
 def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:

@@ -97,7 +97,7 @@ class Parity:
 
     Attributes:
         prompts, equal: number of rendered prompts, and of those with the same token ids on the server.
-        first: the first difference. None if there is none.
+        first: the first difference of a prompt; None without one.
         tokens, untold: number of compared tokens, and of those whose log-probs the server does not tell.
         share: share of the adapter's effect that the server reproduces, with an interval over answers.
         effect: mean absolute effect of the adapter here, in nats a token.
@@ -295,12 +295,7 @@ def _difference(
     return Difference(number, at, here, served, cause)
 
 
-def _cause(
-    ours: list[int],
-    theirs: list[int],
-    at: int,
-    renderer: Any,
-) -> str:
+def _cause(ours: list[int], theirs: list[int], at: int, renderer: Any) -> str:
     """Name the likely cause of a difference from token ``at`` on."""
     text = renderer.text
     if theirs[1:] == ours:

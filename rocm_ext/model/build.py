@@ -154,7 +154,8 @@ def load_weights(decoder: Decoder, weights: Weights, ranks: Ranks) -> None:
     frozen = {name: p for name, p in decoder.named_parameters() if not p.requires_grad}
     buffers = decoder.buffers_to_load()
     state = decoder.converted(weights.state)
-    say_ahead(state, "are not trained")
+    if ranks.is_main:
+        say_ahead(state, "are not trained")
     # every access allocates; others may be maps or parts of a larger tensor
     owned = isinstance(state, StoredWeights)
     stored = frozen | buffers

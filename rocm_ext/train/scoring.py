@@ -281,7 +281,8 @@ def add_reference_logprobs(learner: Learner, sets: Mapping[str, Rows], folder: P
     sets = dict(sets)
     if isinstance(learner.objective, UnpairedPreference) and learner.objective.baseline is not None:
         for name, rows in list(sets.items()):
-            rows.beside[MISMATCHED] = sets[f"{name}_{MISMATCHED}"] = rows.mismatched()
+            # no data set's name has a dot
+            rows.beside[MISMATCHED] = sets[f"{name}.{MISMATCHED}"] = rows.mismatched()
     model = _fingerprint(learner)
     fingerprints = {name: f"{model} {rows.fingerprint()}" for name, rows in sets.items()}
     logprobs = ranks.agree(_read(path, fingerprints) if ranks.is_main else None)

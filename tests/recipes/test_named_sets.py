@@ -132,10 +132,10 @@ def test_where_a_reader_finds_them(make, named, folder, capsys):
     assert rocm_ext(["eval", str(named), "--set", "general", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(last, rel=1e-6)
     assert rocm_ext(["eval", str(named)]) == 1
-    assert (
-        "--set is None; expected a name in dataset_val; known: general, target"
-        in capsys.readouterr().err
-    )
+    expected = "dataset_val has several data sets; choose one: --set target or general"
+    assert expected in capsys.readouterr().err
+    assert rocm_ext(["eval", str(named), "--set", "genral"]) == 1
+    assert "did you mean general?" in capsys.readouterr().err
 
 
 def test_compare_looks_at_each_set(make, named, tmp_path, capsys):

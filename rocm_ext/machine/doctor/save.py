@@ -131,7 +131,7 @@ def _kept(facts: Facts, root: Path) -> dict[str, Callable[[str], str]]:
 
 
 def _processes(facts: Facts) -> dict[str, Callable[[str], str]]:
-    """What the GPU's processes hold, with the names of those that findings name."""
+    """The memory of the GPU's processes. Only programs that compute or hold much keep their names."""
     kept: dict[str, Callable[[str], str]] = {}
     for process in facts.files.processes:
         kept[f"proc/{process.pid}/fdinfo/*"] = _lines(

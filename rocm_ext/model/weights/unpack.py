@@ -182,23 +182,30 @@ def _q1_0(blocks: Tensor) -> Tensor:
 
 
 def _q2_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * (_fields(blocks[:, 2:], 2).to(torch.int8) - 1)
+    numbers = _fields(blocks[:, 2:], 2).to(torch.int8)
+    return _half(blocks, 0) * (numbers - 1)
 
 
 def _tq2_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 64) * (_fields(blocks[:, :64], 2, 32).to(torch.int8) - 1)
+    numbers = _fields(blocks[:, :64], 2, 32).to(torch.int8)
+    return _half(blocks, 64) * (numbers - 1)
 
 
 def _trits(packed: Tensor, count: int) -> Tensor:
     """The first ``count`` digits of each byte, a fraction in base 3: [n, bytes] -> [n, count * bytes]."""
-    powers = torch.tensor([1, 3, 9, 27, 81], device=packed.device)[:count, None]
+    powers = torch.tensor([1, 3, 9, 27, 81], device=packed.device)
+    powers = powers[:count, None]
     rests = packed[:, None].int() * powers & 255  # [n, count, bytes]
     return (rests * 3 >> 8).flatten(1)
 
 
 def _tq1_0(blocks: Tensor) -> Tensor:
-    parts = [_trits(blocks[:, :32], 5), _trits(blocks[:, 32:48], 5), _trits(blocks[:, 48:52], 4)]
-    return _half(blocks, 52) * (torch.cat(parts, dim=1) - 1)
+    # three groups of bytes, each with its digits in turn
+    first = _trits(blocks[:, :32], 5)
+    second = _trits(blocks[:, 32:48], 5)
+    last = _trits(blocks[:, 48:52], 4)
+    numbers = torch.cat([first, second, last], dim=1)
+    return _half(blocks, 52) * (numbers - 1)
 
 
 _OURS: dict[str, Unpack] = {
