@@ -226,7 +226,7 @@ class RAFTTrainer(PolicyTrainer):
         epoch = (self.done - 1) // per_epoch + 1
         if self.ranks.is_main:
             position = {"step": self.done, "epoch": epoch}
-            append_line(self._updates_file(), {**position, **line, **self.memory()})
+            append_line(self._updates_file(), {**position, **line, **self.resources()})
         if self.done % self.cfg.log_every_n_steps == 0:
             self.log_numbers(line)
         self._progress.update(f"loss {line['loss']:.4f}  {line['tokens_per_second']:,.0f} tok/s")

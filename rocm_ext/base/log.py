@@ -103,3 +103,10 @@ def duration(seconds: float) -> str:
     if minutes:
         return f"{minutes}m{seconds:02d}s"
     return f"{seconds}s"
+
+
+def note(text: str) -> None:
+    """Write to stderr, dimmed on a terminal."""
+    if text.strip() and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        text = f"\033[2m{text}\033[0m"
+    print(text, file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from rich.table import Table
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.files import disk_errors
-from rocm_ext.base.log import setup_logging
+from rocm_ext.base.log import note, setup_logging
 
 if TYPE_CHECKING:
     from rocm_ext.config.chosen_model import ChosenModel
@@ -179,13 +178,6 @@ def prepare(target: "ChosenModel", overrides: Sequence[str]) -> None:
 
 
 # ---- output
-
-
-def note(text: str) -> None:
-    """Write to stderr, dimmed on a terminal."""
-    if text.strip() and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
-        text = f"\033[2m{text}\033[0m"
-    print(text, file=sys.stderr, flush=True)
 
 
 def print_json(content: Any) -> None:

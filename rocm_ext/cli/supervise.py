@@ -6,63 +6,44 @@ Starts the run, or continues the one in its output_dir. A run that dies or hangs
 after a pause that grows. The same command continues after a reboot. Ctrl-C saves and ends everything; a second one
 kills. A user's error, and three deaths without progress, end it: the last line says why.
 
---notify runs a shell command with the variables SUPERVISE_EVENT (finished, restarting or failed), SUPERVISE_RUN (the
-output_dir), SUPERVISE_WHY, SUPERVISE_STEP and SUPERVISE_LOG (the last lines that the run printed).
+With --between the run saves and stops at the end of the hours, and goes on when they begin again. With --beside, a
+server of models is stopped meanwhile, and started again whatever happens.
+
+--notify runs a shell command with the variables SUPERVISE_EVENT (finished, paused, restarting or failed), SUPERVISE_RUN
+(the output_dir), SUPERVISE_WHY, SUPERVISE_STEP and SUPERVISE_LOG (the last lines that the run printed).
 """
 
-import math
 import os
 import re
 import signal
-import socket
-import subprocess
 import sys
-import time
-from argparse import REMAINDER, ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
-import psutil
 import yaml
-from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rocm_ext import config
 from rocm_ext.base import registry
 from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.base.files import append_line, disk_errors, read_lines
-from rocm_ext.base.heartbeat import APART, NOTES, RETRY
+from rocm_ext.base.heartbeat import RETRY
 from rocm_ext.base.log import duration
-from rocm_ext.base.process import (
-    adopt_orphans,
-    handled,
-    signal_at_parents_end,
-    stop_signals,
-    survive_terminal,
-)
-from rocm_ext.base.types import Json
-from rocm_ext.cli._common import count, note, number, options, refuse_first
-from rocm_ext.runs.progress import position, slowest_step
+from rocm_ext.base.process import handled, stop_signals
+from rocm_ext.cli._common import count, number, options, refuse_first
+from rocm_ext.runs.progress import position
+from rocm_ext.supervise.attempt import LOG, PATIENCE, SLOWER, Attempt, Ending, alone
+from rocm_ext.supervise.messages import Messenger, say
+from rocm_ext.supervise.server import ADAPTER, Server
+from rocm_ext.supervise.window import Hours, Stop, Window
 
-LOG = "supervise.log"  # in output_dir: the run's output
-_NOTES = ".supervised"  # in output_dir: see rocm_ext.base.heartbeat
-_POLL = 0.2  # seconds between two looks at the run
-_PATIENCE = 900.0  # seconds: a shorter silence ends no run, because torch may be compiling
-_BUSY = (
-    0.02  # share of a core; a run that imports or compiles uses more, and one that waits uses less
-)
-_SLOWER = 5  # a step that takes so many times its slowest recent predecessor has hung
-_TO_SAVE = 60.0  # seconds that a hung run has to save
-_LONGEST_PAUSE = 1800.0
+_LONGEST_PAUSE = 1800.0  # seconds
 
 
 def add(parser: ArgumentParser) -> None:
     option = options(parser)
-    limit = f"{_PATIENCE:g} s, or {_SLOWER} of its slowest recent steps"
+    limit = f"{PATIENCE:g} s, or {SLOWER} of its slowest recent steps"
     option(
         "--hung-after S",
         f"end a run that is silent for longer (default: {limit})",
@@ -73,65 +54,161 @@ def add(parser: ArgumentParser) -> None:
     option("--pause S", pause, number(float, 0, 10**7), 30.0)
     option("--evaluate-apart", "evaluate in separate processes, between training processes")
     option(
+        "--between HOURS", "hours of the day in which the run goes on, such as 23:00-07:00", _hours
+    )
+    option("--hours N", "save and end after so many hours", number(float, 0.001, 10**5))
+    option(
+        "--beside UNIT", "systemd unit of a server to stop meanwhile, such as llama-server.service"
+    )
+    option("--beside-stop COMMAND", "instead of --beside: shell command that stops the server")
+    option(
+        "--beside-start COMMAND",
+        f"shell command that starts it; {ADAPTER} is the run's newest adapter",
+    )
+    cool = "pause between micro-batches at so many °C, until it is 4 °C less (pause_at_celsius)"
+    option("--cool CELSIUS", cool, number(float, 40, 120))
+    option(
         "--notify COMMAND", "shell command to run at the end and on trouble, to send a message, say"
     )
     words = "the run, as you would start it"
     parser.add_argument("command", nargs=REMAINDER, metavar="-- tune run ...", help=words)
 
 
+def _hours(text: str) -> Hours:
+    try:
+        return Hours.parse(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
 def run(args: Namespace) -> int:
     """Start the run again and again until it is done, and return the exit code.
 
     Raises:
-        UserError: the command is no run, another process supervises it, a restart cannot mend its error, or it died
-            too often.
+        UserError: the command is no run, another process supervises it, a restart cannot mend its error, it died too
+            often, or the server beside it does not stop.
     """
     command, out = _command(args.command)
-    stop = _Stop()
-    with _alone(out), handled(stop.note, signal.SIGINT, *stop_signals()):
-        deaths = 0
-        furthest = position(out)
+    if args.cool is not None:
+        command.append(f"pause_at_celsius={args.cool:g}")
+    keeper = _Keeper(args, command, out)
+    with alone(out), handled(keeper.stop.note, signal.SIGINT, *stop_signals()):
+        return keeper.keep()
+
+
+class _Keeper:
+    """Keeps the run in ``out`` going.
+
+    Attributes:
+        stop: the signals to stop that came.
+    """
+
+    def __init__(self, args: Namespace, command: list[str], out: Path) -> None:
+        self._args, self._command, self._out = args, command, out
+        self.stop = Stop()
+        self._window = Window(args.between, args.hours)
+        self._messenger = Messenger(out, args.notify)
+        self._server = _server(args)
+        self._deaths = 0
+        self._furthest = position(out)
+
+    def keep(self) -> int:
+        """Keep the run going until it is done or its hours are over; return the exit code."""
         while True:
-            attempt = _Attempt(out, args)
+            self._wait()
+            if self.stop.signum:
+                return self.stop.code
+            away: AbstractContextManager[None] = nullcontext()
+            if self._server is not None:
+                away = self._server.away(self._out, self._messenger)
+            with away:
+                code = self._attempts()
+            if code is not None:
+                return code
+            where = f"the run is saved at step {position(self._out)[1]:g}"
+            if self._window.is_over:
+                self._messenger.tell("paused", f"{where}; the same command goes on")
+                return 0
+            self._messenger.tell("paused", f"{where}, and goes on at {self._window.opens}")
+
+    def _wait(self) -> None:
+        """Wait until the run may go on."""
+        if self._window.is_open:
+            return
+        if self._server is not None:
+            self._server.recover(self._out, self._messenger)
+        say(f"the run begins at {self._window.opens}")
+        self.stop.wait_open(self._window)
+
+    def _attempts(self) -> int | None:
+        """Attempt the run until it ends or the window closes; return the exit code, or None if the window closed.
+
+        Raises:
+            UserError: starting it again does not help.
+        """
+        while self._window.is_open:
+            if self.stop.signum:
+                return self.stop.code
+            attempt = Attempt(self._out, self._args.hung_after, self._args.evaluate_apart)
             try:
-                attempt.start(command)
-                why = attempt.wait(stop)
+                ending = attempt.run(self._command, self.stop, self._window)
             except UserError as stuck:
-                attempt.tell("failed", str(stuck))
+                self._messenger.tell("failed", str(stuck), attempt.lines)
                 raise
-            notes = list(read_lines(out / _NOTES, problems=[]))
-            segment = next((line["segment"] for line in notes if "segment" in line), None)
-            if why is None and segment is None:
-                if _complete(notes):
-                    attempt.tell("finished", "the run is done")
-                    return 0
-                why = attempt.reason()
-            if stop.signum:
-                return 128 + stop.signum
-            if why is None:
-                _say(f"supervise: the run stopped {segment}; another process goes on")
+            if ending.complete:
+                self._messenger.tell("finished", "the run is done", attempt.lines)
+                return 0
+            if self.stop.signum:
+                return self.stop.code
+            if ending.segment:
+                say(f"the run stopped {ending.segment}; another process goes on")
                 continue
-            reached = position(out)
-            deaths = 1 if reached > furthest else deaths + 1
-            furthest = max(reached, furthest)
-            error = next((line for line in notes if "error" in line), None)
-            if error is None:
-                wrong_command = attempt.code == 2  # as argparse of tune and torchrun ends
-                error = {"error": why, "code": 2 if wrong_command else RETRY}
-            why = f"at step {reached[1]:g}: {error['error']}"
-            failed = ""
-            if error["code"] != RETRY:
-                failed = f"the run ended {why}. Starting it again does not help"
-            elif deaths >= args.deaths:
-                failed = f"the run died {deaths} times without progress, {why}. {out / LOG} has its output"
-            if failed:
-                attempt.tell("failed", failed)
-                raise UserError(failed, 1 if error["code"] == RETRY else error["code"])
-            growth = 4.0 ** min(deaths - 1, 20)
-            pause = min(args.pause * growth, _LONGEST_PAUSE)
-            attempt.tell("restarting", f"it died {why}; the next start is in {duration(pause)}")
-            if stop.within(pause):
-                return 128 + stop.signum
+            if ending.code == RETRY and not self._window.is_open:
+                return None
+            pause = self._pause_after(ending, attempt)
+            if self.stop.within(pause, self._window):
+                return self.stop.code
+        return None
+
+    def _pause_after(self, ending: Ending, attempt: Attempt) -> float:
+        """Report that the run died; return the seconds until the next attempt.
+
+        Raises:
+            UserError: there is none.
+        """
+        reached = position(self._out)
+        self._deaths = 1 if reached > self._furthest else self._deaths + 1
+        self._furthest = max(reached, self._furthest)
+        why = f"at step {reached[1]:g}: {ending.why}"
+        failed = ""
+        if ending.code != RETRY:
+            failed = f"the run ended {why}. Starting it again does not help"
+        elif self._deaths >= self._args.deaths:
+            output = self._out / LOG
+            failed = f"the run died {self._deaths} times without progress, {why}. {output} has its output"
+        if failed:
+            self._messenger.tell("failed", failed, attempt.lines)
+            raise UserError(failed, 1 if ending.code == RETRY else ending.code)
+        growth = 4.0 ** min(self._deaths - 1, 20)
+        pause = min(self._args.pause * growth, _LONGEST_PAUSE)
+        next_start = f"it died {why}; the next start is in {duration(pause)}"
+        self._messenger.tell("restarting", next_start, attempt.lines)
+        return pause
+
+
+def _server(args: Namespace) -> Server | None:
+    """The server that the options name; a UserError if they contradict each other."""
+    commands = [args.beside_stop, args.beside_start]
+    refuse_first(
+        (args.between and args.hours, "--between is for every day and --hours for now; name one"),
+        (args.beside and any(commands), "name a unit with --beside, or two commands, not both"),
+        (any(commands) and not all(commands), "--beside-stop and --beside-start need each other"),
+    )
+    if args.beside:
+        return Server.of_unit(args.beside)
+    if all(commands):
+        return Server.of_commands(*commands)
+    return None
 
 
 def _command(words: list[str]) -> tuple[list[str], Path]:
@@ -181,302 +258,3 @@ def _command(words: list[str]) -> tuple[list[str], Path]:
         program = str(beside) if beside.exists() else program
     command = [program, *words[1:], "resume_from_checkpoint=True"]
     return command, Path(os.path.expanduser(out))
-
-
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Context in which no other process supervises the run in ``out``, and its earlier processes have ended."""
-    with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(out / ".supervise.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(f"another process supervises {out}; stop it first") from None
-    try:
-        for line in read_lines(out / _NOTES, ["pid", "began"], problems=[]):
-            with suppress(psutil.Error):
-                earlier = psutil.Process(line["pid"])
-                if abs(earlier.create_time() - line["began"]) < 2:  # the clock may have been set
-                    _say(
-                        f"supervise: waiting until process {earlier.pid} of an earlier supervisor has saved"
-                    )
-                    # The kernel sent it SIGTERM when the earlier supervisor ended.
-                    _, alive = psutil.wait_procs([earlier], timeout=_TO_SAVE)
-                    for process in alive:
-                        process.kill()
-                        process.wait(_TO_SAVE)
-        adopt_orphans()
-        yield
-    finally:
-        lock.release()
-
-
-class _Stop:
-    """The signals to stop that came: Ctrl-C, SIGTERM and SIGHUP.
-
-    Attributes:
-        signum: number of the first signal; 0 before.
-        again: whether a second Ctrl-C came.
-    """
-
-    signum = 0
-    again = False
-
-    def note(self, signum: int, frame: Any) -> None:
-        """Handle a signal."""
-        if not self.signum:
-            self.signum = signum
-        elif signum == signal.SIGINT:
-            self.again = True
-        survive_terminal()
-
-    def within(self, seconds: float) -> bool:
-        """Wait; return whether a signal came."""
-        end = time.monotonic() + seconds
-        while not self.signum:
-            left = end - time.monotonic()
-            if left <= 0:
-                break
-            _tell_systemd("WATCHDOG=1")
-            time.sleep(min(left, _POLL))
-        return bool(self.signum)
-
-
-class _Attempt:
-    """A process of the run, with its children.
-
-    Attributes:
-        code: the exit code; negative: the signal that killed the process.
-    """
-
-    def __init__(self, out: Path, args: Namespace) -> None:
-        self._out = out
-        self._args = args
-        self._notes = out / _NOTES
-        self._tail = b""  # the end of the output
-        self._oom_kills = _oom_kills()
-        self._began = position(out)
-        self._computed = 0.0  # seconds of CPU time, see _sets_up
-
-    def start(self, command: Sequence[str]) -> None:
-        """Start the run.
-
-        Raises:
-            UserError: it cannot be started, or the disk is full.
-        """
-        with disk_errors(self._out):
-            self._notes.write_text("")
-            self._log = (self._out / LOG).open("ab")
-            self._printed = (self._out / LOG).open("rb")
-            self._printed.seek(0, os.SEEK_END)
-        environ = os.environ | {NOTES: str(self._notes.absolute())}
-        if self._args.evaluate_apart:
-            environ[APART] = "1"
-        environ.pop("NOTIFY_SOCKET", None)  # systemd's, of this process
-        try:
-            self._process = subprocess.Popen(
-                command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                start_new_session=True,
-                # The run saves if this process is killed.
-                preexec_fn=partial(signal_at_parents_end, signal.SIGTERM),
-            )
-        except OSError as error:
-            raise UserError(f"cannot start {command[0]}: {error.strerror}", code=2) from error
-        began = psutil.Process(self._process.pid).create_time()
-        append_line(self._notes, {"pid": self._process.pid, "began": began})
-
-    def wait(self, stop: _Stop) -> str | None:
-        """Wait for the end, and return why the run died, or None if it is complete.
-
-        After a signal, or if the run hangs, ask it to save, and kill it if it does not.
-
-        Raises:
-            UserError: the killed process does not end.
-        """
-        hung = ""
-        asked = False
-        kill_at = math.inf
-        last_sign: tuple[int, int] | None = (
-            None  # when the run last beat, and how much it had printed
-        )
-        alive = shown = (
-            0.0  # when the run lived for all that is known, and when it gave the last sign
-        )
-        while self._process.poll() is None and not stop.again:
-            self._follow()
-            now = time.monotonic()
-            sign = (self._notes.stat().st_mtime_ns, self._printed.tell())
-            if sign != last_sign:
-                last_sign = sign
-                alive = shown = now
-            silent = now - alive
-            limit = self._limit(silent)
-            if not hung and silent > limit:
-                if now - shown < _PATIENCE and self._sets_up(silent):
-                    alive = now
-                else:
-                    hung = f"it hung for {duration(silent)}"
-                    kill_at = now + min(_TO_SAVE, limit)
-                    _say(f"supervise: {hung}")
-            if (hung or stop.signum) and not asked:
-                self._ask_to_save()
-                asked = True
-            if now > kill_at:
-                break
-            _tell_systemd("READY=1\nWATCHDOG=1")
-            time.sleep(_POLL)
-        self.code = self._kill()
-        self._follow()
-        self._log.close()
-        self._printed.close()
-        if hung:
-            return hung
-        return None if self.code == 0 else self.reason()
-
-    def _sets_up(self, silent: float) -> bool:
-        """Return whether the run has made no step yet, and has computed since this was last asked.
-
-        Imports and compilers give no sign of life, however long a busy machine takes for them.
-        """
-        computed = 0.0
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                computed += sum(process.cpu_times()[:4])  # includes children that have ended
-        busy = computed - self._computed > _BUSY * silent
-        self._computed = computed
-        return busy and position(self._out) == self._began
-
-    def _kill(self) -> int:
-        """Kill the processes of the run, and return the exit code of the first one.
-
-        Ranks and workers are in other process groups; orphans have become children of this process.
-        """
-        here, pid = psutil.Process(), self._process.pid
-        end = time.monotonic() + _TO_SAVE
-        self._process.kill()
-        while self._process.poll() is None or here.children():
-            others = [child for child in here.children(recursive=True) if child.pid != pid]
-            _, alive = psutil.wait_procs(others, timeout=0.5)
-            for process in alive:
-                with suppress(psutil.Error):
-                    process.kill()
-            if time.monotonic() > end:
-                raise UserError(
-                    f"process {pid}, or a child of it, does not end when it is killed: its driver hangs. "
-                    "Restart the machine; the same command then goes on"
-                )
-            time.sleep(0.02)
-        return self._process.returncode
-
-    def tell(self, event: str, why: str) -> None:
-        """Report an event on the terminal, to systemd and by the user's command."""
-        _say(f"supervise: {event}: {why}")
-        _tell_systemd(f"STATUS={event}: {why}")
-        if self._args.notify is None:
-            return
-        environ = os.environ | {
-            "SUPERVISE_EVENT": event,
-            "SUPERVISE_RUN": str(self._out),
-            "SUPERVISE_WHY": why,
-            "SUPERVISE_STEP": f"{position(self._out)[1]:g}",
-            "SUPERVISE_LOG": "\n".join(self._lines()),
-        }
-        with suppress(
-            subprocess.TimeoutExpired, OSError, ValueError
-        ):  # ValueError: the run printed a NUL
-            ended = subprocess.run(self._args.notify, shell=True, env=environ, timeout=60)
-            if ended.returncode == 0:
-                return
-        _say("supervise: the command of --notify failed, or took more than 60 s")
-
-    def _follow(self) -> None:
-        """Pass on the run's new output."""
-        new = self._printed.read()
-        self._tail = (self._tail + new)[-8192:]
-        with suppress(OSError):  # the terminal was closed
-            sys.stderr.write(new.decode(errors="replace"))
-            sys.stderr.flush()
-
-    def _lines(self) -> list[str]:
-        lines = self._tail.decode(errors="replace").splitlines()
-        return [line for line in lines if line.strip()][-20:]
-
-    def _limit(self, silent: float) -> float:
-        """Return the seconds of silence that end the run; it has been ``silent`` for so many."""
-        if self._args.hung_after is not None:
-            return self._args.hung_after
-        if silent <= _PATIENCE:
-            return _PATIENCE
-        return max(_PATIENCE, _SLOWER * slowest_step(self._out))
-
-    def _ask_to_save(self) -> None:
-        """Send SIGTERM to the run, or to torchrun's ranks: torchrun would kill them 30 s after it got the signal."""
-        with suppress(psutil.Error):
-            main = psutil.Process(self._process.pid)
-            ranks = [child for child in main.children() if _is_rank(child)]
-            for process in ranks or [main]:
-                process.terminate()
-                process.resume()  # a stopped process takes no signal; systemd also resumes it
-
-    def reason(self) -> str:
-        """Return why the run is not complete: how it ended, and what it printed last."""
-        how = f"ended with code {self.code}"
-        if self.code < 0:
-            how = f"killed by {signal.Signals(-self.code).name}"
-        elif self.code == 0:
-            how += ", but it is not complete"
-        if _oom_kills() > self._oom_kills:
-            how += ", and the kernel killed a process because memory ran out"
-        lines = self._lines()
-        return f"{how}; its last line: {lines[-1].strip()}" if lines else how
-
-
-def _complete(notes: Sequence[Json]) -> bool:
-    """Return whether all ranks noted that they are complete.
-
-    The exit code does not say: a process that has started HIP may end with code 0 whatever happened.
-    """
-    if any("error" in line for line in notes):
-        return False
-    complete = [line for line in notes if "complete" in line]
-    return bool(complete) and len(complete) == complete[0]["ranks"]
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):  # the terminal was closed, or the reader of a pipe has left
-        note(text)
-
-
-def _is_rank(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return "LOCAL_RANK" in process.environ()
-    return False
-
-
-def _oom_kills() -> int:
-    """Processes that the kernel has killed since its start because memory ran out; 0 where it does not say."""
-    with suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            name, _, number = line.partition(" ")
-            if name == "oom_kill":
-                return int(number)
-    return 0
-
-
-def _tell_systemd(text: str) -> None:
-    """Tell systemd of this service's state, see sd_notify(3); elsewhere do nothing."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    if address.startswith("@"):  # a name in Linux's abstract namespace
-        address = "\0" + address[1:]
-    with (
-        suppress(OSError),
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel,
-    ):
-        channel.sendto(text.encode(), address)

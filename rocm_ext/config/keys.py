@@ -23,10 +23,11 @@ from rocm_ext.base.kinds import (
 
 TABLE = Path(__file__).with_name("keys.yaml")
 _RANGE = re.compile(
-    r"((?P<low>[\d.]+) (?P<above><=?) )?(?P<what>integer|number|seconds|share)( (?P<below><=?) (?P<high>[\d.]+))?"
+    r"((?P<low>[\d.]+) (?P<above><=?) )?(?P<what>integer|number|seconds|share|celsius)"
+    r"( (?P<below><=?) (?P<high>[\d.]+))?"
     r"(?P<why>, because .*)?"
 )
-_NOUNS = {"number": "a number", "seconds": "seconds", "share": "a share"}
+_NOUNS = {"number": "a number", "seconds": "seconds", "share": "a share", "celsius": "°C"}
 
 
 @dataclass(frozen=True)

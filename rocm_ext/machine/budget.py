@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.heartbeat import RETRY
+from rocm_ext.base.heartbeat import RETRY, beat
+from rocm_ext.base.log import log
 from rocm_ext.machine.detect import Machine, parse_version, shared_memory
+from rocm_ext.machine.processes import gpu_memory_by_process
 from rocm_ext.machine.profile import Profile
-from rocm_ext.machine.sysfs import host_memory
+from rocm_ext.machine.sysfs import cards, host_memory, read_number
 
 if TYPE_CHECKING:  # `rocm-ext doctor` computes budgets where torch does not import
     import torch
 
 GIB = 2**30
+# what wait_while_freed looks for
+_LITTLE = 0.05  # share of the memory: what a desktop holds
+_CHANGE = 64 * 2**20  # bytes
+_LOOK = 3.0  # seconds between two readings
+_STEADY = 15.0  # seconds
 Budget = tuple[int, str]  # bytes, and the reason
 
 
@@ -59,6 +67,55 @@ def memory_budget(
         host_memory(root, "MemTotal"), host_memory(root, "MemAvailable"), gtt, carve_out
     )
     return budget_from(profile, machine, host, taken)
+
+
+def gpu_memory_in_use(root: Path = Path("/")) -> int:
+    """Bytes of GTT and VRAM that all processes, and the kernel for dead ones, hold on AMD's GPUs."""
+    used = 0
+    for card in cards(root):
+        for file in ("mem_info_gtt_used", "mem_info_vram_used"):
+            used += read_number(card / "device" / file) or 0
+    return used
+
+
+def wait_while_freed(root: Path = Path("/"), most: float = 300.0) -> int:
+    """Wait while the GPU's memory in use becomes less: dead processes were seen to hold 95 GiB for minutes.
+
+    Where little is in use it does not wait; otherwise until 15 seconds bring no change, or ``most`` seconds.
+
+    Returns:
+        The bytes that remain in use.
+    """
+    total = sum(filter(None, shared_memory(root)))
+    used = gpu_memory_in_use(root)
+    end = time.monotonic() + most
+    unchanged = 0.0
+    said = False
+    while used > _LITTLE * total and unchanged < _STEADY and time.monotonic() < end:
+        time.sleep(_LOOK)
+        beat()
+        now = gpu_memory_in_use(root)
+        unchanged += _LOOK
+        if now < used - _CHANGE:
+            unchanged = 0.0
+            if not said:
+                said = True
+                log.info(
+                    "waiting: other processes' GPU memory is being freed, %s are left", gib(now)
+                )
+        used = now
+    if unchanged >= _STEADY:
+        log.info("other processes hold %s of the GPU's memory%s", gib(used), _holders(root))
+    return used
+
+
+def _holders(root: Path) -> str:
+    """The processes that hold the most, in brackets; empty if none can be read."""
+    names = []
+    for process in gpu_memory_by_process(root)[:3]:
+        if process.memory > _CHANGE:
+            names.append(f"{process.name or 'process'} {process.pid}: {gib(process.memory)}")
+    return f" ({', '.join(names)})" if names else ""
 
 
 def uses_carve_out(gtt: int | None, vram: int | None) -> bool:

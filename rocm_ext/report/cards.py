@@ -82,6 +82,7 @@ def _progress(run: RunFolder) -> Iterator[tuple[str, str]]:
     if math.isfinite(run.peak_memory):
         size, unit = memory_unit(run.peak_memory)
         yield "Peak memory", f"{run.peak_memory / size:,.1f} {unit}"
+    yield "Pauses for heat", duration(run.paused) if run.paused else ""
     if len(run.hardware) > 1:
         seconds, pauses = running_time(run.hardware)
         time_text = _time(seconds[-1])

@@ -245,7 +245,7 @@ class PolicyTrainer(Training):
             **updates,
             "policy_lag": lag,
             "seconds": seconds,
-            **self.memory(),
+            **self.resources(),
         }
         self.log(self.step % self.cfg.log_every_n_steps == 0, **values)
         if self.ranks.is_main:

@@ -8,6 +8,7 @@ continue from damaged files; and they import torch, which takes longer than all 
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
@@ -158,6 +159,14 @@ class RunFolder:
         return max(filter(math.isfinite, peaks), default=math.nan)
 
     @property
+    def paused(self) -> float:
+        """Seconds in which the run paused for heat."""
+        seconds = np.nansum(self.steps["paused"])
+        if self.family == RAFT:
+            seconds += np.nansum(self.updates["paused"])
+        return float(seconds)
+
+    @property
     def is_evaluation(self) -> bool:
         """Whether ``rocm-ext eval --output`` wrote this folder: the evaluation of one adapter, without training."""
         only_at_0 = list(self.evaluations) == [0] and not self.steps
@@ -254,6 +263,20 @@ def learns_from_samples(config: Json, lines: Sequence[Record], sampled: bool) ->
             return False
         sampled = sampled or "reward" in line or "eval" in line
     return sampled
+
+
+def newest_adapter(path: Path) -> Path | None:
+    """The folder with the adapter that the run in ``path`` wrote last; None before the first one."""
+    newest = None
+    written = -math.inf
+    for pattern in ("adapter", "checkpoints/step_*", "cycle_*/adapter"):
+        for file in path.glob(f"{pattern}/adapter_model.safetensors"):
+            with suppress(OSError):  # old checkpoints are removed
+                at = file.stat().st_mtime
+                if at > written:
+                    newest = file.parent
+                    written = at
+    return newest
 
 
 def begun_cycles(path: Path) -> list[int]:

@@ -22,6 +22,7 @@ from rocm_ext.base.log import log
 from rocm_ext.data.encoder import to_text
 from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.machine.budget import gib
+from rocm_ext.machine.cooling import rest
 from rocm_ext.machine.trace import DECODING, PREFILL, Trace
 from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder
@@ -256,6 +257,7 @@ class LocalSession:
         while True:
             began = time.perf_counter()
             beat()
+            rest()
             all_came = self._admit(batch, prompts, coming, queue.share, kept)
             rows = len(batch.running)
             if not rows:

@@ -13,7 +13,7 @@ from torchtune.modules import TransformerDecoder
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError, one_line
-from rocm_ext.base.heartbeat import beat
+from rocm_ext.base.heartbeat import RETRY, beat
 from rocm_ext.base.log import log, warn
 from rocm_ext.data.batches import Layout, MicroBatch, micro_batch_budget, width_multiple
 from rocm_ext.data.rows import Rows, check_vocabulary, concatenated
@@ -21,6 +21,7 @@ from rocm_ext.data.tokenizer import ChatTokenizer
 from rocm_ext.losses import Objective, check_fit, objective_of
 from rocm_ext.machine import numerics
 from rocm_ext.machine.budget import readable
+from rocm_ext.machine.cooling import rest
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.adapters.merge import check_mergeable
 from rocm_ext.model.adapters.peft_files import PeftConfig
@@ -193,17 +194,18 @@ class Learner:
     def plan(self, work: Workload, beside: int = 0, budget: int | None = None) -> None:
         """Plan memory, and apply the planned activation checkpointing. This needs no weights.
 
-        It sets five more attributes: ``tokens_per_micro_batch``; ``planned_peak``, ``planned_fixed`` and
-        ``planned_budget``: bytes at the peak, allocated all the time, and available; ``offloading``, the context of a
-        forward pass.
+        It sets seven more attributes: ``tokens_per_micro_batch``; ``checkpointed``, the number of layers whose
+        activations are computed again; ``planned_peak``, ``planned_fixed`` and ``planned_budget``: bytes at the peak,
+        allocated all the time, and available; ``budget_reason``; ``offloading``, the context of a forward pass.
 
         Args:
             work: description of the rows; it determines micro-batches and checkpointed layers.
             beside: bytes of the budget that other parts of the run hold during training.
             budget: bytes for the model and what is ``beside`` it; by default what is free.
         """
+        self.budget_reason = "as the caller says"
         if budget is None:
-            budget = self.runtime.budget()
+            budget, self.budget_reason = self.runtime.budget_and_reason()
         try:
             self._plan(work, budget - beside)
         # the plan runs a step without data
@@ -230,15 +232,19 @@ class Learner:
 
     def check_budget(self) -> None:
         """Check that the planned peak is within the budget, unless the config says ``over_budget=try``."""
-        if self.planned_peak > self.planned_budget and self.cfg.over_budget == "refuse":
-            ways = self.cures(self.planned_budget)
-            cure = "No smaller micro-batch fits; `rocm-ext plan` tries other settings"
-            if ways:
-                cure = f"Set {' or '.join(ways)}"
-            raise UserError(
-                f"the memory plan needs {readable(self.planned_peak)} and has {readable(self.planned_budget)}. "
-                f"{cure}. over_budget=try starts the run regardless"
-            )
+        if self.planned_peak <= self.planned_budget or self.cfg.over_budget != "refuse":
+            return
+        needs = f"the memory plan needs {readable(self.planned_peak)} and has {readable(self.planned_budget)}"
+        regardless = "over_budget=try starts the run regardless"
+        held = self.runtime.held_by_others()
+        if self.planned_peak <= self.planned_budget + held:
+            others = f"other processes hold {readable(held)}, and without them it fits"
+            raise UserError(f"{needs}; {others}: stop them. {regardless}", RETRY)
+        ways = self.cures(self.planned_budget)
+        cure = "No smaller micro-batch fits; `rocm-ext plan` tries other settings"
+        if ways:
+            cure = f"Set {' or '.join(ways)}"
+        raise UserError(f"{needs}. {cure}. {regardless}")
 
     def cures(self, goal: float) -> list[str]:
         """List changes that lower the planned peak to ``goal`` bytes; see :class:`TrainingPlanner`."""
@@ -333,6 +339,7 @@ class Learner:
         self.planned_budget = budget
         self.planned_fixed = memory.fixed
         self.planned_peak = memory.peak(layers)
+        self.checkpointed = len(layers)
         self._planned = planner, tokens, layers
         if cfg.compile and layers:
             log.warning(
@@ -386,6 +393,7 @@ class CausalLM(nn.Module):
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return the objective summed over ``batch.targets``: a scalar in fp32."""
         beat()
+        rest()
         columns = {**batch.columns, **self.objective.columns_of(batch)}
         hidden = self.decoder.hidden_states(batch).flatten(0, 1)[batch.index]
         tally = self.objective.tally

@@ -28,7 +28,15 @@ from rocm_ext.distributed.ranks import (
     several_machines,
 )
 from rocm_ext.machine import numerics, trace
-from rocm_ext.machine.budget import memory_budget, open_device, readable
+from rocm_ext.machine.budget import (
+    Budget,
+    gpu_memory_in_use,
+    memory_budget,
+    open_device,
+    readable,
+    wait_while_freed,
+)
+from rocm_ext.machine.cooling import cooling, end_pauses
 from rocm_ext.machine.counters import log_of, recording
 from rocm_ext.machine.detect import Machine, detect
 from rocm_ext.machine.profile import Profile, check_locked, check_profile, load_profile
@@ -99,6 +107,7 @@ class Interrupt:
             raise KeyboardInterrupt
         self.signum = signum
         survive_terminal()
+        end_pauses()
         log.info("stopping once the current work is saved ...")
 
 
@@ -145,6 +154,8 @@ class Runtime:
         settings: Any = OmegaConf.to_container(cfg)
         warnings += check_locked(profile, settings, list(cfg.hardware_overrides))
         dtype, why = numerics.pick_dtype(cfg.dtype, machine)
+        if machine.unified:
+            wait_while_freed()
         opened = open_device(profile, machine, local_rank(), cfg.memory_fraction, cfg.device)
         ranks = Ranks.from_env(opened, cfg.node_timeout)
         run = run_cfg or cfg
@@ -157,7 +168,15 @@ class Runtime:
 
     def budget(self, taken: int = 0) -> int:
         """Return how many bytes this process may use on its device, including ``taken`` bytes in use."""
-        return memory_budget(self.profile, self.machine, taken=taken)[0]
+        return self.budget_and_reason(taken)[0]
+
+    def budget_and_reason(self, taken: int = 0) -> Budget:
+        """Return :meth:`budget` and where it comes from."""
+        return memory_budget(self.profile, self.machine, taken=taken)
+
+    def held_by_others(self) -> int:
+        """Return how many bytes of unified memory the GPU's processes hold; call this before this run holds many."""
+        return gpu_memory_in_use() if self.machine.unified else 0
 
 
 def peak_memory(device: torch.device) -> int:
@@ -255,7 +274,8 @@ def run(recipe: RunnableRecipe) -> None:
             profile = runtime.trace.on(
                 out / trace.FOLDER, cfg.profile_steps or 0, runtime.device, runtime.ranks.rank
             )
-            with _recording(cfg, runtime.ranks), profile:
+            heat = cooling(cfg.pause_at_celsius)
+            with _recording(cfg, runtime.ranks), profile, heat:
                 recipe.train()
         except RuntimeError as error:
             on_cpu = "can't allocate memory" in str(error)

@@ -24,6 +24,7 @@ from rocm_ext.config import references
 from rocm_ext.config.keys import free_keys
 from rocm_ext.data.batches import MicroBatch, Update
 from rocm_ext.machine import numerics
+from rocm_ext.machine.cooling import take_paused
 from rocm_ext.machine.trace import TRAINING
 from rocm_ext.model.adapters.merge import merge
 from rocm_ext.model.attention import has_dropout
@@ -314,6 +315,7 @@ class Training:
         if not same_ranks:
             identity.pop(_DROPOUT_CUT, None)
         check_same_run(path, state, self.cfg, identity, self.free_keys)
+        self._compare_plans(state)
         self.step, self.best = state["step"], state["best"]
         self._began_at = self.step
         self._updated = self.step > 0
@@ -340,6 +342,32 @@ class Training:
         log.info("resumed from %s", path)
         self.folder.resumed = None  # frees its tensors
         return True
+
+    def _plan(self) -> dict[str, int]:
+        """Return what the memory plan has chosen, for the checkpoint."""
+        return {
+            "tokens_per_micro_batch": self.learner.tokens_per_micro_batch,
+            "checkpointed": self.learner.checkpointed,
+        }
+
+    def _compare_plans(self, state: State) -> None:
+        """Warn if the plan differs from that of a checkpoint's ``state``, and the config asks for the same."""
+        now = self._plan()
+        before = state.get("plan", now)  # checkpoints of earlier versions have none
+        asked = ("tokens_per_micro_batch", "enable_activation_checkpointing")
+        other_config = any(state["config"].get(key) != self.cfg.get(key) for key in asked)
+        if other_config or before == now:
+            return
+        log.warning(
+            "the memory plan is another one than before the run was resumed: micro-batches of %s tokens (were %s), "
+            "activation checkpointing of %d layers (was %d). It follows from the memory now: %s. Where that has "
+            "passed, stop the run and resume it to plan again",
+            f"{now['tokens_per_micro_batch']:,}",
+            f"{before['tokens_per_micro_batch']:,}",
+            now["checkpointed"],
+            before["checkpointed"],
+            self.learner.budget_reason,
+        )
 
     def _set_rates(self, rates: Sequence[float]) -> None:
         """Set the learning rates of a schedule of another length than the checkpoint's."""
@@ -551,11 +579,19 @@ class Training:
 
     # ---- the outputs
 
-    def memory(self) -> dict[str, int]:
-        """Return the peak of memory for a line of ``metrics.jsonl``, if ``log_peak_memory_stats`` asks for it."""
-        if not self.cfg.log_peak_memory_stats:
-            return {}
-        return {"peak_memory": peak_memory(self.runtime.device)}
+    def resources(self) -> dict[str, float]:
+        """Return a line's values about the machine for ``metrics.jsonl``.
+
+        ``peak_memory``, if ``log_peak_memory_stats`` asks for it; and ``paused``, the seconds since the line before in
+        which the run paused for heat, if it did.
+        """
+        values: dict[str, float] = {}
+        if self.cfg.log_peak_memory_stats:
+            values["peak_memory"] = peak_memory(self.runtime.device)
+        paused = take_paused()
+        if paused:
+            values["paused"] = paused
+        return values
 
     def write_metrics(self, to_logger: bool, **values: Any) -> None:
         """Append a line to ``metrics.jsonl``, and give its numbers to the metric logger if ``to_logger`` is set."""
@@ -596,6 +632,7 @@ class Training:
                 "config": OmegaConf.to_container(self.cfg),
                 "environment": self._environment,
                 "identity": self._identity,
+                "plan": self._plan(),
                 **self.extra_state(),
             }
             self.folder.checkpoints.save(self.count, state, self.learner.write_adapter)

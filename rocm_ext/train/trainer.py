@@ -244,7 +244,7 @@ class Trainer(Training):
                     stats = self.train_step(update)
                     self.step += 1
                     seconds = time.perf_counter() - began
-                    line = stats.line(seconds) | self.memory()
+                    line = stats.line(seconds) | self.resources()
                     self.write_metrics(self.step % cfg.log_every_n_steps == 0, **line)
                     progress.update(f"loss {stats.loss:.4f}  {stats.tokens / seconds:,.0f} tok/s")
                     self.measure()

@@ -28,8 +28,8 @@ import torch
 
 from rocm_ext import cli
 from rocm_ext.base.process import signal_at_parents_end
-from rocm_ext.cli import supervise
 from rocm_ext.runs.progress import slowest_step
+from rocm_ext.supervise import attempt
 from rocm_ext.train.learner import CausalLM
 from tests.kit import forks, grpo_runs, raft_runs
 from tests.kit.programs import as_forks
@@ -45,8 +45,8 @@ class Trouble:
     """A metric logger that makes trouble right after steps, once at each.
 
     Args:
-        at: what happens after a step: ``kill``, ``stop`` (SIGSTOP), ``pause`` (1 second), ``block`` (the process
-            waits) or ``full`` (files cannot grow).
+        at: what happens after a step: ``kill``, ``stop`` (SIGSTOP), ``pause`` (1 second), ``signal`` (the process
+            waits for a signal to save), ``block`` (it waits) or ``full`` (files cannot grow).
         top: where to note what has happened.
     """
 
@@ -63,6 +63,11 @@ class Trouble:
             os._exit(1)  # no test leaves a process for longer
         elif self.at[step] == "pause":
             time.sleep(1)
+        elif self.at[step] == "signal":
+            end = time.monotonic() + 90
+            while "stopping once the current" not in (self.top / "out/supervise.log").read_text():
+                assert time.monotonic() < end
+                time.sleep(0.02)
         elif self.at[step] == "full":
             size = (self.top / "out" / "metrics.jsonl").stat().st_size + 100
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -142,7 +147,7 @@ def start(*arguments: object) -> tuple[int, int]:
                 signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
             )
         signal_at_parents_end(signal.SIGTERM)
-        supervise.subprocess = SimpleNamespace(**vars(as_forks(tune)), run=subprocess.run)
+        attempt.subprocess = SimpleNamespace(**vars(as_forks(tune)), run=subprocess.run)
         code = cli.main(["supervise", *map(str, arguments)])
     except SystemExit as leaving:  # argparse's
         code = leaving.code

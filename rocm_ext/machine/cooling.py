@@ -1,0 +1,120 @@
+"""``pause_at_celsius``: a run pauses while the GPU, or the processor around it, is too hot.
+
+Small boxes throttle after hours of training, and some switch off. A pause changes no result: it lies between
+micro-batches of training and steps of decoding.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rocm_ext.base.errors import UserError
+from rocm_ext.base.heartbeat import beat
+from rocm_ext.base.log import duration, log
+from rocm_ext.machine.sysfs import Sensor, hottest, temperatures
+
+_LESS = 4.0  # °C below the limit at which the run goes on, so that a pause lasts tens of seconds
+_LOOK = 2.0  # seconds between two readings
+_LONGEST = 600.0  # seconds of a pause
+_QUIET = 600.0  # seconds between two lines about pauses
+
+
+class _Cooling:
+    """Pauses at ``limit`` °C; see :func:`cooling`."""
+
+    def __init__(self, limit: float, root: Path) -> None:
+        self._limit, self._root = limit, root
+        self._look_at = -_LOOK  # when to read next
+        self._speak_at = -_QUIET
+        self.paused = 0.0  # seconds that no line of metrics has yet
+        self.ended = False  # no more pauses, because the run stops
+
+    def rest(self) -> None:
+        """Pause if it is too hot; it reads the sensors now and then."""
+        if self.ended or time.monotonic() < self._look_at:
+            return
+        sensor = self.read()
+        if sensor is not None and sensor.celsius >= self._limit:
+            self._pause(sensor)
+        self._look_at = time.monotonic() + _LOOK
+
+    def read(self) -> Sensor | None:
+        """The hottest sensor; None if none can be read."""
+        return hottest(temperatures(self._root))
+
+    def _pause(self, sensor: Sensor) -> None:
+        began = time.monotonic()
+        speaks = began >= self._speak_at
+        goal = self._limit - _LESS
+        if speaks:
+            self._speak_at = began + _QUIET
+            log.info("%s: the run pauses until %g °C", _reading(sensor), goal)
+        now: Sensor | None = sensor
+        while now is not None and now.celsius > goal and not self.ended:
+            if time.monotonic() - began >= _LONGEST:
+                log.warning(
+                    "%s after a pause of %s; the run goes on. Is something else busy, or pause_at_celsius too low?",
+                    _reading(now),
+                    duration(_LONGEST),
+                )
+                break
+            beat()
+            time.sleep(1)
+            now = self.read()
+        seconds = time.monotonic() - began
+        self.paused += seconds
+        if speaks:
+            log.info("the run goes on after a pause of %s", duration(seconds))
+
+
+_current: _Cooling | None = None
+
+
+@contextmanager
+def cooling(limit: float | None, root: Path = Path("/")) -> Iterator[None]:
+    """Context in which :func:`rest` pauses at ``limit`` °C, until it is 4 °C less; None: never.
+
+    Raises:
+        UserError: no temperature of a GPU can be read.
+    """
+    global _current
+    if limit is None:
+        yield
+        return
+    new = _Cooling(limit, root)
+    if new.read() is None:
+        raise UserError(
+            f"pause_at_celsius is {limit:g}, and the kernel shows no temperature of an AMD GPU here; "
+            "`rocm-ext doctor` shows the sensors. null never pauses"
+        )
+    _current = new
+    try:
+        yield
+    finally:
+        _current = None
+
+
+def rest() -> None:
+    """Pause if it is too hot. Loops that keep the GPU busy call this in every turn, as they call ``beat``."""
+    if _current is not None:
+        _current.rest()
+
+
+def end_pauses() -> None:
+    """End the pause, and have no more: the run was asked to stop."""
+    if _current is not None:
+        _current.ended = True
+
+
+def take_paused() -> float:
+    """The seconds of pauses since this was last called."""
+    if _current is None:
+        return 0.0
+    seconds = _current.paused
+    _current.paused = 0.0
+    return seconds
+
+
+def _reading(sensor: Sensor) -> str:
+    return f"{sensor.device} {sensor.label} is at {sensor.celsius:.0f} °C"

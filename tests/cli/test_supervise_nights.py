@@ -1,0 +1,374 @@
+"""`rocm-ext supervise` at night: hours, a server beside the run, and heat. No night changes the adapter."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+import pytest
+import rocm_ext.recipes.lora_finetune_rocm as sft
+from safetensors.torch import load_file
+
+from rocm_ext import cli
+from rocm_ext.machine import budget, cooling
+from rocm_ext.supervise import window
+from rocm_ext.train import lifecycle
+from tests.cli.test_supervise import command, run, start, trouble
+from tests.kit import forks, sysfs
+from tests.recipes.test_resume import (  # noqa: F401
+    assert_equal,
+    at,
+    folder,
+    make,
+    reference,
+    steps,
+    wait_for,
+)
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="supervise needs Linux")
+STUB = """#!/bin/sh
+# systemctl: the user's systemd has the unit "llama.service"
+case "$*" in
+--user\\ show*LoadState\\ llama.service) echo loaded ;;
+*show*LoadState*) echo not-found ;;
+*show*ActiveState*) cat "{top}/state" ;;
+*stop*) [ -e "{top}/stuck" ] && exit 5; echo inactive >"{top}/state"; echo stop >>"{top}/events" ;;
+*start*) [ -e "{top}/broken" ] && exit 6; echo active >"{top}/state"; echo start >>"{top}/events" ;;
+esac
+"""
+
+
+class Night:
+    """A box at night: a clock that the test sets, a stub of systemd with a server, and the events in their order."""
+
+    def __init__(self, top: Path) -> None:
+        self._top = top
+        self.says("23:30")
+        self.server("active")
+        stub = top / "bin/systemctl"
+        stub.parent.mkdir()
+        stub.write_text(STUB.format(top=top))
+        stub.chmod(0o755)
+        tell = f'echo "$SUPERVISE_EVENT $SUPERVISE_STEP" >>{top}/events'
+        self.options = ("--between", "23:00-07:00", "--pause", 0, "--notify", tell)
+        self.beside = ("--beside", "llama.service", *self.options)
+
+    def says(self, clock: str) -> None:
+        """Set the clock."""
+        aside = self._top / "clock.tmp"
+        aside.write_text(clock)
+        aside.rename(self._top / "clock")
+
+    def now(self) -> datetime:
+        return datetime.strptime((self._top / "clock").read_text(), "%H:%M")
+
+    def server(self, state: str) -> None:
+        (self._top / "state").write_text(state)
+
+    @property
+    def serves(self) -> bool:
+        return (self._top / "state").read_text().strip() == "active"
+
+    @property
+    def events(self) -> list[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return (self._top / "events").read_text().splitlines()
+        return []
+
+    def wait_for(self, event: str, count: int = 1) -> None:
+        """Wait until an event has come ``count`` times."""
+        end = time.monotonic() + 120
+        while sum(line.startswith(event) for line in self.events) < count:
+            assert time.monotonic() < end, self.events
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def night(tmp_path, monkeypatch) -> Night:
+    night = Night(tmp_path)
+    monkeypatch.setattr(window, "datetime", night)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "states"))
+    return night
+
+
+def records(top: Path) -> list[Path]:
+    return list((top / "states/torchtune-rocm").glob("*.json"))
+
+
+# ---- hours, and a server
+
+
+def test_a_run_of_two_nights(make, reference, night, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    path = make(out, metric_logger=trouble(tmp_path, s4="signal", s7="kill"))
+    night.says("22:59")
+    pid, receive = start(*night.beside, *command(path))
+    time.sleep(1)
+    assert not (out / "metrics.jsonl").exists()
+    assert night.serves
+    night.says("23:00")
+    wait_for(tmp_path / "trouble_4")
+    assert not night.serves
+    night.says("07:00")
+    night.wait_for("paused")
+    assert night.serves
+    assert steps(out)[-1] == 5
+    night.says("23:30")
+    code, said = forks.wait(pid, receive)
+    assert code == 0, said
+    assert "paused: the run is saved at step 5, and goes on at 23:00" in said
+    expected = ["stop", "start", "paused 5", "stop", "restarting 7", "finished 10", "start"]
+    assert night.events == expected
+    assert records(tmp_path) == []
+    assert_equal(out, reference)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("by_commands", [False, True])
+def test_a_killed_supervisor_leaves_no_dead_server(
+    make,  # noqa: F811
+    reference,  # noqa: F811
+    night,
+    tmp_path,
+    by_commands,
+):
+    out = tmp_path / "out"
+    beside = night.beside
+    if by_commands:
+        events = tmp_path / "events"
+        stop = f"echo inactive >{tmp_path}/state; echo stop >>{events}"
+        again = f'echo active >{tmp_path}/state; echo "start $SUPERVISE_ADAPTER" >>{events}'
+        beside = ("--beside-stop", stop, "--beside-start", again, *night.options)
+    path = make(out, metric_logger=trouble(tmp_path, s4="signal"))
+    pid, receive = start(*beside, *command(path))
+    wait_for(tmp_path / "trouble_4")
+    assert not night.serves
+    os.kill(pid, signal.SIGKILL)
+    assert forks.wait(pid, receive)[0] == -signal.SIGKILL
+    night.wait_for("start")
+    assert night.serves
+    assert steps(out)[-1] == 5, "it has saved first"
+    while records(tmp_path):  # it is removed last
+        time.sleep(0.02)
+    code, said = run(*beside, *command(path))
+    assert code == 0, said
+    assert night.serves
+    assert_equal(out, reference)
+    if by_commands:
+        started = [line for line in night.events if line.startswith("start ")]
+        assert started == [f"start {out / 'checkpoints/step_00000005'}", f"start {out / 'adapter'}"]
+
+
+@pytest.mark.wide
+def test_the_next_supervisor_starts_a_server_left_behind(make, night, tmp_path):  # noqa: F811
+    """The process that starts the server is killed, too, as at the end of a systemd service."""
+    path = make(tmp_path / "out", metric_logger=trouble(tmp_path, s4="signal"))
+    pid, receive = start(*night.beside, *command(path))
+    wait_for(tmp_path / "trouble_4")
+    (record,) = records(tmp_path)
+    for process in psutil.Process(pid).children():
+        if str(record) in process.cmdline():
+            process.kill()
+    other = make(tmp_path / "other", epochs=1)
+    code, said = run(*night.beside, *command(other))
+    assert code == 1
+    assert f"llama.service is stopped for {tmp_path / 'out'}" in said.splitlines()[-1]
+    os.kill(pid, signal.SIGKILL)
+    forks.wait(pid, receive)
+    assert not night.serves
+    night.says("12:00")
+    pid, receive = start(*night.beside, *command(other))
+    night.wait_for("start")
+    os.kill(pid, signal.SIGTERM)
+    assert forks.wait(pid, receive)[0] == 128 + signal.SIGTERM
+    assert night.serves
+    assert records(tmp_path) == []
+    night.says("23:00")
+    night.server("inactive")
+    code, said = run(*night.beside, *command(other))
+    assert code == 0, said
+    assert not night.serves, "it was found like that"
+
+
+def test_a_server_that_does_not_stop_or_start(make, night, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    path = make(out, epochs=1)
+    (tmp_path / "stuck").touch()
+    code, said = run(*night.beside, *command(path))
+    assert code == 1
+    assert "llama.service did not stop: systemctl --user" in said.splitlines()[-1]
+    assert "the run was not started" in said.splitlines()[-1]
+    assert not (out / "metrics.jsonl").exists()
+    assert night.serves
+    (tmp_path / "stuck").unlink()
+    (tmp_path / "broken").touch()
+    code, said = run(*night.beside, *command(path))
+    assert "failed: llama.service did not start: systemctl --user" in said
+    assert night.events[-2:] == ["finished 5", "failed 5"]
+    assert len(records(tmp_path)) == 1, "the next supervisor tries again"
+    (tmp_path / "broken").unlink()
+    assert run(*night.beside, *command(path))[0] == 0
+    assert night.serves
+    assert records(tmp_path) == []
+
+
+def test_a_stretch_of_hours(make, reference, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    path = make(out, metric_logger=trouble(tmp_path, s3="signal"))
+    code, said = run("--hours", "0.001", "--hung-after", 30, *command(path))
+    assert code == 0, said
+    assert "paused: the run is saved at step" in said
+    assert run(*command(path))[0] == 0
+    assert_equal(out, reference)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--between", "23-7"), "'23-7' is no span of hours such as 23:00-07:00"),
+        (("--between", "23:60-07:00"), "minute must be in 0..59"),
+        (("--between", "07:00-07:00"), "begins and ends at the same time"),
+        (("--between", "23:00-07:00", "--hours", 6), "name one"),
+        (("--beside", "absent.service"), "found no such unit"),
+        (("--beside", "llama.service", "--beside-stop", "true"), "not both"),
+        (("--beside-stop", "true"), "--beside-stop and --beside-start need each other"),
+        (("--cool", 200), "is not a number from 40 to 120"),
+        (("--cool", 95), "pause_at_celsius is 95, and the kernel shows no temperature"),
+    ],
+)
+def test_wrong_options_are_named(make, night, tmp_path, monkeypatch, options, expected):  # noqa: F811
+    monkeypatch.setattr(cooling, "temperatures", lambda root: [])
+    code, said = run(*options, *command(make(tmp_path / "out")))
+    assert code in (1, 2)
+    assert expected in said.splitlines()[-1], said
+    assert night.events == []
+
+
+# ---- heat
+
+
+class Heat:
+    """Fake time in which a hot Strix Halo box cools down by 2 °C a second of a pause, and warms up at each reading."""
+
+    def __init__(self, top: Path) -> None:
+        self.root = sysfs.strix_halo(top / "root")
+        self._file = self.root / "sys/class/hwmon/hwmon3/temp1_input"
+        self._celsius = 97.0
+        self._seconds = 0.0
+        self.stop_at = 10**9  # seconds
+
+    def monotonic(self) -> float:
+        self._seconds += 3
+        self._warm(+1)
+        return self._seconds
+
+    def sleep(self, seconds: float) -> None:
+        self._seconds += seconds
+        self._warm(-4 * seconds)
+        if self._seconds > self.stop_at:
+            self.stop_at = 10**9
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _warm(self, by: float) -> None:
+        self._celsius += by
+        self._file.write_text(f"{self._celsius * 1000:.0f}\n")
+
+
+@pytest.fixture
+def heat(tmp_path, monkeypatch) -> Heat:
+    heat = Heat(tmp_path)
+    monkeypatch.setattr(cooling, "time", heat)
+    real = cooling.cooling
+    monkeypatch.setattr(lifecycle, "cooling", lambda limit: real(limit, heat.root))
+    return heat
+
+
+def test_pauses_change_nothing_and_are_reported(make, reference, heat, tmp_path, capsys):  # noqa: F811
+    out = tmp_path / "out"
+    said = forks.succeed(sft.main, make(out), "pause_at_celsius=95")
+    assert re.search(r"cpu Tctl is at \d+ °C: the run pauses until 91 °C", said), said
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    pauses = [line["paused"] for line in lines if "paused" in line]
+    assert len(pauses) > 1
+    assert all(0 < pause < 60 for pause in pauses)
+    name = "adapter/adapter_model.safetensors"
+    assert (out / name).read_bytes() == (reference / name).read_bytes()
+    page = tmp_path / "report.html"
+    assert cli.main(["report", str(out), "--output", str(page)]) == 0
+    assert "Pauses for heat" in page.read_text()
+
+
+def test_a_signal_ends_a_pause(make, heat, tmp_path):  # noqa: F811
+    heat.stop_at = 1
+    out = tmp_path / "out"
+    code, said = forks.forked(sft.main, make(out), "pause_at_celsius=41")
+    assert code == 128 + signal.SIGTERM, said
+    assert "all saved" in said
+    assert load_file(out / f"checkpoints/step_0000000{steps(out)[-1]}/adapter_model.safetensors")
+
+
+# ---- memory
+
+
+class Draining:
+    """Fake time in which dead processes free 10 GiB of GTT each reading, down to ``left`` bytes."""
+
+    def __init__(self, root: Path, left: int) -> None:
+        (self._file,) = root.glob("sys/devices/*/*/mem_info_gtt_used")
+        self._left = left
+        self.seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+        used = int(self._file.read_text()) - 10 * sysfs.GIB
+        self._file.write_text(f"{max(used, self._left)}\n")
+
+
+@pytest.mark.parametrize(
+    ("left", "expected", "seconds"), [(0, sysfs.GIB // 4, 21), (30 * sysfs.GIB, None, 27)]
+)
+def test_memory_that_drains_is_awaited(tmp_path, monkeypatch, left, expected, seconds):
+    root = sysfs.strix_halo(tmp_path)
+    draining = Draining(root, left)
+    monkeypatch.setattr(budget, "time", draining)
+    remains = budget.wait_while_freed(root)
+    assert remains <= (expected or left) + 6 * sysfs.GIB
+    assert draining.seconds <= seconds
+    again = draining.seconds
+    budget.wait_while_freed(root)
+    waits = draining.seconds - again
+    assert waits == (0 if left == 0 else 15), "little is in use, or it does not change"
+
+
+def test_memory_of_others_is_worth_another_try(make, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(lifecycle, "memory_budget", lambda *a, **k: (2**20, "the test's"))
+    held = 3 * sysfs.GIB
+    monkeypatch.setattr(lifecycle.Runtime, "held_by_others", lambda self: held)
+    code, said = run("--pause", 0, "--deaths", 2, *command(make(tmp_path / "out")))
+    assert code == 1
+    assert said.count("supervise: restarting") == 1, said
+    assert "other processes hold 3.0 GiB, and without them it fits" in said.splitlines()[-1]
+
+
+def test_a_resumed_plan_that_differs_says_why(make, reference, tmp_path, monkeypatch):  # noqa: F811
+    out = tmp_path / "out"
+    path = make(out, metric_logger=at(5, signal.SIGTERM), enable_activation_checkpointing="auto")
+    assert forks.forked(sft.main, path)[0] == 128 + signal.SIGTERM
+    reason = "MemAvailable 3 GiB less 1 GiB"
+    monkeypatch.setattr(lifecycle, "memory_budget", lambda *a, **k: (2**20, reason))
+    code, said = forks.forked(sft.main, path, forks.RESUME)
+    assert code == 0, said
+    (line,) = [line for line in said.splitlines() if line.startswith("the memory plan is another")]
+    assert "activation checkpointing of 2 layers (was 0)" in line
+    assert reason in line
+    adapter = load_file(out / "adapter/adapter_model.safetensors")
+    assert adapter.keys() == load_file(reference / "adapter/adapter_model.safetensors").keys()
