@@ -44,7 +44,7 @@ def beating() -> Iterator[None]:
 
 def note(**values: str | int) -> None:
     """Write a line: ``error`` and ``code`` when a user's error ends the run, ``segment`` when another process goes
-    on, or ``complete`` and ``ranks`` when a rank of so many has done all its work.
+    on, ``saved`` when a signal ends it, or ``complete`` and ``ranks`` when a rank of so many has done all its work.
 
     Raises:
         OSError: ``segment`` cannot be written; without it the run would count as broken.

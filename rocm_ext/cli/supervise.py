@@ -111,66 +111,78 @@ class _Keeper:
         self._server = _server(args)
         self._deaths = 0
         self._furthest = position(out)
+        self._printed: list[str] = []  # the last lines of the last attempt
 
     def keep(self) -> int:
-        """Keep the run going until it is done or its hours are over; return the exit code."""
+        """Keep the run going until it is done or its hours are over; return the exit code.
+
+        Raises:
+            UserError: it cannot go on.
+        """
+        try:
+            return self._nights()
+        except UserError as error:
+            self._messenger.tell("failed", str(error), self._printed)
+            raise
+
+    def _nights(self) -> int:
         while True:
             self._wait()
+            self._window.begin()
+            away: AbstractContextManager[None] = nullcontext()
+            if self._server is not None and not self.stop.signum:
+                away = self._server.away(self._out, self._messenger, self.stop, self._window)
+            with away:
+                ending = self._attempts()
             if self.stop.signum:
                 return self.stop.code
-            away: AbstractContextManager[None] = nullcontext()
-            if self._server is not None:
-                away = self._server.away(self._out, self._messenger)
-            with away:
-                code = self._attempts()
-            if code is not None:
-                return code
-            where = f"the run is saved at step {position(self._out)[1]:g}"
-            if self._window.is_over:
-                self._messenger.tell("paused", f"{where}; the same command goes on")
+            if ending is not None and ending.complete:
                 return 0
-            self._messenger.tell("paused", f"{where}, and goes on at {self._window.opens}")
+            where = "the run has not begun"
+            if ending is not None and ending.saved:
+                where = f"the run is saved {ending.saved}"
+            elif ending is not None:
+                where = f"the run ended without saving: {ending.why}"
+            if self._window.is_over:
+                self._messenger.tell("paused", f"{where}; the same command goes on", self._printed)
+                return 0
+            later = f"{where}; it goes on at {self._window.opens}"
+            self._messenger.tell("paused", later, self._printed)
 
     def _wait(self) -> None:
         """Wait until the run may go on."""
         if self._window.is_open:
             return
         if self._server is not None:
-            self._server.recover(self._out, self._messenger)
+            self._server.recover(self._messenger)
         say(f"the run begins at {self._window.opens}")
         self.stop.wait_open(self._window)
 
-    def _attempts(self) -> int | None:
-        """Attempt the run until it ends or the window closes; return the exit code, or None if the window closed.
+    def _attempts(self) -> Ending | None:
+        """Attempt the run until it is done, the window closes or a signal comes; return how the last attempt ended.
 
         Raises:
             UserError: starting it again does not help.
         """
-        while self._window.is_open:
-            if self.stop.signum:
-                return self.stop.code
+        ending = None
+        while self._window.is_open and not self.stop.signum:
             attempt = Attempt(self._out, self._args.hung_after, self._args.evaluate_apart)
             try:
                 ending = attempt.run(self._command, self.stop, self._window)
-            except UserError as stuck:
-                self._messenger.tell("failed", str(stuck), attempt.lines)
-                raise
+            finally:
+                self._printed = attempt.lines
             if ending.complete:
-                self._messenger.tell("finished", "the run is done", attempt.lines)
-                return 0
+                self._messenger.tell("finished", "the run is done", self._printed)
+                break
             if self.stop.signum:
-                return self.stop.code
+                break
             if ending.segment:
                 say(f"the run stopped {ending.segment}; another process goes on")
-                continue
-            if ending.code == RETRY and not self._window.is_open:
-                return None
-            pause = self._pause_after(ending, attempt)
-            if self.stop.within(pause, self._window):
-                return self.stop.code
-        return None
+            elif ending.code != RETRY or self._window.is_open:
+                self.stop.within(self._pause_after(ending), self._window)
+        return ending
 
-    def _pause_after(self, ending: Ending, attempt: Attempt) -> float:
+    def _pause_after(self, ending: Ending) -> float:
         """Report that the run died; return the seconds until the next attempt.
 
         Raises:
@@ -180,19 +192,15 @@ class _Keeper:
         self._deaths = 1 if reached > self._furthest else self._deaths + 1
         self._furthest = max(reached, self._furthest)
         why = f"at step {reached[1]:g}: {ending.why}"
-        failed = ""
         if ending.code != RETRY:
-            failed = f"the run ended {why}. Starting it again does not help"
-        elif self._deaths >= self._args.deaths:
-            output = self._out / LOG
-            failed = f"the run died {self._deaths} times without progress, {why}. {output} has its output"
-        if failed:
-            self._messenger.tell("failed", failed, attempt.lines)
-            raise UserError(failed, 1 if ending.code == RETRY else ending.code)
+            raise UserError(f"the run ended {why}. Starting it again does not help", ending.code)
+        if self._deaths >= self._args.deaths:
+            times = f"the run died {self._deaths} times without progress"
+            raise UserError(f"{times}, {why}. {self._out / LOG} has its output")
         growth = 4.0 ** min(self._deaths - 1, 20)
         pause = min(self._args.pause * growth, _LONGEST_PAUSE)
         next_start = f"it died {why}; the next start is in {duration(pause)}"
-        self._messenger.tell("restarting", next_start, attempt.lines)
+        self._messenger.tell("restarting", next_start, self._printed)
         return pause
 
 
@@ -205,10 +213,13 @@ def _server(args: Namespace) -> Server | None:
         (any(commands) and not all(commands), "--beside-stop and --beside-start need each other"),
     )
     if args.beside:
-        return Server.of_unit(args.beside)
-    if all(commands):
-        return Server.of_commands(*commands)
-    return None
+        server = Server.of_unit(args.beside)
+    elif all(commands):
+        server = Server.of_commands(*commands)
+    else:
+        return None
+    server.check()
+    return server
 
 
 def _command(words: list[str]) -> tuple[list[str], Path]:

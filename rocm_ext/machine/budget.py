@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,10 +12,10 @@ from typing import TYPE_CHECKING
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.heartbeat import RETRY, beat
 from rocm_ext.base.log import log
-from rocm_ext.machine.detect import Machine, parse_version, shared_memory
+from rocm_ext.machine.detect import Machine, integrated_gpus, parse_version, shared_memory
 from rocm_ext.machine.processes import gpu_memory_by_process
 from rocm_ext.machine.profile import Profile
-from rocm_ext.machine.sysfs import cards, host_memory, read_number
+from rocm_ext.machine.sysfs import host_memory, read_number
 
 if TYPE_CHECKING:  # `rocm-ext doctor` computes budgets where torch does not import
     import torch
@@ -24,7 +25,8 @@ GIB = 2**30
 _LITTLE = 0.05  # share of the memory: what a desktop holds
 _CHANGE = 64 * 2**20  # bytes
 _LOOK = 3.0  # seconds between two readings
-_STEADY = 15.0  # seconds
+_STEADY = 30.0  # seconds
+_LONGEST = 300.0
 Budget = tuple[int, str]  # bytes, and the reason
 
 
@@ -70,52 +72,49 @@ def memory_budget(
 
 
 def gpu_memory_in_use(root: Path = Path("/")) -> int:
-    """Bytes of GTT and VRAM that all processes, and the kernel for dead ones, hold on AMD's GPUs."""
+    """Bytes of GTT and VRAM in use on the integrated GPU: by processes, and by dead ones until the kernel frees it."""
     used = 0
-    for card in cards(root):
+    for gpu in integrated_gpus(root):
         for file in ("mem_info_gtt_used", "mem_info_vram_used"):
-            used += read_number(card / "device" / file) or 0
+            used += read_number(gpu / file) or 0
     return used
 
 
-def wait_while_freed(root: Path = Path("/"), most: float = 300.0) -> int:
-    """Wait while the GPU's memory in use becomes less: dead processes were seen to hold 95 GiB for minutes.
+def wait_while_freed(root: Path = Path("/"), tick: Callable[[], object] = beat) -> int:
+    """Wait while the kernel frees an integrated GPU's memory: dead processes were seen to hold 95 GiB for minutes.
 
-    Where little is in use it does not wait; otherwise until 15 seconds bring no change, or ``most`` seconds.
+    What living processes hold counts as theirs, as far as it can be read, and is not awaited. The wait ends after five
+    minutes, or 30 seconds without a change.
+
+    Args:
+        root: folder with ``proc`` and ``sys``.
+        tick: called every three seconds.
 
     Returns:
-        The bytes that remain in use.
+        The bytes in use that no readable process holds.
     """
-    total = sum(filter(None, shared_memory(root)))
-    used = gpu_memory_in_use(root)
-    end = time.monotonic() + most
-    unchanged = 0.0
-    said = False
-    while used > _LITTLE * total and unchanged < _STEADY and time.monotonic() < end:
+    little = _LITTLE * sum(filter(None, shared_memory(root)))
+    least = _held_by_nobody(root)
+    began = changed = time.monotonic()
+    if least > little:
+        log.info("waiting: dead processes still hold %s of the GPU's memory", gib(least))
+    while least > little:
         time.sleep(_LOOK)
-        beat()
-        now = gpu_memory_in_use(root)
-        unchanged += _LOOK
-        if now < used - _CHANGE:
-            unchanged = 0.0
-            if not said:
-                said = True
-                log.info(
-                    "waiting: other processes' GPU memory is being freed, %s are left", gib(now)
-                )
-        used = now
-    if unchanged >= _STEADY:
-        log.info("other processes hold %s of the GPU's memory%s", gib(used), _holders(root))
-    return used
+        tick()
+        now = time.monotonic()
+        left = _held_by_nobody(root)
+        if left < least - _CHANGE:
+            least = left
+            changed = now
+        if now - changed >= _STEADY or now - began >= _LONGEST:
+            log.warning("%s of the GPU's memory are held by no process that can be read", gib(left))
+            break
+    return least
 
 
-def _holders(root: Path) -> str:
-    """The processes that hold the most, in brackets; empty if none can be read."""
-    names = []
-    for process in gpu_memory_by_process(root)[:3]:
-        if process.memory > _CHANGE:
-            names.append(f"{process.name or 'process'} {process.pid}: {gib(process.memory)}")
-    return f" ({', '.join(names)})" if names else ""
+def _held_by_nobody(root: Path) -> int:
+    held = sum(process.memory for process in gpu_memory_by_process(root))
+    return max(0, gpu_memory_in_use(root) - held)
 
 
 def uses_carve_out(gtt: int | None, vram: int | None) -> bool:
@@ -246,6 +245,8 @@ def open_device(
         raise UserError(
             f'device={kind} for local rank {local_rank}: found {machine}. "cuda" is any GPU; "cpu" runs everywhere'
         )
+    if machine.unified:
+        wait_while_freed()
     torch.cuda.set_device(local_rank)
     if memory_fraction is None and machine.unified:
         # torch 2.10 and later multiply the fraction with total_memory; earlier ones, with what the driver reports

@@ -230,12 +230,17 @@ def saves_registers(root: Path) -> bool | None:
     return None
 
 
+def integrated_gpus(root: Path) -> list[Path]:
+    """The folders of Strix Halo's GPU; without one, of all GPUs."""
+    gpus = [card / "device" for card in cards(root)]
+    return [gpu for gpu in gpus if read_text(gpu / "device") == STRIX_HALO] or gpus
+
+
 def shared_memory(root: Path) -> tuple[int | None, int | None]:
     """Bytes of host memory that the integrated GPU may map (GTT), and of its carve-out (VRAM).
 
     None outside Linux and in WSL."""
-    gpus = [card / "device" for card in cards(root)]
-    gpus = [gpu for gpu in gpus if read_text(gpu / "device") == STRIX_HALO] or gpus
+    gpus = integrated_gpus(root)
 
     def largest(file: str) -> int | None:
         sizes = [read_number(gpu / file) for gpu in gpus]

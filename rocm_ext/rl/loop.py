@@ -103,6 +103,11 @@ class RLRecipe:
     def check_training(self) -> None:
         """Check that the learner fits the training, before the weights are read."""
 
+    @property
+    def earlier_plan(self) -> dict[str, int]:
+        """The memory plan of the checkpoint that the run resumes; empty without one."""
+        return {}
+
     def expected_work(self) -> workload.Workload:
         """Estimate the rows of a training step, before any sampling."""
         return workload.sampled_rows(self.cfg, self.prompts.questions())
@@ -149,7 +154,7 @@ class RLRecipe:
         """Plan the memory of training on ``work``, with ``beside`` bytes in use and open sessions of the sampler."""
         if self.sessions_stay_open:
             beside += self.engines.layout_bytes
-        self.learner.plan(work, beside)
+        self.learner.plan(work, beside, before=self.earlier_plan)
 
     def open_model(self, work: workload.Workload | None = None) -> None:
         """Prepare only model and engines, to sample outside of phases; plan memory if rows like ``work`` will train."""
@@ -352,6 +357,11 @@ class Loop(RLRecipe, ABC):
     def open_folder(self) -> None:
         """Open the output folder; the config gets the seed of the run that it continues."""
         self.folder = OutputDir.open(self.cfg, self.ranks)
+
+    @property
+    def earlier_plan(self) -> dict[str, int]:
+        """See :attr:`RLRecipe.earlier_plan`."""
+        return self.folder.plan
 
     def check(self) -> None:
         """Do all set-up that needs no weights; see :meth:`RLRecipe.check`."""

@@ -73,12 +73,14 @@ class Ending:
 
     Attributes:
         complete: whether the run is done.
+        saved: where it stopped and saved, as it was asked to.
         segment: where it stopped, if another process is to go on.
         why: why it died, otherwise.
         code: exit code of the error that ended it; RETRY if another attempt may succeed.
     """
 
     complete: bool = False
+    saved: str = ""
     segment: str = ""
     why: str = ""
     code: int = RETRY
@@ -111,15 +113,17 @@ class Attempt:
         """
         self._start(command)
         hung = self._wait(stop, window)
-        ended_well = not hung and self._code == 0
         notes = list(read_lines(self._notes, problems=[]))
-        if ended_well and _complete(notes):
+        if _complete(notes):
             return Ending(complete=True)
+        ended_well = not hung and self._code == 0
         for line in notes:
             if ended_well and "segment" in line:
                 return Ending(segment=line["segment"])
             if "error" in line:
                 return Ending(why=line["error"], code=line["code"])
+            if "saved" in line:
+                return Ending(saved=line["saved"], why="a signal stopped it")
         wrong_command = self._code == 2  # as argparse of tune and torchrun ends
         return Ending(why=hung or self._reason(), code=2 if wrong_command else RETRY)
 
@@ -289,7 +293,8 @@ class Attempt:
 def _complete(notes: Sequence[Json]) -> bool:
     """Return whether all ranks noted that they are complete.
 
-    The exit code does not say: a process that has started HIP may end with code 0 whatever happened.
+    The exit code does not say: a process that has started HIP may end with code 0 whatever happened, or crash at the
+    very end.
     """
     if any("error" in line for line in notes):
         return False

@@ -7,6 +7,7 @@ its own starts the server if the supervisor is killed; if that one is killed, to
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -19,20 +20,20 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from rocm_ext.base.errors import UserError
-from rocm_ext.base.files import disk_errors, replace_text
+from rocm_ext.base.files import replace_text
 from rocm_ext.base.log import duration
-from rocm_ext.base.types import Json
+from rocm_ext.machine.budget import wait_while_freed
 from rocm_ext.runs.folder import newest_adapter
 from rocm_ext.runs.records import read_json
 from rocm_ext.supervise.attempt import end_earlier
 from rocm_ext.supervise.messages import Messenger, say, tell_systemd
-from rocm_ext.supervise.window import POLL
+from rocm_ext.supervise.window import POLL, Stop, Window
 
 ADAPTER = "SUPERVISE_ADAPTER"  # environment variable of the command that starts the server
 _MANAGERS = (("systemctl", "--user"), ("systemctl",))
 _TO_STOP = 600.0  # seconds: a server may have to finish its answers
 _TO_START = (
-    120.0  # seconds: a command that takes longer is left alone, because it may be the server itself
+    30.0  # seconds: a command that takes longer is left alone, because it may be the server itself
 )
 _RUNNING = ("active", "activating", "reloading")
 
@@ -58,14 +59,12 @@ class Server:
         """The service ``unit`` of the user's systemd or the system's; a UserError if neither has it."""
         for manager in _MANAGERS:
             show = (*manager, "show", "--value", "--property")
-            if _output((*show, "LoadState", unit)) != "loaded":
-                continue
-            return cls(
-                unit,
-                stop=(*manager, "--no-ask-password", "stop", unit),
-                start=(*manager, "--no-ask-password", "start", unit),
-                state=(*show, "ActiveState", unit),
-            )
+            with suppress(UserError):  # a login without a systemd of its own
+                if _output((*show, "LoadState", unit)) != "loaded":
+                    continue
+                act = (*manager, "--no-ask-password")
+                state = (*show, "ActiveState", unit)
+                return cls(unit, (*act, "stop", unit), (*act, "start", unit), state)
         raise UserError(
             f"--beside {unit}: found no such unit of your systemd or the system's; "
             "`systemctl --user list-unit-files` has yours",
@@ -78,39 +77,52 @@ class Server:
         return cls("the server", ("/bin/sh", "-c", stop), ("/bin/sh", "-c", start))
 
     @contextmanager
-    def away(self, run: Path, messenger: Messenger) -> Iterator[None]:
+    def away(self, run: Path, messenger: Messenger, stop: Stop, window: Window) -> Iterator[None]:
         """Context in which the server does not run; a server that did not run before stays as it is.
 
+        It waits while another run has stopped the server, until a signal comes or the window closes.
+
         Raises:
-            UserError: it does not stop, or another run has stopped it.
+            UserError: the server does not stop.
         """
-        with self._claimed(run):
-            if not (self._record.exists() or self._runs):
-                say(f"{self.name} does not run")
-                yield
-                return
-            record = {"server": self.name, "start": list(self.start), "run": str(run.absolute())}
-            replace_text(self._record, json.dumps(record | {"supervisor": os.getpid()}) + "\n")
-            watcher = _watch(self._record)
-            try:
+        lock = _lock_of(self._record)
+        if not self._claim(lock, run, stop, window):
+            yield
+            return
+        watcher = None
+        try:
+            left_behind = self._record.exists()
+            if left_behind or self._runs:
+                self._write_record(run)
+                watcher = _watch(self._record)
                 say(f"stopping {self.name}")
-                _finish(self.stop, self.name)
-                yield
-            finally:
-                problem = give_back(self._record)
-                if problem:
-                    messenger.tell("failed", problem)
+                self._finish(stop, left_behind)
+            else:
+                say(f"{self.name} does not run")
+            yield
+        finally:
+            if watcher is not None:
                 watcher.kill()
                 watcher.communicate()
+            self._give_back(messenger)
+            lock.release()
 
-    def recover(self, run: Path, messenger: Messenger) -> None:
+    def recover(self, messenger: Messenger) -> None:
         """Start the server if a supervisor stopped it and was killed before it could start it."""
-        if not self._record.exists():
-            return
-        with suppress(UserError), self._claimed(run):  # another run may have it
-            problem = give_back(self._record)
-            if problem:
-                messenger.tell("failed", problem)
+        lock = _lock_of(self._record)
+        with suppress(Timeout), lock.acquire(timeout=0):  # else another run has it
+            self._give_back(messenger)
+
+    def check(self) -> None:
+        """Raise a UserError if records of stopped servers cannot be kept."""
+        folder = self._record.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"cannot make {folder}, where a record says who stopped the server: {error.strerror}. "
+                "XDG_STATE_HOME names another folder"
+            ) from error
 
     @property
     def _record(self) -> Path:
@@ -122,23 +134,61 @@ class Server:
 
     @property
     def _runs(self) -> bool:
+        """Whether the server runs; without a command that tells, it may."""
         return not self.state or _output(self.state) in _RUNNING
 
-    @contextmanager
-    def _claimed(self, run: Path) -> Iterator[None]:
-        """Context in which no other process stops or starts this server for a run."""
-        lock = _lock_of(self._record)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            other = read_json(self._record, []).get("run", "another run")
-            raise UserError(
-                f"{self.name} is stopped for {other}; {run} can go on when that run has ended"
-            ) from None
-        try:
-            yield
-        finally:
-            lock.release()
+    def _write_record(self, run: Path) -> None:
+        record = {
+            "server": self.name,
+            "start": list(self.start),
+            "run": str(run.absolute()),
+            "supervisor": os.getpid(),
+        }
+        replace_text(self._record, json.dumps(record) + "\n")
+
+    def _claim(self, lock: FileLock, run: Path, stop: Stop, window: Window) -> bool:
+        """Wait until no other process holds the server; return whether this one does."""
+        said = False
+        while window.is_open and not stop.signum:
+            with suppress(Timeout):
+                lock.acquire(timeout=0)
+                return True
+            if not said:
+                said = True
+                other = read_json(self._record, []).get("run", "another run")
+                say(f"{self.name} is stopped for {other}; {run} waits until it is free")
+            stop.within(1.0, window)
+        return False
+
+    def _finish(self, stop: Stop, left_behind: bool) -> None:
+        """Stop the server.
+
+        Raises:
+            UserError: it still runs.
+        """
+        code = _end_of(self.stop, _TO_STOP, dict(os.environ), self._record, stop)
+        if code == 0 or stop.signum:
+            return
+        if code is None:
+            command = " ".join(self.stop)
+            raise UserError(f"{self.name} did not stop within {duration(_TO_STOP)}: {command}")
+        if self.state and self._runs:
+            raise UserError(f"{self.name} did not stop: {_failed(self.stop, code, self._record)}")
+        say(f"the command to stop {self.name} ended with code {code}: it counts as not running")
+        if not left_behind:
+            self._record.unlink(missing_ok=True)  # so it stays as it is
+
+    def _give_back(self, messenger: Messenger) -> None:
+        """Start the server if a record says that it was stopped."""
+        if not self._record.exists():
+            return
+        with suppress(UserError):
+            if self.state and self._runs:  # it never stopped, or somebody has started it
+                self._record.unlink()
+                return
+        problem = give_back(self._record)
+        if problem:
+            messenger.tell("failed", problem)
 
 
 def give_back(record: Path) -> str:
@@ -146,70 +196,96 @@ def give_back(record: Path) -> str:
     content = read_json(record, [])
     name = content.get("server", "the server")
     start = content.get("start")
-    if not isinstance(start, list):
-        return f"{record} is damaged; start the server by hand, then remove the file"
+    run = content.get("run")
+    if not isinstance(start, list) or not isinstance(run, str):
+        return f"{record} is damaged: start the server by hand, and remove the file"
+    # a server that finds no memory would end at once
+    wait_while_freed(tick=_live)
     say(f"starting {name}")
     environ = dict(os.environ)
-    adapter = newest_adapter(Path(content["run"]))
+    adapter = newest_adapter(Path(run))
     if adapter is not None:
         environ[ADAPTER] = str(adapter)
     try:
-        code = _end_of(start, _TO_START, environ)
-    except UserError as error:
-        return str(error)
-    if code:
-        return f"{name} did not start: {' '.join(start)} ended with code {code}"
-    with disk_errors(record):
-        record.unlink(missing_ok=True)
-    return ""
+        code = _end_of(start, _TO_START, environ, record)
+        if not code:
+            record.unlink(missing_ok=True)
+            return ""
+    except (UserError, OSError) as error:
+        return f"{name} did not start: {error}"
+    return f"{name} did not start: {_failed(start, code, record)}"
 
 
-def _finish(command: Sequence[str], name: str) -> None:
-    """Stop the server; a UserError if it still runs."""
-    code = _end_of(command, _TO_STOP, dict(os.environ))
-    if code is None:
-        raise UserError(f"{name} did not stop within {duration(_TO_STOP)}; the run was not started")
-    if code:
-        raise UserError(
-            f"{name} did not stop: {' '.join(command)} ended with code {code}; the run was not started"
-        )
+def _failed(command: Sequence[str], code: int | None, record: Path) -> str:
+    return (
+        f"{' '.join(command)} ended with code {code}; {record.with_suffix('.log')} has its output"
+    )
 
 
-def _end_of(command: Sequence[str], patience: float, environ: dict[str, str]) -> int | None:
-    """Run a command with its output on stderr; return its exit code, or None if it still runs after ``patience``."""
+def _end_of(
+    command: Sequence[str],
+    patience: float,
+    environ: dict[str, str],
+    record: Path,
+    stop: Stop | None = None,
+) -> int | None:
+    """Run a command, with its output in a file beside ``record``.
+
+    With ``stop`` it is ended at a signal, and after ``patience`` seconds. Otherwise it may go on after them.
+
+    Returns:
+        The exit code; None if the command did not end by itself.
+    """
     environ.pop("NOTIFY_SOCKET", None)  # of this process
     try:
-        process = subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-            stderr=sys.stderr,
-            start_new_session=True,  # Ctrl-C is for the run
-        )
+        with record.with_suffix(".log").open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for the run
+            )
     except OSError as error:
         raise UserError(f"cannot start {command[0]}: {error.strerror}") from error
     end = time.monotonic() + patience
     while process.poll() is None and time.monotonic() < end:
-        tell_systemd("READY=1\nWATCHDOG=1")
+        if stop is not None and stop.signum:
+            break
+        _live()
         time.sleep(POLL)
+    if process.poll() is None and stop is not None:
+        os.killpg(process.pid, signal.SIGTERM)
     return process.returncode
 
 
+def _live() -> None:
+    tell_systemd("READY=1\nWATCHDOG=1")
+
+
 def _output(command: Sequence[str]) -> str:
-    """What a command prints; empty if it cannot run."""
-    with suppress(OSError, subprocess.TimeoutExpired):
+    """What a command of systemd prints; a UserError if it does not answer."""
+    try:
         done = subprocess.run(
-            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60
+            command,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            timeout=60,
         )
-        return done.stdout.strip()
-    return ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"{' '.join(command)} does not answer: {error}") from error
+    answer = done.stdout.strip()
+    if not answer:
+        words = " ".join(done.stderr.split())
+        raise UserError(f"{' '.join(command)} does not answer: {words}")
+    return answer
 
 
 def _lock_of(record: Path) -> FileLock:
-    with disk_errors(record):
-        record.parent.mkdir(parents=True, exist_ok=True)
-        return FileLock(record.with_suffix(".lock"))
+    return FileLock(record.with_suffix(".lock"))
 
 
 # ---- the process that starts the server if the supervisor is killed
@@ -218,25 +294,24 @@ def _lock_of(record: Path) -> FileLock:
 def _watch(record: Path) -> subprocess.Popen:
     """Start the process that starts the server when this one has been killed: the end of its input tells it."""
     return subprocess.Popen(
-        [sys.executable, "-m", "rocm_ext.supervise.server", str(record)],
+        [sys.executable, "-m", "rocm_ext.supervise.server", str(record), str(os.getpid())],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
 
 
-def _after_the_supervisor(record: Path) -> None:
+def _after_the_supervisor(record: Path, supervisor: int) -> None:
     sys.stdin.buffer.read()
-    content: Json = read_json(record, [])
-    if not content:
-        return
-    say("the supervisor was killed")
-    end_earlier(Path(content["run"]))
-    with _lock_of(record):  # a new supervisor may have it by now
-        if record.exists():
-            problem = give_back(record)
-            if problem:
-                say(problem)
+    with _lock_of(record):  # a new supervisor may have it, and then starts the server itself
+        content = read_json(record, [])
+        if content.get("supervisor") != supervisor:
+            return
+        say("the supervisor was killed")
+        end_earlier(Path(content["run"]))
+        problem = give_back(record)
+        if problem:
+            say(problem)
 
 
 if __name__ == "__main__":
-    _after_the_supervisor(Path(sys.argv[1]))
+    _after_the_supervisor(Path(sys.argv[1]), int(sys.argv[2]))

@@ -43,17 +43,22 @@ class Window:
 
     Args:
         between: hours of the day; None: all.
-        hours: hours from now on, without ``between``; None: without end.
+        hours: hours from :meth:`begin` on, without ``between``; None: without end.
     """
 
     def __init__(self, between: Hours | None = None, hours: float | None = None) -> None:
-        self._between = between
-        self._end = None if hours is None else time.monotonic() + hours * 3600
+        self._between, self._hours = between, hours
+        self._end: float | None = None
+
+    def begin(self) -> None:
+        """Begin to count the hours."""
+        if self._hours is not None and self._end is None:
+            self._end = _now() + self._hours * 3600
 
     @property
     def is_over(self) -> bool:
         """Whether it does not open again."""
-        return self._end is not None and time.monotonic() >= self._end
+        return self._end is not None and _now() >= self._end
 
     @property
     def is_open(self) -> bool:
@@ -103,6 +108,11 @@ class Stop:
         while not self.signum and window.is_open and time.monotonic() < end:
             _rest(end - time.monotonic())
         return bool(self.signum)
+
+
+def _now() -> float:
+    """Seconds that also count while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _rest(most: float = POLL) -> None:

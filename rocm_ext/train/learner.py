@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Collection, Mapping
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -191,7 +192,13 @@ class Learner:
         self.plan(work)
         self.load()
 
-    def plan(self, work: Workload, beside: int = 0, budget: int | None = None) -> None:
+    def plan(
+        self,
+        work: Workload,
+        beside: int = 0,
+        budget: int | None = None,
+        before: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """Plan memory, and apply the planned activation checkpointing. This needs no weights.
 
         It sets seven more attributes: ``tokens_per_micro_batch``; ``checkpointed``, the number of layers whose
@@ -202,12 +209,14 @@ class Learner:
             work: description of the rows; it determines micro-batches and checkpointed layers.
             beside: bytes of the budget that other parts of the run hold during training.
             budget: bytes for the model and what is ``beside`` it; by default what is free.
+            before: the plan of the checkpoint that the run resumes. ``tokens_per_micro_batch: auto`` keeps its size of
+                micro-batches where it fits, so that the results are those of an undisturbed run.
         """
         self.budget_reason = "as the caller says"
         if budget is None:
             budget, self.budget_reason = self.runtime.budget_and_reason()
         try:
-            self._plan(work, budget - beside)
+            self._plan(work, budget - beside, before.get("tokens_per_micro_batch"))
         # the plan runs a step without data
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             component = self.cfg.model[config.COMPONENT]
@@ -235,16 +244,17 @@ class Learner:
         if self.planned_peak <= self.planned_budget or self.cfg.over_budget != "refuse":
             return
         needs = f"the memory plan needs {readable(self.planned_peak)} and has {readable(self.planned_budget)}"
-        regardless = "over_budget=try starts the run regardless"
-        held = self.runtime.held_by_others()
-        if self.planned_peak <= self.planned_budget + held:
-            others = f"other processes hold {readable(held)}, and without them it fits"
-            raise UserError(f"{needs}; {others}: stop them. {regardless}", RETRY)
         ways = self.cures(self.planned_budget)
         cure = "No smaller micro-batch fits; `rocm-ext plan` tries other settings"
         if ways:
             cure = f"Set {' or '.join(ways)}"
-        raise UserError(f"{needs}. {cure}. {regardless}")
+        cure = f"{cure}. over_budget=try starts the run regardless"
+        held = self.runtime.held_by_others()
+        gain = self.runtime.budget(held) - self.runtime.budget()
+        if held and self.planned_peak <= self.planned_budget + gain:
+            others = f"other processes hold {readable(held)}, and without them it fits"
+            raise UserError(f"{needs}; {others}. Stop them. {cure}", RETRY)
+        raise UserError(f"{needs}. {cure}")
 
     def cures(self, goal: float) -> list[str]:
         """List changes that lower the planned peak to ``goal`` bytes; see :class:`TrainingPlanner`."""
@@ -312,8 +322,8 @@ class Learner:
             self.load_adapter(self._first, self.cfg.checkpointer.adapter_checkpoint)
             self._first = None  # frees its tensors
 
-    def _plan(self, work: Workload, budget: int) -> None:
-        """Choose the size of a micro-batch and the checkpointed layers."""
+    def _plan(self, work: Workload, budget: int, before: int | None) -> None:
+        """Choose the size of a micro-batch, of ``before`` tokens if it can, and the checkpointed layers."""
         cfg, runtime = self.cfg, self.runtime
         planner = TrainingPlanner(
             cfg,
@@ -326,11 +336,14 @@ class Learner:
             speeds=partial(figures_for, runtime.profile, runtime.machine),
             kernels=Kernels.on(runtime.device, runtime.machine.bf16, cfg.attention),
         )
-        if cfg.tokens_per_micro_batch == "auto":
+        if cfg.tokens_per_micro_batch != "auto":
+            tokens = micro_batch_budget(cfg, work.longest)
+        elif before is not None and runtime.ranks.agree(_fits(planner, before, budget)):
+            tokens = before
+            log.info("micro-batches: %s tokens, as before the run was resumed", f"{tokens:,}")
+        else:
             tokens = runtime.ranks.agree(planner.fit(budget).micro_batch)
             log.info("micro-batches: %s tokens, from the memory plan", f"{tokens:,}")
-        else:
-            tokens = micro_batch_budget(cfg, work.longest)
         memory = planner.memory(tokens)
         chosen = checkpointed_layers(cfg.enable_activation_checkpointing, memory, budget)
         layers, why = runtime.ranks.agree(chosen)  # ranks may see different free host memory
@@ -369,6 +382,12 @@ class Learner:
         peft_files.write_adapter(folder, self.decoder, self.cfg.checkpointer.model_type, self._base)
         if isinstance(self.tokenizer, ChatTokenizer):
             self.tokenizer.write_template(folder)
+
+
+def _fits(planner: TrainingPlanner, tokens: int, budget: int) -> bool:
+    """Whether micro-batches of ``tokens`` tokens fit if all layers are checkpointed."""
+    memory = planner.memory(tokens)
+    return memory.peak(range(memory.layers)) <= budget
 
 
 def _frozen(decoder: Decoder) -> dict[str, nn.Parameter]:

@@ -34,9 +34,8 @@ from rocm_ext.machine.budget import (
     memory_budget,
     open_device,
     readable,
-    wait_while_freed,
 )
-from rocm_ext.machine.cooling import cooling, end_pauses
+from rocm_ext.machine.cooling import check_sensors, cooling, end_pauses
 from rocm_ext.machine.counters import log_of, recording
 from rocm_ext.machine.detect import Machine, detect
 from rocm_ext.machine.profile import Profile, check_locked, check_profile, load_profile
@@ -154,8 +153,7 @@ class Runtime:
         settings: Any = OmegaConf.to_container(cfg)
         warnings += check_locked(profile, settings, list(cfg.hardware_overrides))
         dtype, why = numerics.pick_dtype(cfg.dtype, machine)
-        if machine.unified:
-            wait_while_freed()
+        check_sensors(cfg.pause_at_celsius)
         opened = open_device(profile, machine, local_rank(), cfg.memory_fraction, cfg.device)
         ranks = Ranks.from_env(opened, cfg.node_timeout)
         run = run_cfg or cfg
@@ -175,8 +173,10 @@ class Runtime:
         return memory_budget(self.profile, self.machine, taken=taken)
 
     def held_by_others(self) -> int:
-        """Return how many bytes of unified memory the GPU's processes hold; call this before this run holds many."""
-        return gpu_memory_in_use() if self.machine.unified else 0
+        """Return how many bytes of unified memory other processes hold through the GPU."""
+        if not self.machine.unified or self.device.type != "cuda":
+            return 0
+        return max(0, gpu_memory_in_use() - torch.cuda.memory_reserved(self.device))
 
 
 def peak_memory(device: torch.device) -> int:
@@ -285,7 +285,9 @@ def run(recipe: RunnableRecipe) -> None:
         except Interrupted as stop:
             log.info("stopped %s, all saved; continue with resume_from_checkpoint=True", stop.where)
             recipe.cleanup()
-            if not stop.signum:
+            if stop.signum:
+                heartbeat.note(saved=stop.where)
+            else:
                 heartbeat.note(segment=stop.where)
             raise SystemExit(128 + stop.signum if stop.signum else 0) from None
         recipe.cleanup()

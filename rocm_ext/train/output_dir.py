@@ -95,6 +95,14 @@ class OutputDir:
             folder.create()
         return folder
 
+    @property
+    def plan(self) -> dict[str, int]:
+        """The memory plan of the checkpoint that the run resumes; empty for a fresh run."""
+        if self.resumed is None:
+            return {}
+        _, state = self.resumed
+        return state.get("plan", {})  # earlier versions saved none
+
     def create(self) -> None:
         """Create the folder."""
         with disk_errors(self.path):
