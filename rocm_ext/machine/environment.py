@@ -1,12 +1,14 @@
 """Environment variables: a profile sets some, and some of the user's do harm."""
 
 import os
+import platform
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 
 from rocm_ext.base.errors import refuse
 from rocm_ext.base.registry import DECIDED
@@ -17,6 +19,12 @@ Environ = Mapping[str, str]
 # Three names of one setting: HIP builds of torch read all of them
 ALLOCATOR_VARIABLES = ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
+
+def _segments_measured(machine: Machine) -> bool:
+    """Whether this build of torch is like the one with which expandable segments were measured on gfx1151."""
+    return parse_version(machine.torch)[:2] == (2, 12) and "+rocm7.13" in machine.torch
+
+
 _CONDITIONS = {  # keys are values of Variable.when
     "always": lambda profile, machine, environ: True,
     # a chip that borrows the profile would run kernels of another architecture
@@ -24,6 +32,8 @@ _CONDITIONS = {  # keys are values of Variable.when
         not machine.has_kernels and profile.is_for(machine.arch)
     ),
     "several_ranks": lambda profile, machine, environ: int(environ.get("WORLD_SIZE", 1)) > 1,
+    "segments_measured": lambda profile, machine, environ: _segments_measured(machine),
+    "segments_not_measured": lambda profile, machine, environ: not _segments_measured(machine),
 }
 
 
@@ -34,6 +44,10 @@ def environment_for(profile: Profile, machine: Machine, environ: Environ) -> dic
         UserError: the allocator's variables contradict one another.
     """
     check_environment(profile, machine, environ)
+    return _needed(profile, machine, environ)
+
+
+def _needed(profile: Profile, machine: Machine, environ: Environ) -> dict[str, Variable]:
     needed = {}
     for name, variable in missing(profile, environ).items():
         if _CONDITIONS[variable.when](profile, machine, environ):
@@ -80,6 +94,7 @@ def environment_conflicts(
     """The variables in ``environ`` that contradict one another, do harm or do nothing on an AMD machine."""
     if machine.torch_build != "rocm" and profile.match.get("backend") != "rocm":
         return
+    rocm = parse_version(machine.rocm or "")
     allocator = {name: environ[name] for name in ALLOCATOR_VARIABLES if environ.get(name)}
     if len(set(allocator.values())) > 1:
         settings = ", ".join(f"{name}={value}" for name, value in allocator.items())
@@ -94,6 +109,12 @@ def environment_conflicts(
         elif parse_version(machine.torch) < (2, 11):
             why = "expandable_segments has no effect on ROCm before torch 2.11"
             yield Conflict((name,), f"{name}={value}", why)
+        elif rocm >= (7, 14) and () < parse_version(machine.kernel) < (6, 16):
+            why = "with ROCm 7.14 and newer, expandable_segments may hang under kernels before 6.16 (rocm-systems#9820)"
+            yield Conflict((name,), f"{name}={value}", why)
+        elif (7, 14) <= rocm < (10,):
+            why = "ROCm 7.14 opens a file for each 20 MiB of segments, up to `ulimit -n` (rocm-systems#10604)"
+            yield Conflict((name,), f"{name}={value}", why)
     override = environ.get("HSA_OVERRIDE_GFX_VERSION")
     if override and machine.native_archs and machine.has_kernels:
         why = f"useless, and harmful at worst: torch has kernels for {machine.arch}"
@@ -107,14 +128,15 @@ def environment_conflicts(
 
 
 def preset(profile: Profile) -> list[str]:
-    """Set the variables that ``profile`` sets on every machine. Call this before ``detect``, which starts HIP, and if
-    possible before importing torch.
+    """Set the variables that do not depend on the GPU. Call this before ``detect``, which starts HIP, and if possible
+    before importing torch.
 
     Returns:
         A line about variables that came after the import of torch, which reads some of them.
     """
-    unset = missing(profile, os.environ)
-    added = {name: variable for name, variable in unset.items() if variable.when == "always"}
+    build = metadata.version("torch")
+    without_gpu = Machine("cpu", platform.system(), build, "cpu", total_memory=0, bf16=False)
+    added = _needed(profile, without_gpu, os.environ)
     put(added)
     if not added or "torch" not in sys.modules:
         return []

@@ -55,7 +55,9 @@ class Variable:
     value: str
     reason: str
     # see rocm_ext.machine.environment
-    when: Literal["always", "arch_missing", "several_ranks"] = "always"
+    when: Literal[
+        "always", "arch_missing", "several_ranks", "segments_measured", "segments_not_measured"
+    ] = "always"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from rocm_ext import config
 from rocm_ext.base.errors import UserError
+from rocm_ext.base.registry import DECIDED
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.machine.budget import memory_budget, nominal_budget, open_device
 from rocm_ext.machine.detect import Machine, detect
@@ -22,6 +23,7 @@ from rocm_ext.machine.environment import (
     apply_environment,
     check_environment,
     environment_for,
+    preset,
 )
 from rocm_ext.machine.profile import (
     check_locked,
@@ -318,6 +320,56 @@ def test_the_combination_that_zeroes_buffers_is_refused(name, profile):
             "the user's settings are never mixed with ours"
         )
     assert environment_for(load_profile("cuda"), H200, user) == {}, "NVIDIA is not affected"
+
+
+MEASURED = replace(STRIX, torch="2.12.0a0+rocm7.13.0a20260411", rocm="7.13")
+SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_the_measured_allocator_is_set_where_it_was_measured():
+    profile = load_profile("strix_halo")
+
+    def allocator(machine, **user):
+        ours = environment_for(profile, machine, user)
+        names = {*ALLOCATOR_VARIABLES, "HIP_FORCE_DEV_KERNARG"}
+        return {name: ours[name].value for name in names.intersection(ours)}
+
+    assert allocator(MEASURED) == {**SEGMENTS, "HIP_FORCE_DEV_KERNARG": "1"}
+    old = {"PYTORCH_HIP_ALLOC_CONF": "garbage_collection_threshold:0.8,max_split_size_mb:512"}
+    for torch_version in (
+        "2.11.0+rocm7.13.0",
+        "2.12.0+rocm7.2",
+        "2.12.0+rocm7.14.0",
+        "2.14.0+rocm10.1.0",
+    ):
+        assert allocator(replace(STRIX, torch=torch_version)) == old
+    for name in ALLOCATOR_VARIABLES:
+        own = {name: "max_split_size_mb:512"}
+        assert allocator(MEASURED, **own, HIP_FORCE_DEV_KERNARG="0") == {}
+
+
+def test_the_torch_build_is_known_before_hip_starts(monkeypatch):
+    for name in (DECIDED, *ALLOCATOR_VARIABLES, *load_profile("strix_halo").environment):
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("importlib.metadata.version", {"torch": MEASURED.torch}.get)
+    preset(load_profile("strix_halo"))
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_HIP_ALLOC_CONF" not in os.environ
+    assert "HSA_OVERRIDE_GFX_VERSION" not in os.environ, "that depends on the GPU"
+    assert set(environment_for(load_profile("strix_halo"), MEASURED, os.environ)) == set()
+
+
+def test_segments_that_fail_with_a_version_of_rocm_are_told():
+    profile = load_profile("strix_halo")
+    torch_7_14 = replace(STRIX, torch="2.12.0+rocm7.14.0", rocm="7.14")
+    (files,) = check_environment(profile, torch_7_14, SEGMENTS)
+    assert "a file for each 20 MiB" in files
+    torch_10 = replace(STRIX, torch="2.14.0+rocm10.1.0", rocm="10.1")
+    (hang,) = check_environment(profile, replace(torch_10, kernel="6.14.0-1018-oem"), SEGMENTS)
+    assert "may hang under kernels before 6.16" in hang
+    for fine in (torch_10, MEASURED, replace(MEASURED, kernel="6.14.0-1018-oem")):
+        assert check_environment(profile, fine, SEGMENTS) == []
 
 
 def test_other_contradictions_and_warnings():

@@ -392,6 +392,10 @@ BREAKS = {
     "torchao 0.19": (says(packages={"torchao": "0.19.0"}), {"torchtune, torchao": "error"}),
     "segments with a split size": (sets(PYTORCH_HIP_ALLOC_CONF="max_split_size_mb:256,expandable_segments:True"),
         {"PYTORCH_HIP_ALLOC_CONF": "error"}),
+    "segments for which ROCm opens files": (
+        says(torch={"version": "2.12.0+rocm7.14.0"},
+             environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        {"PYTORCH_CUDA_ALLOC_CONF": ("warning", "unset PYTORCH_CUDA_ALLOC_CONF")}),
     "allocator variables that differ": (
         sets(PYTORCH_HIP_ALLOC_CONF="max_split_size_mb:1", PYTORCH_ALLOC_CONF="max_split_size_mb:2"),
         {"PYTORCH_ALLOC_CONF": "error"}),
