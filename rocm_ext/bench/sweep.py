@@ -224,7 +224,9 @@ class Sweep:
         return won
 
     def _configured(self, key: str) -> Any:
-        return OmegaConf.select(self._cfg, key, default=False)
+        value = OmegaConf.select(self._cfg, key, default=False)
+        undecided = key == "compile" and value == "auto"
+        return False if undecided else value
 
     def _others(self, key: str, values: Sequence[Any], best: Measurement) -> list[Item]:
         """Training steps with the other values of ``key`` than that of the best steps so far."""

@@ -196,6 +196,8 @@ def _print(name: str, plan: "RunPlan", ways: _Ways) -> None:
     out.print(f"{size}, {plan.target.dtype_name}")
     if plan.shape:
         out.print(escape(plan.shape))
+    if plan.compiled:
+        out.print(escape(plan.compiled))
     if plan.teacher:
         out.print(f"a teacher of {plan.teacher.parameters / 1e6:,.1f} million parameters")
     rows = f"rows of {plan.rows.mean:,.0f} tokens, at most {plan.rows.longest:,} ({escape(plan.rows.source)})"
@@ -375,6 +377,7 @@ def _content(plan: "RunPlan") -> Json:
         "parameters": plan.parameters[0],
         "trainable_parameters": plan.parameters[1],
         "shape": plan.shape,
+        "compile": plan.compiled,
         "budget": target.budget[0],
         "budget_reason": target.budget[1],
         "fits": plan.fits,

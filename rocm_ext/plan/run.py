@@ -27,6 +27,7 @@ from rocm_ext.losses import CrossEntropy, objective_of
 from rocm_ext.losses.objective import REFERENCE
 from rocm_ext.machine.detect import Machine
 from rocm_ext.machine.profile import check_locked
+from rocm_ext.model import compiling
 from rocm_ext.model.adapters import peft_files
 from rocm_ext.model.attention import choose_attention, shares_beginnings
 from rocm_ext.model.build import build_model, check_quantized
@@ -243,6 +244,7 @@ class RunPlan:
         teacher: the teacher of a distillation, if it is another model; else None.
         programs: bytes of memory shared with the GPU that the programs of conversations may take.
         other_adapters: bytes of further adapters in training over the same weights, as of clients of ``serve``.
+        compiled: what ``compile: auto`` chose, and why.
     """
 
     family: str
@@ -260,6 +262,7 @@ class RunPlan:
     teacher: TeacherPlan | None
     programs: int
     other_adapters: int = 0
+    compiled: str | None = None
 
     @property
     def step_name(self) -> str:
@@ -334,6 +337,10 @@ def plan_run(
         UserError: the recipe would refuse the config, or the machine's speeds are unknown.
     """
     target = Target.of(cfg, machine, bench, chip)
+    compiled = None
+    if cfg.compile == compiling.AUTO:
+        cfg.compile, why = compiling.choose_compile(cfg, target.profile, machine, target.here)
+        compiled = compiling.in_words(cfg.compile, why)
     shape = use_shape(cfg)
     decoder = build_model(cfg.model, target.dtype, 0, torch.device("meta"))
     _check(cfg, target, machine, decoder, ranks)
@@ -407,6 +414,7 @@ def plan_run(
         teacher=teacher,
         programs=ranks * _programs(cfg, target),
         other_adapters=other_adapters,
+        compiled=compiled,
     )
 
 

@@ -38,9 +38,10 @@ from rocm_ext.machine.budget import (
 from rocm_ext.machine.cooling import check_sensors, cooling, end_pauses
 from rocm_ext.machine.counters import log_of, recording
 from rocm_ext.machine.detect import Machine, detect
-from rocm_ext.machine.profile import Profile, check_locked, check_profile, load_profile
+from rocm_ext.machine.profile import COMPILE, Profile, check_locked, check_profile, load_profile
 from rocm_ext.machine.threads import choose_threads, cores
 from rocm_ext.machine.trace import Trace
+from rocm_ext.model import compiling
 from rocm_ext.model.families import CONFIG
 from rocm_ext.model.sampler import MIN_ROWS
 from rocm_ext.model.weights.llama_cpp import way_out
@@ -137,7 +138,8 @@ class Runtime:
     def open(cls, cfg: DictConfig, run_cfg: DictConfig | None = None) -> "Runtime":
         """Check the machine against its profile, open the device and join the other ranks.
 
-        On a CPU it replaces ``cpu_threads: auto`` in both configs by a number, so that the run records it.
+        In both configs it replaces ``compile: auto``, and on a CPU ``cpu_threads: auto``, by what it chooses, so that
+        the run records that.
 
         Args:
             cfg: config of the SFT recipe or of a recipe that extends it.
@@ -162,6 +164,8 @@ class Runtime:
         log.info("hardware %s: %s", profile.name, machine)
         log.info("dtype %s (%s)", dtype, why)
         cfg.cpu_threads = run.cpu_threads = _use_threads(run, opened, ranks)
+        if run.compile == compiling.AUTO:
+            cfg.compile = run.compile = _choose_compile(run, profile, machine, ranks)
         return cls(profile, machine, opened, dtype, ranks)
 
     def budget(self, taken: int = 0) -> int:
@@ -198,11 +202,7 @@ def _use_threads(cfg: DictConfig, device: torch.device, ranks: Ranks) -> int | s
     if count == "auto":
         if device.type != "cpu":
             return "auto"
-        recorded = None
-        if cfg.resume_from_checkpoint:
-            problems: list[str] = []
-            recorded = read_yaml(Path(cfg.output_dir) / "config.yaml", problems).get("cpu_threads")
-            warn(problems)
+        recorded = _recorded(cfg, "cpu_threads")
         if type(recorded) is int:
             chosen = (recorded, "as the run began")
         else:
@@ -221,6 +221,28 @@ def _use_threads(cfg: DictConfig, device: torch.device, ranks: Ranks) -> int | s
             max(1, int(most)),
         )
     return count
+
+
+def _choose_compile(
+    cfg: DictConfig, profile: Profile, machine: Machine, ranks: Ranks
+) -> bool | str:
+    """Choose ``compile`` for ``auto``; one rank that cannot compile decides for all."""
+    chosen = (_recorded(cfg, "compile"), "as the run began")
+    if chosen[0] not in COMPILE:
+        chosen = compiling.choose_compile(cfg, profile, machine)
+    value, why = min(ranks.gather(chosen), key=lambda choice: bool(choice[0]))
+    log.info("%s", compiling.in_words(value, why))
+    return value
+
+
+def _recorded(cfg: DictConfig, key: str) -> Any:
+    """Return the value of ``key`` with which the run that this one resumes began, if it resumes one."""
+    if not cfg.resume_from_checkpoint:
+        return None
+    problems: list[str] = []
+    recorded = read_yaml(Path(cfg.output_dir) / "config.yaml", problems).get(key)
+    warn(problems)
+    return recorded
 
 
 # ---- from set-up to clean-up

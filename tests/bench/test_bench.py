@@ -348,6 +348,9 @@ def test_compile_wins_only_beyond_noise():
     )
     assert won(*three) == {"compile": "max-autotune"}
     assert won(training(4, 150), training(4, 100, compile=True), compile=True) == {"compile": False}
+    assert won(training(4, 100), training(4, 150, compile=True), compile="auto") == {
+        "compile": True
+    }
     assert won(training(4, 100, spread=0.3), training(4, 110, compile=True, spread=0.3)) == {}
     assert won(training(2, 100), training(4, 150, compile=True)) == {}
 

@@ -1,5 +1,6 @@
 """Profiles, detection from recorded sysfs trees, checks, and HIP's environment."""
 
+import json
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ from rocm_ext import config
 from rocm_ext.base.errors import UserError
 from rocm_ext.base.registry import DECIDED
 from rocm_ext.distributed.ranks import Ranks
+from rocm_ext.machine import bench_file, trials
 from rocm_ext.machine.budget import memory_budget, nominal_budget, open_device
 from rocm_ext.machine.detect import Machine, detect
 from rocm_ext.machine.environment import (
@@ -32,6 +34,7 @@ from rocm_ext.machine.profile import (
     load_profile,
     profile_names,
 )
+from rocm_ext.model import compiling
 from rocm_ext.rl.engines import free_memory
 from rocm_ext.train.lifecycle import Runtime
 
@@ -287,6 +290,96 @@ def test_locked_settings():
         check_locked(mi50, {"dtype": "bf16"}, [])
     (line,) = check_locked(mi50, {}, ["num_workers"])
     assert "does not lock num_workers" in line
+
+
+# ---------------------------------------------------------------------------------------------- compile: auto
+@pytest.fixture
+def choose(tmp_path, monkeypatch):
+    """``choose(machine, program)``: what ``compile: auto`` chooses if the trial's child process is this program."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("ROCM_EXT_BENCH", str(tmp_path / "bench.json"))
+    started, commands = subprocess.Popen, []
+
+    def choose(machine=STRIX, program="never", profile="strix_halo", **keys):
+        def instead(command, **kwargs):
+            commands.append(command)
+            return started([sys.executable, "-c", program], **kwargs)
+
+        monkeypatch.setattr(trials.subprocess, "Popen", instead)
+        cfg = OmegaConf.create({"device": "cuda", **keys})
+        return compiling.choose_compile(cfg, load_profile(profile), machine)
+
+    choose.commands = commands
+    return choose
+
+
+def test_compile_auto_needs_no_trial_where_the_answer_is_known(choose, tmp_path):
+    old = replace(STRIX, torch="2.10.0+rocm7.2")
+    assert choose(old) == (False, "it froze gfx1151 before torch 2.11, and this is 2.10.0+rocm7.2")
+    assert choose(device="cpu") == (False, "the device is a CPU")
+    assert choose(router_replay=True)[0] is False
+    locked = load_profile("mi50").locked["compile"]
+    assert choose(MI50, profile="mi50") == (False, locked.reason)
+    assert check_locked(load_profile("mi50"), {"compile": "auto"}, []) == []
+    measured = {"date": "2026-11-20", "machine": bench_file.machine_key(STRIX), "settings": {"compile": True},
+                "figures": {"flops": {"bf16": 1.0}, "bandwidth": 1.0}}  # fmt: skip
+    (tmp_path / "bench.json").write_text(json.dumps(measured))
+    assert choose() == (True, "measured 2026-11-20 by rocm-ext bench")
+    assert not choose.commands
+
+
+@pytest.mark.parametrize(("program", "reason"), [
+    ('print(\'{"failure": "", "final": true}\')', "a compiled layer was right and faster in a trial"),
+    ("import os; os.abort()", "a trial of a compiled layer ended with status -6"),
+    ("import time; time.sleep(60)", "a compiled layer took longer than 5 s"),
+], ids=["right", "crash", "hang"])  # fmt: skip
+def test_compile_auto_survives_its_trial(choose, monkeypatch, program, reason):
+    monkeypatch.setattr(trials, "_TIMEOUT", 5)
+    value, why = choose(program=program)
+    assert (value, why) == (reason.endswith("faster in a trial"), reason)
+    assert choose.commands == [[sys.executable, "-m", "rocm_ext.model.compiling", "0"]]
+    assert compiling.in_words(value, why) == (
+        f"compile True ({why})" if value else f"compile off: {why}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "failure"),
+    [
+        (lambda x, out: x + (out - x).detach(), r"wrong by 9\.\de-01"),  # as torch 2.11 compiled
+        (lambda x, out: 1.2 * out, r"wrong by 2\.0e-01"),
+        (lambda x, out: out, "times as fast|^$"),
+    ],
+    ids=["no gradient", "wrong", "right"],
+)
+def test_the_trial_of_compile_compares_gradients(monkeypatch, change, failure):
+    monkeypatch.setattr(compiling, "_SHAPE", compiling._SHAPE.parents[1] / "demo" / "pocket")
+    monkeypatch.setattr(compiling, "_ROWS", ((20, 12), (30, 10)))
+
+    def compile_layer(layer, dynamic):
+        return lambda x, **arguments: change(x, layer(x, **arguments))
+
+    monkeypatch.setattr(torch, "compile", compile_layer)
+    assert re.search(failure, compiling.trial(torch.device("cpu")))
+
+
+def test_a_run_records_its_choice_of_compile_and_resumes_with_it(tmp_path, caplog):
+    caplog.set_level("INFO")
+
+    def opened(*overrides):
+        changes = ["compile=auto", f"output_dir={tmp_path}", *overrides]
+        cfg = config.load("lora_finetune_rocm", "cpu_pocket", changes)
+        whole = OmegaConf.create(cfg)
+        Runtime.open(cfg, whole).ranks.close()
+        assert cfg.compile == whole.compile
+        return cfg.compile
+
+    assert opened() is False
+    assert "compile off: the device is a CPU" in caplog.text
+    (tmp_path / "config.yaml").write_text("compile: True")
+    assert opened() is False
+    assert opened("resume_from_checkpoint=True") is True
+    assert "compile True (as the run began)" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ environment

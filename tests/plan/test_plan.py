@@ -419,6 +419,18 @@ def test_what_does_not_fit_ends_with_1(capsys):
 
 
 @as_configured
+def test_a_plan_says_what_compile_auto_chose(capsys):
+    arguments = ["plan", "--config", "strix_halo_qwen0_5b"]
+    for more, reason in (
+        (["--machine=Strix Halo"], "only a run on that machine can try it"),
+        (["hardware=cpu"], "the device is a CPU"),
+        (["--machine=MI50"], "Dynamo is broken on gfx906"),
+    ):
+        main([*arguments, *more, "compile=auto"])
+        assert f"compile off: {reason}" in capsys.readouterr().out
+    assert plan(capsys, *arguments[1:], "compile=True")["compile"] is None
+
+
 def test_tables_for_people(capsys):
     assert main(["plan", "--config", "mi50_qwen0_5b_raft", "--rows", "100"]) == 0
     said = capsys.readouterr().out

@@ -116,7 +116,7 @@ def _grpo_faults(cfg: DictConfig) -> Iterator[str]:
     yield from _sampling_faults(cfg, "GRPO", "filter answers with raft_rocm")
     if cfg.max_staleness:
         yield from _staleness_faults(cfg)
-    if cfg.router_replay and cfg.compile:
+    if cfg.router_replay and cfg.compile not in (False, "auto"):
         yield "router_replay does not work in compiled layers; set compile=False, or router_replay=False"
     yield from _record_faults(cfg)
 
