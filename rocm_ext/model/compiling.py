@@ -76,7 +76,7 @@ def trial(device: torch.device) -> str:
     for lengths in _ROWS:
         values = torch.randn(2, 1, sum(lengths), width, generator=rng)
         x, upstream = values.to(device, torch.bfloat16)
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)[None]
+        positions = torch.cat(list(map(torch.arange, lengths)))[None].to(device)
         gradients = partial(
             _gradients,
             leaves=[x.requires_grad_(), *trained],

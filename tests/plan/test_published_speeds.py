@@ -15,6 +15,7 @@ RUNS = {"training": RANGES["training"], "decoding": RANGES["sampling"]}
 ALL = [(kind, run) for kind in RUNS for run in PUBLISHED[kind]]
 QUICK = (
     "Qwen 1.8B, LoRA, Transformers, rows of 1,024 tokens",
+    "Gemma 4 E4B, LoRA, Transformers, rows of 652 tokens",
     "Llama 3.1 8B, vLLM, ROCm attention",
 )
 COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 32768,
