@@ -102,7 +102,7 @@ def fails(folder, tmp_path, capsys):
         ),
         ("shuffle=maybe", "shuffle is 'maybe'; expected True or False"),
         ("loraplus_lr_ratio=0", "loraplus_lr_ratio is 0; expected a number above 0, or null"),
-        ("compile=1", "compile is 1; expected False, True or max-autotune"),
+        ("compile=1", "compile is 1; expected False, True, max-autotune or auto"),
         ("batchsize=2", "unknown key batchsize; did you mean batch_size?"),
         ("optimizer.lrr=1", "unknown key optimizer.lrr"),
         ("dataset.column_map=[1]", "incompatible container types"),
