@@ -1,6 +1,8 @@
 """The tables and pictures of README.md and docs show what the program does and what was last measured."""
 
+import json
 import re
+import sys
 
 import pytest
 
@@ -11,6 +13,8 @@ from tests.kit import hf_models, multimodal_models
 from tools import pictures, tables
 from tools.benchmarks import __main__ as command
 from tools.benchmarks import peers
+from tools.benchmarks.protocol import Failed
+from tools.benchmarks.table import table
 
 MADE = {page: parts for page, parts in tables.PAGES.items() if "plans" not in parts}
 MODELS = (tables.ROOT / "docs" / "models.md").read_text()
@@ -52,6 +56,30 @@ def test_the_newest_figures_are_of_todays_peers():
         for peer in task.peers
     }
     assert asked <= found
+
+
+def test_comparisons_are_written_as_they_end(tmp_path, monkeypatch, capsys):
+    """The second one fails, and the user stops the third one."""
+    rows = next(iter(tables.measured().values()))
+    file = tmp_path / "figures.json"
+
+    def stop(folder):
+        assert json.loads(file.read_text())["rows"][0]["speedup"] == rows[0]["speedup"]
+        raise KeyboardInterrupt
+
+    def fail(folder):
+        raise Failed("no peer")
+
+    parts = [("first", lambda folder: [rows[0]]), ("second", fail), ("third", stop)]
+    monkeypatch.setattr(command, "comparisons", lambda args: iter(parts))
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--json", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    printed = capsys.readouterr()
+    assert ended.value.code == 1
+    line = table([rows[0]]).splitlines()[-1]
+    assert line in printed.out
+    assert printed.err.index(line) < printed.err.index("failed: no peer")
 
 
 def test_the_picture_of_the_rooms_is_not_old():

@@ -6,7 +6,6 @@ import os
 import platform
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 import rocm_ext
+from rocm_ext.base.files import replace_text
 from tools.benchmarks import cycle, distil, dpo, grpo, peers, sampling, sft, training
 from tools.benchmarks.protocol import Failed, clocks
 from tools.benchmarks.table import NAMES as WORKS
@@ -61,33 +61,48 @@ COMPARE = {
 
 
 def main() -> None:
-    """Run the comparisons, print the table, and exit with 1 if one failed."""
+    """Run the comparisons; print and write each as it ends, then all in a table. Exit with 1 if one failed."""
     args = parse()
-    start, used = clocks()
-    rows, failures = [], 0
+    rows = []
+    failures = 0
     try:
         for said, compare in comparisons(args):
-            print(said, file=sys.stderr, flush=True)
-            began = time.monotonic()
-            with tempfile.TemporaryDirectory() as folder:
-                try:
-                    rows += compare(Path(folder))
-                except (Failed, OSError) as error:
-                    failures += 1
-                    print(f"failed: {error}", file=sys.stderr)
-            print(f"    took {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            tell(said)
+            measured = finish(compare, args)
+            if measured is None:
+                failures += 1
+            else:
+                rows += measured
     except KeyboardInterrupt:
-        print("interrupted; results so far:", file=sys.stderr)
-    end, used_at_end = clocks()
-    busy = (used_at_end - used) / (end - start)
+        tell("interrupted; results so far:")
     print(f"{machine()}, {date.today()}\n\n{table(rows)}")
+    sys.exit(1 if failures else 0)
+
+
+def finish(
+    compare: Callable[[Path], list[dict]], args: argparse.Namespace
+) -> list[dict[str, Any]] | None:
+    """Do a comparison, print and write what it measured, and return that; None if it failed."""
+    began, used = clocks()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            rows = compare(Path(folder))
+        except (Failed, OSError) as error:
+            tell(f"failed: {error}")
+            return None
+    end, used_at_end = clocks()
+    tell(f"{table(rows)}\n    took {end - began:.0f} s")
+    busy = (used_at_end - used) / (end - began)
     if busy > BUSY:
-        print(
-            f"warning: other programs used {busy:.1f} cores during the benchmark", file=sys.stderr
-        )
+        tell(f"warning: other programs used {busy:.1f} cores during this comparison")
     if args.json:
         write_figures(args.json, rows, args.rounds, busy)
-    sys.exit(1 if failures else 0)
+    return rows
+
+
+def tell(text: str) -> None:
+    """Print to stderr, at once."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def write_figures(path: Path, rows: Sequence[dict[str, Any]], rounds: int, busy: float) -> None:
@@ -103,7 +118,8 @@ def write_figures(path: Path, rows: Sequence[dict[str, Any]], rounds: int, busy:
         if row["work"] in WORKS
     }
     lines = ",\n".join(json.dumps(row) for row in kept.values())
-    path.write_text(f'{{"machine": {json.dumps(before["machine"])}, "rows": [\n{lines}\n]}}\n')
+    text = f'{{"machine": {json.dumps(before["machine"])}, "rows": [\n{lines}\n]}}\n'
+    replace_text(path, text)
 
 
 def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path], list[dict]]]]:
@@ -153,7 +169,11 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="run peers with this environment's packages; pip installs nothing",
     )
-    option("--json", type=Path, help="also write the comparisons to this file; its others stay")
+    option(
+        "--json",
+        type=Path,
+        help="also write each comparison to this file as it ends; its others stay",
+    )
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be at least 1")
