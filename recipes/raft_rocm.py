@@ -39,17 +39,18 @@ from rocm_ext.data.prompts import Prompt
 from rocm_ext.data.rows import Rows
 from rocm_ext.losses import check_columns
 from rocm_ext.plan import workload
-from rocm_ext.rl.evaluation import evaluations_of, steps_of, without_update
+from rocm_ext.rl.evaluation import evaluations_of, steps_of, target_scores, without_update
 from rocm_ext.rl.loop import Loop
 from rocm_ext.rl.prompts import choose_unsolved
 from rocm_ext.rl.records import Sample, pass_rates
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import Selected, filter_samples, missed_rule, replay, to_rows
 from rocm_ext.rl.trainer import PolicyTrainer
-from rocm_ext.runs.records import EvalScores, SampleKey
+from rocm_ext.runs.records import SampleKey
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.builders import nothing_changed
 from rocm_ext.train.checkpoint import State
+from rocm_ext.train.forgetting import Judged
 from rocm_ext.train.lifecycle import run
 from rocm_ext.train.metrics import describe_lost
 from rocm_ext.verifiers import Result
@@ -270,9 +271,11 @@ class RAFTTrainer(PolicyTrainer):
 
     # ---- the outputs
 
-    def finish_evaluation(self, step: int, scores: EvalScores, stats: Mapping[str, float]) -> None:
+    def finish_evaluation(
+        self, step: int, judged: Mapping[str, Judged], stats: Mapping[str, float]
+    ) -> None:
         """Log an evaluation; the adapter that was the best before may go."""
-        super().finish_evaluation(step, scores, stats)
+        super().finish_evaluation(step, judged, stats)
         if self.ranks.is_main:
             self._remove_adapters()
 
@@ -512,8 +515,9 @@ def _table(lines: Sequence[Json]) -> str:
         evaluation = evaluated.get(number)
         if evaluation:
             seconds += evaluation["seconds"]
-            low, high = evaluation["eval"]["interval"]
-            scores = [f"{evaluation['eval']['pass_at_1']:.1%}", f"{low:.1%} - {high:.1%}"]
+            held_out = target_scores(evaluation)
+            low, high = held_out["interval"]
+            scores = [f"{held_out['pass_at_1']:.1%}", f"{low:.1%} - {high:.1%}"]
         table.append((str(number), *sampling, *training, *scores, f"{seconds:.0f} s"))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rows = []

@@ -52,7 +52,7 @@ def add(parser: ArgumentParser) -> None:
     option = options(parser)
     option("--adapter DIR", "PEFT folder (default: the run's, or that of the config)", Path)
     option("--base", "measure the model that the config starts from, too, and compare them")
-    option("--set NAME", "the rows of dataset_val.NAME, if it has several data sets")
+    option("--set NAME", "measure on dataset_val.NAME or eval_prompts.NAME, if it has several sets")
     option("--data FILE", "rows to use instead of the config's: a file or a hub name")
     option("--split SPLIT", "split of a hub data set (default: test)")
     option("--name NAME", "configuration of a hub data set (openai/gsm8k: main)")
@@ -104,7 +104,6 @@ def _check(args: Namespace, adapter: Path | None, target: ChosenModel, answers: 
          "one: --adapter"),
         (answers and alone and not (args.verifier and args.data), "a model alone has no prompts and no verifier; set "
          "--data and --verifier"),
-        (answers and args.set, "--set chooses among the validation rows of SFT and DPO; here prompts are answered"),
         (not answers and (args.format or args.samples), "--format and --samples are for answers that a verifier "
          "judges; set --verifier"),
         code=1,
@@ -133,7 +132,7 @@ def _answers(args: Namespace, target: ChosenModel, adapter: Path | None) -> Meas
         _check_new(args.output)
     with TemporaryDirectory() as scratch:
         cfg.output_dir = cfg.checkpointer.output_dir = str(args.output or scratch)
-        return evaluate(cfg, adapter, args.base), compare
+        return evaluate(cfg, adapter, args.base, args.set), compare
 
 
 def _print_answers(

@@ -196,6 +196,8 @@ def run_text(run: _Run) -> str:
     forms = dict(_VALUES)
     for column, title in of_sets([run]).items():
         forms[column] = f"{title} {{:.4f}}"
+    for column, title in of_sets([run], "held_out", "held-out").items():
+        forms[column] = f"{title} {{:.1%}}"
     for key, form in forms.items():
         if key in run:
             value = form.format(run[key], unit=unit).replace("%", " %")

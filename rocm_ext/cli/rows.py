@@ -56,7 +56,7 @@ def add(parser: ArgumentParser) -> None:
         row,
         action="append",
     )
-    option("--set NAME", "show the data set dataset_val.NAME instead of dataset")
+    option("--set NAME", "show dataset_val.NAME or eval_prompts.NAME instead of the training data")
     option("--show N", "show the first N rows (default: first, shortest and longest)", count)
     add_json(parser)
     add_overrides(parser)
@@ -82,10 +82,7 @@ def run(args: Namespace) -> None:
     check_tokenizer(tokenizer, cfg)
     vocabulary, positions = _sizes(cfg.model)
     if family in registry.SAMPLED:
-        refuse_first(
-            (args.set, f"--set chooses among validation rows, which {recipe.name} has not")
-        )
-        overview, check = _prompts(cfg, tokenizer, positions)
+        overview, check = _prompts(cfg, tokenizer, positions, args.set)
     else:
         overview, check = _rows(cfg, family, tokenizer, vocabulary, positions, args.set)
     last = max(args.row or [-1])
@@ -156,10 +153,14 @@ def _rows(
     return overview.of_rows(cfg, tokenizer, parts, origins), check
 
 
-def _prompts(cfg: Any, tokenizer: Any, positions: int) -> Read:
-    """Read the prompts of a recipe that samples answers as the recipe does."""
+def _prompts(cfg: Any, tokenizer: Any, positions: int, name: str | None) -> Read:
+    """Read the prompts of a recipe that samples answers as the recipe does, or those of the held-out set ``name``."""
+    from rocm_ext.config.components import chosen_set
     from rocm_ext.rl.prompts import PromptSet
 
+    if name is not None:
+        cfg.prompts = chosen_set(cfg, name, "eval_prompts")
+        cfg.eval_prompts = cfg.stop_after_no_gain = None
     prompts = PromptSet(cfg)
     if cfg.environment is not None:
         prompts.check_verifier()  # it learns the environment's tools, which every prompt shows

@@ -35,7 +35,8 @@ _COMPONENTS = {
     "environment",
 }
 _LISTS = {"dataset", "dataset_val"}  # these may be lists of components
-_SET = re.compile(r"dataset_val(\.[A-Za-z0-9_-]+)?")  # key of a data set
+_NAMED = {"dataset_val", "eval_prompts"}  # these may be mappings of names to components
+_SET = re.compile(r"\w+(\.[A-Za-z0-9_-]+)?")  # key of a data set
 WEIGHT = "weight"  # key of the entries of a list in `dataset`; no component gets it
 
 # Components that the config in a folder may use without --trust-config: they read files, and do nothing else
@@ -120,29 +121,32 @@ def data_weights(dataset: Any) -> tuple[float, ...]:
 def data_sets(key: str, value: Any) -> dict[str, Any]:
     """Return the parts of a value by key: ``dataset_val.NAME`` of named data sets; any other value is one part."""
     has_names = isinstance(value, Mapping) and COMPONENT not in value
-    if key != "dataset_val" or not has_names or not value:
+    if key not in _NAMED or not has_names or not value:
         return {key: value}
     return {f"{key}.{name}": part for name, part in value.items()}
 
 
-def chosen_set(cfg: DictConfig, name: str | None) -> Any:
-    """Return the data set ``name`` of ``dataset_val``, or without a name the only one.
+def set_names(cfg: DictConfig, key: str) -> list[str]:
+    """Return the names of the data sets in ``dataset_val`` or ``eval_prompts``; one without a name has an empty one."""
+    return [part.partition(".")[2] for part in data_sets(key, cfg[key])]
+
+
+def chosen_set(cfg: DictConfig, name: str | None, key: str = "dataset_val") -> Any:
+    """Return the data set ``name`` of ``dataset_val`` or ``eval_prompts``, or without a name the only one.
 
     Raises:
         UserError: there is no such data set, or without a name there are several.
     """
-    sets = data_sets("dataset_val", cfg.dataset_val)
-    key = f"dataset_val.{name}" if name else "dataset_val"
+    sets = data_sets(key, cfg[key])
+    chosen = f"{key}.{name}" if name else key
+    if chosen in sets:
+        return sets[chosen]
     if key in sets:
-        return sets[key]
-    if "dataset_val" in sets:
-        raise UserError(f"--set is {name}, and dataset_val has no named data sets; drop --set")
-    known = [key.partition(".")[2] for key in sets]
+        raise UserError(f"--set is {name}, and {key} has no named data sets; drop --set")
+    known = set_names(cfg, key)
     if name is None:
-        raise UserError(
-            f"dataset_val has several data sets; choose one: --set {' or '.join(known)}"
-        )
-    raise UserError(f"--set is {name}; expected a name in dataset_val{nearest(name, known)}")
+        raise UserError(f"{key} has several data sets; choose one: --set {' or '.join(known)}")
+    raise UserError(f"--set is {name}; expected a name in {key}{nearest(name, known)}")
 
 
 def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
@@ -153,7 +157,7 @@ def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
     """
     for key, block in _parts(cfg):
         root = key.partition(".")[0]
-        if root == "dataset_val" and not _SET.fullmatch(key):
+        if root in _NAMED and not _SET.fullmatch(key):
             yield f"{key}: a data set's name has letters, digits, _ and - only"
         is_list = isinstance(block, ListConfig)
         if is_list and root in _COMPONENTS - _LISTS:
@@ -176,7 +180,7 @@ def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
 
 
 def _parts(cfg: DictConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a config by key; of ``dataset_val``, the :func:`data_sets`."""
+    """Yield the values of a config by key; of ``dataset_val`` and ``eval_prompts``, the :func:`data_sets`."""
     for key, value in cfg.items():
         yield from data_sets(str(key), value).items()
 

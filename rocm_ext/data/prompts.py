@@ -35,6 +35,7 @@ class Prompt:
             message as the model reads it.
         origin: ``file:line`` in JSON lines, else the source and the row's index from 0.
         tools: JSON schemas of the functions that the assistant may call.
+        set: name of its set in ``eval_prompts``, which then begins the id: ``SET/ID``.
     """
 
     id: str
@@ -42,6 +43,12 @@ class Prompt:
     row: Row
     origin: str
     tools: tuple[Json, ...] = ()
+    set: str = ""
+
+    @property
+    def own_id(self) -> str:
+        """The id without the name of the set, the same as in a run with this set alone."""
+        return self.id[len(self.set) + 1 :] if self.set else self.id
 
     @property
     def key(self) -> str:

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
-from rocm_ext.config.checks.training import EVAL_METRIC
+from rocm_ext.config.checks.training import EVAL_METRIC, by_answers
 from rocm_ext.config.components import data_sets
 from rocm_ext.data.row_cache import cache_key, cached_rows
 from rocm_ext.data.rows import SIDE, Rows, open_dataset, tokenize
@@ -50,7 +50,7 @@ def training_rows(
     if cfg.validation_fraction:
         rows, validation = rows.split(cfg.validation_fraction, cfg.data_seed)
         log.info("validation_fraction: %s rows are set aside", f"{len(validation):,}")
-    watches_rows = cfg.early_stopping_patience and cfg.early_stopping_metric != EVAL_METRIC
+    watches_rows = cfg.early_stopping_patience and not by_answers(cfg)
     if watches_rows and validation is None:
         raise UserError(
             "early_stopping_patience needs validation rows: set dataset_val or validation_fraction; or set "

@@ -16,6 +16,7 @@ from rocm_ext.base.files import append_line, replace_text
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.types import Json
 from rocm_ext.config.chosen_model import sampling_config
+from rocm_ext.config.components import chosen_set
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.plan.workload import Workload
 from rocm_ext.rl import evaluation
@@ -25,6 +26,7 @@ from rocm_ext.rl.rollout import Answers, Job
 from rocm_ext.runs.intervals import gained_and_lost, mcnemar, paired_gain
 from rocm_ext.runs.records import EvalScores
 from rocm_ext.train.checkpoint import rng_state, set_rng_state
+from rocm_ext.train.forgetting import Judged
 from rocm_ext.train.learner import Learner, first_adapter
 from rocm_ext.train.lifecycle import Interrupted
 from rocm_ext.train.output_dir import OutputDir, hold
@@ -49,7 +51,9 @@ class Evaluation:
     right: dict[str, bool]
 
 
-def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[Evaluation]:
+def evaluate(
+    cfg: DictConfig, adapter: Path | None, base: bool = False, name: str | None = None
+) -> list[Evaluation]:
     """Score a model on a config's ``eval_prompts``.
 
     ``output_dir`` gets the records of an evaluation before a run's first step. The second evaluation has the folder
@@ -59,6 +63,7 @@ def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[
         cfg: config with the keys of ``defaults/sampling.yaml``, and an ``output_dir`` for this evaluation.
         adapter: PEFT folder. None evaluates the model that the config starts from.
         base: whether to evaluate the model that the config starts from, in addition.
+        name: the set to evaluate on, if ``eval_prompts`` has several.
 
     Returns:
         The evaluation, and the one of the model that the config starts from if ``base`` is set.
@@ -71,6 +76,7 @@ def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[
         raise UserError(
             "eval_prompts is not set; set it to the prompts to evaluate on, or name them with --data"
         )
+    cfg.eval_prompts = chosen_set(cfg, name, "eval_prompts")
     start = deepcopy(cfg)  # the model that the config starts from
     if adapter is not None:
         cfg.checkpointer.adapter_checkpoint = str(adapter)
@@ -223,23 +229,23 @@ class Evaluator(RLRecipe):
 
     def fingerprint(self) -> str:
         """Return a hash of the prompts; a run shares it with the one it resumes."""
-        return self.prompts.fingerprint(self.prompts.held_out)
+        return self.prompts.fingerprint_held_out()
 
     def open_records(self, step: int, evaluated: int) -> None:
         """Open the records of a run that continues after ``step``; evaluations after ``evaluated`` are unfinished."""
         self.records = Records(self.out, self.ranks, step, evaluated)
 
-    def evaluate(self, step: int) -> tuple[EvalScores, float]:
+    def evaluate(self, step: int) -> tuple[dict[str, Judged], float]:
         """Evaluate the present adapter, of ``step``, and continue recorded answers; all ranks call this.
 
         Returns:
-            Scores from :func:`rocm_ext.rl.evaluation.score`, and the seconds of sampling and verifying.
+            Results by set from :func:`rocm_ext.rl.evaluation.judge`, and the seconds of sampling and verifying.
         """
         with self._same_random_numbers(), self.verification():
             answers = self.answer_held_out(
                 step, lambda requests: self.engines.session("eval", None)
             )
-        return evaluation.score(answers, 0), answers.stats["seconds"]
+        return evaluation.judge(answers, self.prompts.sets, 0), answers.stats["seconds"]
 
     @contextmanager
     def _same_random_numbers(self) -> Iterator[None]:

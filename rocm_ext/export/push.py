@@ -144,9 +144,10 @@ def _results(run: RunFolder) -> dict[str, str]:
             values = of_run[~np.isnan(of_run)]
             if len(values):
                 rows[f"{title}, first and last"] = f"{values[0]:.4f}, {values[-1]:.4f}"
-    for scored in held_out(run):
-        score = Score(scored.scores.correct, scored.scores.prompts)
-        rows[f"pass@1, {scored.after}"] = str(score)
+    for of_set, evaluations in held_out(run).items():
+        for scored in evaluations:
+            score = Score(scored.scores.correct, scored.scores.prompts)
+            rows[f"pass@1{of_set}, {scored.after}"] = str(score)
     return rows
 
 

@@ -185,15 +185,16 @@ def questions(cfg: DictConfig, known: Known) -> Questions:
             lengths = [len(render_prompt(tokenizer, prompt.messages)) for prompt in prompts]
         else:
             source += ", their tokens assumed: the model is not on disk"
-    held_out = _count(cfg.eval_prompts)
-    if _is_local(cfg.eval_prompts):
-        held_out = len(config.instantiate(cfg.eval_prompts, key="eval_prompts"))
+    held_out = []
+    for key, part in config.components.data_sets("eval_prompts", cfg.eval_prompts).items():
+        here = _is_local(part)
+        held_out.append(len(config.instantiate(part, key=key)) if here else _count(part))
     if not known.answer_tokens:
         source += "; answers assumed to be half of max_new_tokens"
     return Questions(
         prompts=known.rows
         or _least(cfg.get("prompts_per_cycle"), cfg.get("prompts_per_step"), count),
-        held_out=held_out,
+        held_out=None if None in held_out else sum(filter(None, held_out)),
         longest=max(lengths),
         mean=known.row_tokens or fmean(lengths),
         answer=min(known.answer_tokens or cfg.max_new_tokens / 2, cfg.max_new_tokens),

@@ -25,6 +25,7 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
         if run.family == DPO:
             known += _preferences(run)
         known += _losses(run)
+    known += _warnings(run)
     adapter = run.path / "adapter"
     if adapter.exists():
         words = str(adapter)
@@ -133,7 +134,7 @@ def _losses(run: RunFolder) -> Iterator[tuple[str, str]]:
         ]
         yield "Rows given by", " · ".join(given)
     yield "Loss", _trend(run.steps["loss"])
-    yield "Held-out pass@1", _passes(run)
+    yield from _passes(run)
     for column, title in of_sets(run.validations.lines).items():
         losses = run.validations[column]
         if np.isfinite(losses).any():
@@ -142,10 +143,6 @@ def _losses(run: RunFolder) -> Iterator[tuple[str, str]]:
             if best < len(losses) - 1:
                 words += f", last {short_number(losses[-1])}"
             yield f"Best {title}", words
-    for line in run.validations.lines:
-        warnings = line.get("warnings")
-        if isinstance(warnings, list):
-            yield from (("Warning", str(text)) for text in warnings)
 
 
 def _preferences(run: RunFolder) -> Iterator[tuple[str, str]]:
@@ -180,15 +177,17 @@ def _sampled(run: RunFolder) -> Iterator[tuple[str, str]]:
     steps = run.steps
     if np.isfinite(steps["reward"]).any():
         yield "Reward", _trend(steps["reward"])
-    yield "Held-out pass@1", _passes(run)
-    trained = {}
-    for step, scores in run.evaluations.items():
-        if step:
-            trained[step] = scores.passed[0]
-    if trained:
+    yield from _passes(run)
+    for of_set, evaluations in held_out(run).items():
+        trained = {
+            scored.number: scored.scores.passed[0] for scored in evaluations if scored.number
+        }
+        if not trained:
+            continue
         best = max(trained, key=trained.__getitem__)  # the first of equals
         if best != max(trained):
-            yield "Best held-out pass@1", f"{100 * trained[best]:.1f} % after {run.unit} {best:,}"
+            words = f"{100 * trained[best]:.1f} % after {run.unit} {best:,}"
+            yield f"Best held-out pass@1{of_set}", words
     answers = float(np.nansum(steps["answers"]))
     if answers:
         yield "Answers sampled", short_number(answers)
@@ -202,10 +201,19 @@ def _sampled(run: RunFolder) -> Iterator[tuple[str, str]]:
         yield "Stopped early", stopped
 
 
-def _passes(run: RunFolder) -> str:
-    """The first and the last held-out score with their intervals."""
-    scores = []
-    for evaluation in first_and_last(held_out(run)):
-        share, low, high = (100 * value for value in evaluation.scores.passed)
-        scores.append(f"{share:.1f} % ({low:.1f} – {high:.1f})")
-    return " → ".join(scores)
+def _passes(run: RunFolder) -> Iterator[tuple[str, str]]:
+    """The first and the last held-out score with their intervals, by set of prompts."""
+    for of_set, evaluations in held_out(run).items():
+        scores = []
+        for evaluation in first_and_last(evaluations):
+            share, low, high = (100 * value for value in evaluation.scores.passed)
+            scores.append(f"{share:.1f} % ({low:.1f} – {high:.1f})")
+        yield f"Held-out pass@1{of_set}", " → ".join(scores)
+
+
+def _warnings(run: RunFolder) -> Iterator[tuple[str, str]]:
+    """The warnings of validations and evaluations."""
+    for line in (*run.validations.lines, *run.evaluated.lines):
+        warnings = line.get("warnings")
+        if isinstance(warnings, list):
+            yield from (("Warning", str(text)) for text in warnings)

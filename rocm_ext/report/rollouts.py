@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -44,13 +45,21 @@ _EVALUATIONS, _ROWS = 60, 40  # most evaluations of a chart, most rows of a tabl
 
 def score_charts(runs: Sequence[RunFolder], *families: str) -> list[Chart]:
     """Held-out scores of the runs of ``families``; by step, several runs are also drawn by answers sampled."""
+    charts = []
+    for of_set in dict.fromkeys(chain.from_iterable(map(held_out, runs))):
+        charts += _charts_of(of_set, runs, families)
+    return charts
+
+
+def _charts_of(of_set: str, runs: Sequence[RunFolder], families: tuple[str, ...]) -> list[Chart]:
+    """The charts of a set of prompts, whose name ends their titles."""
     several = len(runs) > 1
     x_title = "cycle" if RAFT in families else "step"
     greedy = []
     by_answers = []
     drawn = []
     for index, run in enumerate(runs):
-        evaluations = _few(held_out(run), _EVALUATIONS)
+        evaluations = _few(held_out(run).get(of_set, ()), _EVALUATIONS)
         if not evaluations:
             continue
         steps = np.array([evaluation.number for evaluation in evaluations], np.float64)
@@ -65,17 +74,27 @@ def score_charts(runs: Sequence[RunFolder], *families: str) -> list[Chart]:
     charts = []
     if greedy:
         charts.append(
-            line_chart("Held-out pass@1", "%, greedy, with 95 % intervals", greedy, x_title=x_title)
+            line_chart(
+                f"Held-out pass@1{of_set}",
+                "%, greedy, with 95 % intervals",
+                greedy,
+                x_title=x_title,
+            )
         )
     if greedy and several and families == BY_STEP:
         charts.append(
             line_chart(
-                "Held-out pass@1 by answers", "%, greedy", by_answers, x_title="answers sampled"
+                f"Held-out pass@1{of_set} by answers",
+                "%, greedy",
+                by_answers,
+                x_title="answers sampled",
             )
         )
     if drawn:
         charts.append(
-            line_chart("Held-out pass@k", "%, drawn answers", drawn, x_title=x_title, legend=True)
+            line_chart(
+                f"Held-out pass@k{of_set}", "%, drawn answers", drawn, x_title=x_title, legend=True
+            )
         )
     return charts
 
@@ -105,14 +124,17 @@ EVALUATION_COLUMNS = ("after", "answers", "right", "pass@1", "95 % interval", "p
 def evaluation_table(run: RunFolder) -> Table:
     """The evaluations as rows of text under :data:`EVALUATION_COLUMNS`."""
     rows = []
-    for evaluation in _few(held_out(run), _ROWS):
+    evaluations: list[HeldOut] = []
+    for of_set in held_out(run).values():
+        evaluations += _few(of_set, _ROWS)
+    for evaluation in evaluations:
         scores = evaluation.scores
         passed, low, high = (100 * share for share in scores.passed)
         drawn = []
         for k, share in sorted(scores.drawn.items()):
             drawn.append(f"{100 * share[0]:.1f} % at {k}")
         row = [
-            evaluation.after,
+            ", ".join(filter(None, (evaluation.set, evaluation.after))),
             f"{evaluation.answers:,}",
             f"{scores.correct:,} of {scores.prompts:,}",
             f"{passed:.1f} %",

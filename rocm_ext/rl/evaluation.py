@@ -6,16 +6,19 @@ from itertools import takewhile
 from math import sqrt
 from statistics import fmean, median, variance
 
+import numpy as np
 from omegaconf import DictConfig
 
 from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
+from rocm_ext.data.prompts import Prompt
 from rocm_ext.rl.records import is_correct, pass_at_ks
 from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.selection import EQUAL
 from rocm_ext.runs.intervals import mcnemar
-from rocm_ext.runs.records import GREEDY, EvalScores, PassAtK, SampleKey
+from rocm_ext.runs.records import GREEDY, EvalScores, PassAtK, SampleKey, of_sets
 from rocm_ext.runs.scores import wilson
+from rocm_ext.train.forgetting import Judged
 from rocm_ext.verifiers import Result
 
 Lines = Sequence[Json]  # lines of ``metrics.jsonl`` in order, for steps and evaluations
@@ -38,15 +41,35 @@ _FAR = 20 * 8e-5
 
 def steps_of(lines: Lines) -> list[Json]:
     """Return the lines of steps."""
-    return [line for line in lines if "eval" not in line]
+    return [line for line in lines if "reward" in line]
 
 
 def evaluations_of(lines: Lines) -> list[Json]:
     """Return the lines of evaluations."""
-    return [line for line in lines if "eval" in line]
+    return [line for line in lines if "reward" not in line]
+
+
+def target_scores(line: Json) -> EvalScores:
+    """Return the scores in an evaluation's line, of named sets the first one's."""
+    column, *_ = of_sets([line], "eval")
+    scores: EvalScores = line[column]
+    return scores
 
 
 # ---- held-out scores
+
+
+def judge(
+    answers: Answers, sets: Mapping[str, Sequence[Prompt]], samples: int
+) -> dict[str, Judged]:
+    """Compute the scores of an evaluation by set of prompts; see :func:`score`."""
+    judged = {}
+    for name, prompts in sets.items():
+        of_set = answers.of(prompts)
+        right = greedy(of_set.results)
+        wrong = [float(not right[prompt.id]) for prompt in prompts]
+        judged[name] = Judged(score(of_set, samples), np.array(wrong))
+    return judged
 
 
 def score(answers: Answers, samples: int) -> EvalScores:
@@ -152,7 +175,7 @@ def stop_reason(lines: Lines, cfg: DictConfig, entropy_steps: int) -> str | None
             f"{cfg.min_entropy:g}: nearly equal answers teach little. Lower lr, or raise temperature, clip_high or the "
             "loss's entropy_coef"
         )
-    scores = [line["eval"]["correct"] for line in evaluations_of(lines)]
+    scores = [target_scores(line)["correct"] for line in evaluations_of(lines)]
     without_gain = 0
     if scores:  # the first of equals is the best
         without_gain = len(scores) - 1 - scores.index(max(scores))

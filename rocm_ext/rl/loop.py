@@ -32,9 +32,9 @@ from rocm_ext.rl.rollout import Answers, Job, OpenSession, Requests, Rollout, Wo
 from rocm_ext.rl.selection import Selected
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.records import ROWS
-from rocm_ext.runs.scores import Score
 from rocm_ext.sampling import Sampling, Session
 from rocm_ext.train.builders import check_tokenizer
+from rocm_ext.train.forgetting import in_words
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, Interrupted, Runtime
 from rocm_ext.train.machines import SAME_DATA, check_same
@@ -130,9 +130,11 @@ class RLRecipe:
         self.verifier_config = self.prompts.check_verifier(required=self.judges)
         tokenizer = self._open_tokenizer()
         self.prompts.render(tokenizer)
-        parts = {"prompts": self.prompts.training, "eval_prompts": self.prompts.held_out}
         check_same(
-            lambda: {key: self.prompts.fingerprint(part) for key, part in parts.items()},
+            lambda: {
+                "prompts": self.prompts.fingerprint(self.prompts.training),
+                "eval_prompts": self.prompts.fingerprint_held_out(),
+            },
             self.ranks,
             SAME_DATA,
         )
@@ -227,12 +229,21 @@ class RLRecipe:
         job = Job(name, requests, self.prompts.held_out, *records)
         return self.rollout(job, lambda: open_session(requests)).finish()
 
-    def report_gain_at(self, step: int, looks: int) -> None:
-        """Log the gain of the adapter of ``step``, the best of so many ``looks``, over the initial model."""
+    def report_gain_at(self, step: int, looks: int, target: str) -> None:
+        """Log the gain of the adapter of ``step``, the best of so many ``looks``, over the initial model.
+
+        ``target`` is the name of the set whose prompts count.
+        """
         if self.ranks.is_main:
-            before = evaluation.greedy(self.records.verdicts(0, "eval"))
-            after = evaluation.greedy(self.records.verdicts(step, "eval"))
+            before = self._right(0, target)
+            after = self._right(step, target)
             evaluation.report_gain(before, after, f"{self.unit} {step}", looks)
+
+    def _right(self, step: int, target: str) -> dict[str, bool]:
+        """Read whether the greedy answers after ``step`` are right, of the set ``target``."""
+        right = evaluation.greedy(self.records.verdicts(step, "eval"))
+        prompts = self.prompts.sets[target]
+        return {prompt.id: right[prompt.id] for prompt in prompts if prompt.id in right}
 
     def cleanup(self) -> None:
         """Close files and leave the process group."""
@@ -409,7 +420,7 @@ class Loop(RLRecipe, ABC):
         """Return values that a resumed run shares with the one before."""
         return {
             "prompts": self.prompts.fingerprint(self.prompts.training),
-            "eval prompts": self.prompts.fingerprint(self.prompts.held_out),
+            "eval prompts": self.prompts.fingerprint_held_out(),
         }
 
     # ---- the run
@@ -588,14 +599,14 @@ class Loop(RLRecipe, ABC):
         answers = self.answer_held_out(
             step, lambda requests: self.policy.session(step, requests, "eval")
         )
-        scores = evaluation.score(answers, self.cfg.eval_samples)
-        self.trainer.finish_evaluation(step, scores, answers.stats)
-        held_out = Score(scores["correct"], scores["prompts"])
-        log.info("%s %d: held-out %s", self.unit, step, held_out)
+        judged = evaluation.judge(answers, self.prompts.sets, self.cfg.eval_samples)
+        self.trainer.finish_evaluation(step, judged, answers.stats)
+        log.info("%s %d: %s", self.unit, step, in_words(judged))
 
     def report_gain(self) -> None:
         """Log the best adapter's gain on the held-out prompts over the initial model."""
         best = self.trainer.best
         if best is not None:
-            looks = sum("eval" in line and line["step"] > 0 for line in self.trainer.lines)
-            self.report_gain_at(best["step"], looks)
+            evaluations = evaluation.evaluations_of(self.trainer.lines)
+            looks = sum(line["step"] > 0 for line in evaluations)
+            self.report_gain_at(best["step"], looks, self.trainer.forgetting.target)

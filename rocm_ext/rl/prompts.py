@@ -57,6 +57,7 @@ class PromptSet:
     Attributes:
         training: prompts to train on; empty if ``prompts`` is null.
         held_out: prompts to evaluate on; empty if ``eval_prompts`` is null.
+        sets: these prompts by the name of their set, which is empty if ``eval_prompts`` has no names.
         tokens: token ids of every prompt, by its id; empty until :meth:`render`.
         tools: JSON schemas of the environment's tools, added to the tools of every prompt.
 
@@ -66,8 +67,18 @@ class PromptSet:
 
     def __init__(self, cfg: DictConfig) -> None:
         self._cfg = cfg
-        self.training = _read(cfg, "prompts")
-        self.held_out = _read(cfg, "eval_prompts")
+        self.training = _read("prompts", cfg.prompts)
+        self.sets: dict[str, list[Prompt]] = {}
+        self.held_out: list[Prompt] = []
+        for part, component in config.components.data_sets(
+            "eval_prompts", cfg.eval_prompts
+        ).items():
+            name = part.partition(".")[2]
+            prompts = _read(part, component)
+            if name:
+                prompts[:] = [replace(p, id=f"{name}/{p.id}", set=name) for p in prompts]
+            self.sets[name] = prompts
+            self.held_out += prompts
         if cfg.stop_after_no_gain and not self.held_out:
             raise UserError("stop_after_no_gain needs held-out prompts: set eval_prompts")
         check_disjoint(self.training, self.held_out)
@@ -130,14 +141,15 @@ class PromptSet:
         most = window - longest_answer
         content, hashes = self._describe(self.training, most)
         result = {"dataset": content, "longest_answer": longest_answer, "window": window}
-        if self.held_out:
-            held_out, hashes_held_out = self._describe(self.held_out, most)
-            result["validation"] = held_out | equal(
-                "trained_on",
-                shared(hashes_held_out, hashes),
-                lambda i: self.held_out[i].origin,
-                lambda i: self.training[i].origin,
-            )
+        for name, prompts in self.sets.items():
+            if prompts:
+                held_out, hashes_held_out = self._describe(prompts, most)
+                result[f"validation.{name}" if name else "validation"] = held_out | equal(
+                    "trained_on",
+                    shared(hashes_held_out, hashes),
+                    [prompt.origin for prompt in prompts].__getitem__,
+                    lambda i: self.training[i].origin,
+                )
 
         def show(row: int) -> Json:
             prompt = self.training[row]
@@ -273,7 +285,7 @@ class PromptSet:
         return requests
 
     def _request(self, prompt: Prompt, step: int | str, sample: int) -> Request:
-        seed = sample_seed(self._cfg.seed, step, prompt.id, sample)
+        seed = sample_seed(self._cfg.seed, step, prompt.own_id, sample)
         tokens = tuple(self.tokens[prompt.id])
         tools = (*prompt.tools, *self.tools)
         return Request(prompt.id, sample, seed, tokens, prompt.messages, tools)
@@ -289,6 +301,11 @@ class PromptSet:
             answer=self._cfg.max_new_tokens / 2,
             source="the run's prompts",
         )
+
+    def fingerprint_held_out(self) -> str:
+        """Hash the held-out prompts as :meth:`fingerprint` does, by set, in the sets' order."""
+        parts = [f"{name} {self.fingerprint(prompts)}" for name, prompts in self.sets.items()]
+        return ", ".join(parts).strip()
 
     def fingerprint(self, prompts: Sequence[Prompt]) -> str:
         """Hash the ids, tokens and rows of ``prompts`` with SHA-256, in hex; their order does not matter."""
@@ -349,13 +366,13 @@ def _naming(prompt: Prompt, *errors: type[Exception]) -> Iterator[None]:
         raise UserError(f"{prompt.origin}: {error}") from error
 
 
-def _read(cfg: DictConfig, key: str) -> list[Prompt]:
-    if cfg[key] is None:
+def _read(key: str, component: DictConfig | None) -> list[Prompt]:
+    if component is None:
         return []
-    prompts = config.instantiate(cfg[key], key=key)
+    prompts = config.instantiate(component, key=key)
     if not prompts or not all(isinstance(prompt, Prompt) for prompt in prompts):
         raise UserError(
-            f"{key}: {cfg[key]._component_} must return a non-empty list of rocm_ext.data.prompts.Prompt"
+            f"{key}: {component._component_} must return a non-empty list of rocm_ext.data.prompts.Prompt"
         )
     return prompts
 

@@ -74,6 +74,13 @@ class Answers:
     results: dict[SampleKey, Result]
     stats: dict[str, float]
 
+    def of(self, prompts: Sequence[Prompt]) -> "Answers":
+        """Return the answers to ``prompts``; the statistics stay the rollout's."""
+        ids = {prompt.id for prompt in prompts}
+        samples = {key: sample for key, sample in self.samples.items() if key[0] in ids}
+        results = {key: result for key, result in self.results.items() if key[0] in ids}
+        return Answers(samples, results, self.stats)
+
     def verdicts(self) -> Counter[str]:
         """Count the samples by verdict."""
         return Counter(result.verdict.value for result in self.results.values())

@@ -16,6 +16,7 @@ from rocm_ext.base.files import read_lines
 from rocm_ext.base.log import Progress, warn
 from rocm_ext.base.types import Json
 from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
+from rocm_ext.config.components import set_names
 from rocm_ext.config.keys import free_keys
 from rocm_ext.data.batches import StepLoader, label_counts
 from rocm_ext.data.rows import Rows
@@ -23,12 +24,13 @@ from rocm_ext.model.adapters import peft_files
 from rocm_ext.rl import evaluation
 from rocm_ext.rl.records import Asked
 from rocm_ext.rl.selection import Selected
-from rocm_ext.runs.records import EvalScores
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.checkpoint import State
+from rocm_ext.train.forgetting import Forgetting, Judged, score_columns, shares
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt
 from rocm_ext.train.loop import Training
+from rocm_ext.train.metrics import scores_of
 from rocm_ext.train.output_dir import OutputDir
 
 NO_UPDATES = {"updates": 0, "train_seconds": 0.0}
@@ -57,6 +59,7 @@ class PolicyTrainer(Training):
         lines: the lines of ``metrics.jsonl``, the same on all ranks.
         asked: see :class:`rocm_ext.rl.records.Records`; a checkpoint has it, because it decides the next prompts.
         evaluated: step of the last evaluation; -1 before the first.
+        forgetting: compares the evaluations on named sets of prompts.
         saved: steps of the last checkpoint and of its last evaluation.
         stopped: why the run ends before its last step. None if it does not.
         fresh: whether the run began here, without a checkpoint.
@@ -84,6 +87,8 @@ class PolicyTrainer(Training):
         self.update_lines: list[dict[str, float]] = []
         self.stopped: str | None = None
         self.evaluated = -1
+        target, *_ = set_names(cfg, "eval_prompts")
+        self.forgetting = Forgetting(target, "share of wrong held-out answers", self.unit)
         self.fresh = folder.resumed is None
         self.lines: list[Json] = []
         self.asked: Asked = {}
@@ -135,7 +140,7 @@ class PolicyTrainer(Training):
 
     def keeps_line(self, line: Json) -> bool:
         """Return whether a resumed run keeps a line; it repeats the other steps, and evaluations from their records."""
-        return line["step"] <= (self.evaluated if "eval" in line else self.step)
+        return line["step"] <= (self.step if "reward" in line else self.evaluated)
 
     def identity(self) -> dict[str, str | int | None]:
         """Return what a run shares with the one it resumes, in addition to the config."""
@@ -147,7 +152,10 @@ class PolicyTrainer(Training):
 
     def extra_state(self) -> State:
         """Return the part of a checkpoint that other trainings do not have."""
-        return {"evaluated": self.evaluated, "asked": self.asked}
+        state: State = {"evaluated": self.evaluated, "asked": self.asked}
+        if self.forgetting.target:
+            state["forgetting"] = self.forgetting.best, self.forgetting.sums
+        return state
 
     def load_extra_state(self, state: State) -> None:
         """Take over the values of :meth:`extra_state` from a checkpoint's ``state``, for the finished steps."""
@@ -158,6 +166,7 @@ class PolicyTrainer(Training):
                 "version, or begin anew with overwrite_output_dir=True"
             )
         self.evaluated = state["evaluated"]
+        self.forgetting.best, self.forgetting.sums = state.get("forgetting", ({}, {}))
         for prompt, steps in state["asked"].items():
             finished = [entry for entry in steps if entry[0] <= self.step]
             if finished:
@@ -257,17 +266,21 @@ class PolicyTrainer(Training):
             shown += f"  reward {values['reward']:.3f}"
         self._progress.update(f"{shown}  {values['mean_tokens']:.0f} tokens  {seconds:.1f} s")
 
-    def finish_evaluation(self, step: int, scores: EvalScores, stats: Mapping[str, float]) -> None:
-        """Log an evaluation of the adapter of ``step``, and remember the adapter if it is the best so far."""
+    def finish_evaluation(
+        self, step: int, judged: Mapping[str, Judged], stats: Mapping[str, float]
+    ) -> None:
+        """Log an evaluation of the adapter of ``step``, and remember the adapter if it is the best on the target."""
         self.evaluated = step
+        scores = judged[self.forgetting.target].scores
         if step and (self.best is None or scores["correct"] > self.best["score"]):
             self.best = {
                 "score": scores["correct"],
                 "step": step,
                 "adapter": self.learner.adapter_state(),
             }
-        self.log(False, step=step, eval=scores, seconds=stats["seconds"])
-        self.log_numbers({"eval_correct": scores["pass_at_1"]})
+        warnings = self.forgetting.warnings(step, judged)
+        self.log(False, step=step, **score_columns(judged), seconds=stats["seconds"], **warnings)
+        self.log_numbers(shares(judged))
 
     def log(self, to_logger: bool, **values: Any) -> None:
         """Write a line of ``metrics.jsonl``, and add it to ``lines``; the metric logger gets the numbers in it."""
@@ -299,16 +312,11 @@ class PolicyTrainer(Training):
     def summary(self) -> Json:
         """Return the content of ``summary.json``."""
         steps = evaluation.steps_of(self.lines)
-        evaluations = []
-        for line in evaluation.evaluations_of(self.lines):
-            scores = line["eval"]
-            kept = {key: scores[key] for key in ("correct", "prompts", "pass_at_1", "interval")}
-            evaluations.append({"step": line["step"], **kept})
         return {
             "steps": self.step,
             "first_reward": steps[0]["reward"] if steps else None,
             "last_reward": steps[-1]["reward"] if steps else None,
-            "evaluations": evaluations,
+            "evaluations": scores_of(self.lines),
             "best_step": None if self.best is None else self.best["step"],
             "adapter_is": "last" if self.best is None else "best by held-out score",
             "samples": sum(line["answers"] for line in steps),

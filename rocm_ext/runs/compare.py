@@ -8,7 +8,7 @@ difference exceeds the tolerance. In all other cases the answer is how many more
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -131,7 +131,7 @@ def compare(a: RunFolder, b: RunFolder, tolerance: float, score_tolerance: float
     undecided = compared.answer == "unknown" and a.evaluations and b.evaluations
     if a.family in SAMPLED or undecided:
         compared.difference = _UNKNOWN
-        _by_scores(compared, a, b, score_tolerance)
+        compared = _by_scores(compared, a, b, score_tolerance)
     if lost_b > lost_a:
         compared.answer = "reject"
         compared.text = f"{lost_b} losses of B are not finite"
@@ -496,30 +496,42 @@ def _percent(share: float) -> str:
 # ---- RAFT and GRPO: held-out scores
 
 
-def _by_scores(compared: Comparison, a: RunFolder, b: RunFolder, tolerance: float) -> None:
+def _by_scores(compared: Comparison, a: RunFolder, b: RunFolder, tolerance: float) -> Comparison:
+    """Decide by the held-out scores; of several sets of prompts, by the one that speaks most against B."""
+    by_set = []
+    for of_set in held_out(a) or [""]:
+        of_one = replace(compared)
+        _by_score(of_one, of_set, a, b, tolerance)
+        by_set.append(of_one)
+    return min(by_set, key=lambda of_one: ("reject", "unknown", "take").index(of_one.answer))
+
+
+def _by_score(
+    compared: Comparison, of_set: str, a: RunFolder, b: RunFolder, tolerance: float
+) -> None:
     """Decide by the last cycle or step that both runs evaluated, or by two evaluations of ``rocm-ext eval``.
 
     B is not worse if the interval of the gain lies above ``-tolerance``; it is worse if that is not so and chance
     does not explain the difference.
     """
     settings = compared.settings
-    of_b = {evaluation.number: evaluation for evaluation in held_out(b)}
-    both = [evaluation for evaluation in held_out(a) if evaluation.number in of_b]
+    of_b = {evaluation.number: evaluation for evaluation in held_out(b).get(of_set, ())}
+    of_a = held_out(a).get(of_set, ())
+    both = [evaluation for evaluation in of_a if evaluation.number in of_b]
     for scored_a in first_and_last(both):
         scored_b = of_b[scored_a.number]
         share_a, *_ = scored_a.scores.passed
         share_b, *_ = scored_b.scores.passed
-        compared.measured[f"held-out pass@1, {scored_a.after}"] = share_a, share_b
+        compared.measured[f"held-out pass@1{of_set}, {scored_a.after}"] = share_a, share_b
     evaluations = a.is_evaluation and b.is_evaluation
     # before training, settings can affect sampling alone
     if not both or not (scored_a.number or evaluations):
         compared.text = f"no trained {a.unit} of both runs has held-out scores yet (eval_prompts)"
         return
     limits = _named(settings, _ANSWERED_WITH)
-    if limits:
-        compared.notes.append(
-            f"the held-out answers were sampled with different {', '.join(limits)}"
-        )
+    note = f"the held-out answers were sampled with different {', '.join(limits)}"
+    if limits and note not in compared.notes:
+        compared.notes.append(note)
     right_a, right_b = scored_a.greedy(), scored_b.greedy()
     prompts = scored_a.scores.prompts, scored_b.scores.prompts
     judges = [key for key in _named(settings, _JUDGED_BY) if not key.endswith(_PATHS)]
@@ -541,7 +553,9 @@ def _by_scores(compared: Comparison, a: RunFolder, b: RunFolder, tolerance: floa
     compared.difference = gain
     compared.p = mcnemar(a_only, b_only)
     points = f"{100 * gain.value:+.1f} points ({100 * gain.low:+.1f} to {100 * gain.high:+.1f}; p = {compared.p:.2g})"
-    name = "held-out pass@1" if evaluations else f"held-out pass@1 after {scored_a.after}"
+    name = f"held-out pass@1{of_set}"
+    if not evaluations:
+        name += f" after {scored_a.after}"
     if gain.low > -tolerance:
         compared.answer = "take"
         compared.text = f"{name} {points}"

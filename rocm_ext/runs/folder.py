@@ -33,6 +33,7 @@ from rocm_ext.runs.records import (
     SampledLines,
     Scores,
     number,
+    of_sets,
     parse_scores,
     read_json,
     read_yaml,
@@ -63,7 +64,7 @@ class RunFolder:
             and no loss; a step of RAFT is a cycle.
         updates: of RAFT, the optimiser's steps, which ``step`` counts across the cycles; else the same as ``steps``.
         validations: ``step``, ``val_loss``.
-        evaluations: scores by step, in order.
+        evaluations: scores by column, ``eval`` or ``eval/NAME``, and step, in order.
         evaluated: the lines of the evaluations.
         answers: answers that the run sampled (SFT and DPO only in evaluations).
         hardware: lines of ``hardware.jsonl``, by time.
@@ -98,12 +99,14 @@ class RunFolder:
         self.validations = lines.validations
         self.evaluated = lines.evaluated
         self.updates = self._updates() if self.family == RAFT else self.steps
-        self.evaluations = dict(sorted(lines.evaluations.items()))
+        self.evaluations: dict[str, dict[int, Scores]] = {}
+        for column, scores_of_set in lines.evaluations.items():
+            self.evaluations[column] = dict(sorted(scores_of_set.items()))
         if not self.evaluations:
             # rocm-ext eval of an earlier version wrote its scores here
             scores = parse_scores(read_json(path / "cycle_0" / "eval.json", self.problems))
             if scores is not None:
-                self.evaluations[0] = scores
+                self.evaluations["eval"] = {0: scores}
         configured = {"model", "checkpointer", "output_dir"} <= self.config.keys()
         if not (configured or self.steps or self.updates or self.validations or self.evaluations):
             *others, last = TITLES
@@ -169,7 +172,7 @@ class RunFolder:
     @property
     def is_evaluation(self) -> bool:
         """Whether ``rocm-ext eval --output`` wrote this folder: the evaluation of one adapter, without training."""
-        only_at_0 = list(self.evaluations) == [0] and not self.steps
+        only_at_0 = [*self.evaluations.get("eval", ())] == [0] and not self.steps
         return only_at_0 and self.config.get("prompts", "") is None
 
     def setting(self, key: str) -> Any:
@@ -217,6 +220,7 @@ class HeldOut:
         answers: number of answers sampled for training before it.
         scores: its scores.
         run: the run.
+        set: name of the set of prompts; may be empty.
     """
 
     after: str
@@ -224,28 +228,39 @@ class HeldOut:
     answers: int
     scores: Scores
     run: RunFolder
+    set: str = ""
 
     def greedy(self) -> dict[str, bool]:
         """Read the verdicts; return whether the greedy answer is right, by prompt id."""
-        return self.run.answers.verdicts.greedy(self.number)
+        right = self.run.answers.verdicts.greedy(self.number)
+        beginning = f"{self.set}/" if self.set else ""
+        return {prompt: each for prompt, each in right.items() if prompt.startswith(beginning)}
 
 
-def held_out(run: RunFolder) -> list[HeldOut]:
-    """The evaluations of a run, in order; SFT and DPO have them with ``eval_prompts``."""
+def held_out(run: RunFolder) -> dict[str, list[HeldOut]]:
+    """The evaluations of a run, in order; SFT and DPO have them with ``eval_prompts``.
+
+    Returns:
+        Evaluations by the end of a title: `` of NAME`` of a named set of prompts, the target first; else empty.
+    """
     steps = run.steps["step"]
     known = np.nan_to_num(run.steps["answers"])
     answers = np.clip(known, 0, MOST)
-    evaluations = []
-    for step, scores in run.evaluations.items():
-        evaluation = HeldOut(
-            after=f"{run.unit} {step}",
-            number=step,
-            answers=int(answers[steps <= step].sum()),
-            scores=scores,
-            run=run,
-        )
-        evaluations.append(evaluation)
-    return evaluations
+    by_title = {}
+    for column, title in of_sets([run.evaluations], "eval", "").items():
+        evaluations = []
+        for step, scores in run.evaluations[column].items():
+            evaluation = HeldOut(
+                after=f"{run.unit} {step}",
+                number=step,
+                answers=int(answers[steps <= step].sum()),
+                scores=scores,
+                run=run,
+                set=column.partition("/")[2],
+            )
+            evaluations.append(evaluation)
+        by_title[title] = evaluations
+    return by_title
 
 
 def learns_from_samples(config: Json, lines: Sequence[Record], sampled: bool) -> bool:
@@ -261,7 +276,7 @@ def learns_from_samples(config: Json, lines: Sequence[Record], sampled: bool) ->
     for line in lines:
         if "loss" in line and "reward" not in line:
             return False
-        sampled = sampled or "reward" in line or "eval" in line
+        sampled = sampled or "reward" in line or bool(of_sets([line], "eval"))
     return sampled
 
 

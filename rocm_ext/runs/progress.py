@@ -39,8 +39,8 @@ def progress(out: Path) -> LatestValues:
     """The newest values that the run in ``out`` wrote, without those that are missing or half written.
 
     Returns:
-        ``step``, ``epoch``, ``loss``, ``tokens_per_second`` and ``val_loss``, perhaps by data set, of the training, of
-        DPO also margin and accuracy, and ``held_out``; for runs that learn from sampled answers, see
+        ``step``, ``epoch``, ``loss``, ``tokens_per_second`` and ``val_loss`` of the training, of DPO also margin and
+        accuracy, and ``held_out``, the last two perhaps by data set; for runs that learn from sampled answers, see
         :func:`_sampled_progress`; ``seconds_ago``, since the last write; ``finished``; or ``problem``, why there is no
         run to show.
     """
@@ -112,7 +112,7 @@ def _sampled_progress(lines: Sequence[Record], config: Json) -> LatestValues:
         ``phase``: ``sampling``, ``training`` or ``evaluating``.
     """
     steps = [line for line in lines if "reward" in line and _is_number(line.get("step"))]
-    evaluations = [line for line in lines if isinstance(line.get("eval"), dict)]
+    evaluations = [line for line in lines if of_sets([line], "eval")]
     values = _numbers(steps[-1:], ("step", "reward", "flat", "entropy"))
     planned = planned_steps(config)
     if 0 < planned < 1e9:
@@ -208,12 +208,14 @@ def _numbers(lines: Iterable[Record], keys: Iterable[str] = _SHOWN) -> LatestVal
 
 
 def _held_out(lines: Sequence[Record]) -> LatestValues:
-    """The last held-out score in lines of a ``metrics.jsonl``."""
-    for line in reversed(lines):
-        scores = parse_scores(line.get("eval"))
-        if scores is not None:
-            return {"held_out": scores.passed[0]}
-    return {}
+    """The last held-out score in lines of a ``metrics.jsonl``, perhaps by data set."""
+    values: LatestValues = {}
+    for line in lines:
+        for column in of_sets([line], "eval"):
+            scores = parse_scores(line[column])
+            if scores is not None:
+                values[column.replace("eval", "held_out", 1)] = scores.passed[0]
+    return values
 
 
 def _times(lines: Iterable[Record]) -> list[float]:

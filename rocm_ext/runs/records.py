@@ -4,6 +4,7 @@ import math
 import re
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ class MetricLines(JsonLines):
 
     Attributes:
         steps, validations: lines by step.
-        evaluations: scores by step.
+        evaluations: scores by column, ``eval`` or ``eval/NAME``, and step.
         evaluated: the lines of these evaluations.
     """
 
@@ -73,7 +74,7 @@ class MetricLines(JsonLines):
         self.steps = Columns()
         self.validations = Columns()
         self.evaluated = Columns()
-        self.evaluations: dict[int, Scores] = {}
+        self.evaluations: dict[str, dict[int, Scores]] = defaultdict(dict)
 
     def take(self, record: Record, position: int) -> None:
         """Take a line."""
@@ -87,10 +88,11 @@ class MetricLines(JsonLines):
         self._take_scores(step, record)
 
     def _take_scores(self, step: float, line: Record) -> None:
-        scores = parse_scores(line.get("eval"))
-        if scores is not None and 0 <= step < MOST_STEPS:
-            self.evaluations[int(step)] = scores
-            self.evaluated.put(step, line)
+        for key in of_sets([line], "eval"):
+            scores = parse_scores(line[key])
+            if scores is not None and 0 <= step < MOST_STEPS:
+                self.evaluations[key][int(step)] = scores
+                self.evaluated.put(step, line)
 
 
 class SampledLines(MetricLines):
@@ -279,10 +281,15 @@ def parse_scores(value: object) -> Scores | None:
     )
 
 
+def column(measured: str, name: str) -> str:
+    """The column of a measurement in ``metrics.jsonl``, of a data set with this name or an empty one."""
+    return f"{measured}/{name}" if name else measured
+
+
 def of_sets(
     lines: Iterable[Record], column: str = "val_loss", title: str = "validation loss"
 ) -> dict[str, str]:
-    """The columns of a validation's measurement, with titles: one, or ``column/NAME`` for each named data set."""
+    """The columns of a measurement on held-out data, with titles: one, or ``column/NAME`` by named data set."""
     found = {}
     for line in lines:
         for key in line:

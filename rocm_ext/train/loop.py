@@ -291,7 +291,7 @@ class Training:
         path = self.folder.path / "metrics.jsonl"
         logged = set()
         for line in read_lines(path):
-            if "eval" not in line and not of_sets([line]):
+            if not of_sets([line]) and not of_sets([line], "eval"):
                 logged.add(line["step"])
         lost = describe_lost(path, self.step, logged)
         rules = [key for key in self.rules if self.cfg.get(key) is not None]

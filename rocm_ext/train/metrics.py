@@ -1,6 +1,6 @@
 """A run's measurements: what the lines of ``metrics.jsonl`` show, and metric loggers."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +16,7 @@ from rocm_ext.base.files import read_lines
 from rocm_ext.base.log import log
 from rocm_ext.base.types import Json
 from rocm_ext.config import references
+from rocm_ext.runs.records import of_sets
 
 _QUARTERS = 4  # parts of a run to compare: single steps have different pairs
 _FEWEST_VALIDATIONS = 3  # validations have the same pairs
@@ -36,6 +37,19 @@ def summarize(path: Path) -> dict[str, float]:
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
     }
+
+
+def scores_of(lines: Iterable[Json]) -> list[Json]:
+    """Return step and scores of the evaluations in the ``lines`` of a ``metrics.jsonl``, of named sets by column."""
+    evaluations = []
+    for line in lines:
+        scores: Json = {}
+        for name in of_sets([line], "eval"):
+            kept = {key: line[name][key] for key in ("correct", "prompts", "pass_at_1", "interval")}
+            scores |= kept if name == "eval" else {name: kept}
+        if scores:
+            evaluations.append({"step": line["step"], **scores})
+    return evaluations
 
 
 def falling_likelihood(lines: Sequence[Json]) -> str | None:

@@ -34,6 +34,7 @@ from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.losses import CrossEntropy, Objective, UnpairedPreference
 from rocm_ext.losses.objective import REFERENCE
 from rocm_ext.model.lora import reset, trained
+from rocm_ext.runs.intervals import Interval, paired_ratio
 from rocm_ext.train.learner import Learner
 
 FILE = "reference.safetensors"
@@ -200,6 +201,10 @@ class Validation(NamedTuple):
     measurements: dict[str, float]
     sums: np.ndarray
     sizes: np.ndarray
+
+    def rise(self, before: Sequence[float]) -> Interval:
+        """Return the rise of the loss since a validation with the sums ``before``."""
+        return paired_ratio(self.sums - before, self.sizes)
 
 
 @torch.no_grad()

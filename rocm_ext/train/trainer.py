@@ -12,22 +12,21 @@ from omegaconf import DictConfig
 
 from rocm_ext.base.errors import UserError, nearest
 from rocm_ext.base.files import read_lines
-from rocm_ext.base.log import Progress, log, warn
+from rocm_ext.base.log import Progress, log
 from rocm_ext.base.types import Json
-from rocm_ext.config.checks.training import EVAL_METRIC
-from rocm_ext.config.components import data_sets
+from rocm_ext.config.checks.training import EVAL_METRIC, by_answers
+from rocm_ext.config.components import set_names
 from rocm_ext.data.batches import StepLoader, Steps, Update, rows_per_step
 from rocm_ext.data.mixture import Mixture
 from rocm_ext.data.rows import Rows
 from rocm_ext.data.training_rows import ValidationRows, validation_sets
-from rocm_ext.runs.records import of_sets
-from rocm_ext.runs.scores import Score
+from rocm_ext.runs.records import column, of_sets
 from rocm_ext.train.checkpoint import Best, State
-from rocm_ext.train.forgetting import Forgetting
+from rocm_ext.train.forgetting import Forgetting, in_words, score_columns, shares
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, Interrupted
 from rocm_ext.train.loop import StepStats, Training
-from rocm_ext.train.metrics import summarize
+from rocm_ext.train.metrics import scores_of, summarize
 from rocm_ext.train.output_dir import OutputDir
 from rocm_ext.train.scoring import set_baseline, validation_loss
 
@@ -49,6 +48,7 @@ class Trainer(Training):
         mixture: the data sets of the rows.
         metric: ``early_stopping_metric``; with named data sets, the target's: the first one's if it names none.
         forgetting: compares the validations of named data sets.
+        forgetting_answers: compares the evaluations on named sets of prompts.
         best: loss (None of an evaluation), step, adapter, metric and value of the best validation or evaluation so far
             by ``metric``; None before the first.
     """
@@ -71,11 +71,17 @@ class Trainer(Training):
         self.validation_sets = {}
         for key, part in validation_sets(validation_rows).items():
             self.validation_sets[key.partition(".")[2]] = part
-        self.metric, _, target = cfg.early_stopping_metric.partition("/")
-        target = target or next(iter(self.validation_sets), "")
+        metric, _, chosen = cfg.early_stopping_metric.partition("/")
+        target = next(iter(self.validation_sets), "")
+        target_prompts, *_ = set_names(cfg, "eval_prompts")
+        if by_answers(cfg):
+            target_prompts = chosen or target_prompts
+            self.metric = column(metric, target_prompts)
+        else:
+            target = chosen or target
+            self.metric = column(metric, target)
         self.forgetting = Forgetting(target)
-        if not self._by_answers:
-            self.metric = _column(self.metric, target)
+        self.forgetting_answers = Forgetting(target_prompts, "share of wrong held-out answers")
         self.evaluation = evaluation
         self.worse = 0  # number of validations, or evaluations, since the best one
         self.validated = -1 if target else 0  # step of the last validation
@@ -154,7 +160,7 @@ class Trainer(Training):
         last = self.step
         if of_sets([line]):
             last = self.validated
-        elif "eval" in line:
+        elif of_sets([line], "eval"):
             last = self.evaluated
         return line["step"] <= last
 
@@ -167,6 +173,8 @@ class Trainer(Training):
         }
         if self.forgetting.target:
             state["forgetting"] = self.forgetting.best, self.forgetting.sums
+        if self.forgetting_answers.target:
+            state["forgetting_answers"] = self.forgetting_answers.best, self.forgetting_answers.sums
         return state
 
     def load_extra_state(self, state: State) -> None:
@@ -174,6 +182,8 @@ class Trainer(Training):
         self.validated = state["validated"]
         self.evaluated = state.get("evaluated", -1)
         self.forgetting.best, self.forgetting.sums = state.get("forgetting", ({}, {}))
+        answers = self.forgetting_answers
+        answers.best, answers.sums = state.get("forgetting_answers", ({}, {}))
         if self.best is None or self.best["metric"] == self.metric:
             self.worse = state["worse"]
         else:
@@ -220,7 +230,7 @@ class Trainer(Training):
             self.measure()  # before the first step, or after a process that ended for it
             self.train_epochs(self.loader, self.steps.per_epoch)
         if self.stopped_early:
-            without = f"{self.worse} {'evaluations' if self._by_answers else 'validations'}"
+            without = f"{self.worse} {'evaluations' if by_answers(self.cfg) else 'validations'}"
             log.info(
                 "stopped early at step %d: %s without a better %s",
                 self.step,
@@ -305,23 +315,19 @@ class Trainer(Training):
             results[name] = result = validation_loss(self.learner, rows)
             measured = {"loss": result.loss, "tokens": result.labels, **result.measurements}
             for what, value in measured.items():
-                values[_column(f"val_{what}", name)] = value
+                values[column(f"val_{what}", name)] = value
         losses = []
-        for column, title in of_sets([values]).items():
-            if not math.isfinite(values[column]):
+        for key, title in of_sets([values]).items():
+            if not math.isfinite(values[key]):
                 raise UserError(
-                    f"step {self.step}: the {title} is {values[column]}; lower the learning rate"
+                    f"step {self.step}: the {title} is {values[key]}; lower the learning rate"
                 )
-            losses.append(f"{title} {values[column]:.4f}")
+            losses.append(f"{title} {values[key]:.4f}")
         # of named data sets, the first validation is before the first step
-        compared = self.step > 0 and not self._by_answers
+        compared = self.step > 0 and not by_answers(self.cfg)
         so_far = self._compare(values) if compared else ""
         log.info("step %d: %s%s", self.step, ", ".join(losses), so_far)
-        if self.forgetting.target:
-            warnings = self.forgetting.take(self.step, results)
-            warn(warnings)
-            if warnings:
-                values["warnings"] = warnings
+        values |= self.forgetting.warnings(self.step, results)
         self.write_metrics(True, **values)
         return results[self.forgetting.target].loss
 
@@ -329,23 +335,17 @@ class Trainer(Training):
         """Evaluate the model by its answers, log that, and remember the best adapter."""
 
         try:
-            scores, seconds = self.evaluation.evaluate(self.step)
+            judged, seconds = self.evaluation.evaluate(self.step)
         except Interrupted:
             self.save_checkpoint()
             raise
         self.learner.model.train()
-        share = scores["pass_at_1"]
-        so_far = self._compare({EVAL_METRIC: share}) if self._by_answers and self.step else ""
-        log.info(
-            "step %d: held-out %s%s", self.step, Score(scores["correct"], scores["prompts"]), so_far
-        )
-        self.write_metrics(False, eval=scores, seconds=seconds)
-        self.log_numbers({EVAL_METRIC: share})
-
-    @property
-    def _by_answers(self) -> bool:
-        """Whether evaluations, not validations, choose the best adapter."""
-        return self.cfg.early_stopping_metric == EVAL_METRIC
+        compared = self.step > 0 and by_answers(self.cfg)
+        so_far = self._compare(shares(judged)) if compared else ""
+        log.info("step %d: %s%s", self.step, in_words(judged), so_far)
+        warnings = self.forgetting_answers.warnings(self.step, judged)
+        self.write_metrics(False, **score_columns(judged), seconds=seconds, **warnings)
+        self.log_numbers(shares(judged))
 
     def _compare(self, values: Mapping[str, float]) -> str:
         """Compare measurements with the best so far by ``early_stopping_metric``, and return a text for the log."""
@@ -359,7 +359,7 @@ class Trainer(Training):
         best = self.best
         if best is None or sign * value > sign * best["value"]:
             self.best = best = {
-                "loss": values.get(_column("val_loss", self.forgetting.target)),
+                "loss": values.get(column("val_loss", self.forgetting.target)),
                 "step": self.step,
                 "adapter": self.learner.adapter_state(),
                 "metric": metric,
@@ -371,16 +371,17 @@ class Trainer(Training):
         also = "" if metric in ("val_loss", EVAL_METRIC) else f", {metric} {value:.4f}"
         return f"{also} (best {best['value']:.4f} at step {best['step']})"
 
-    def chosen(self) -> tuple[int, int]:
-        """Return the step of the adapter in ``adapter/``, and the number of evaluations that chose it."""
+    def chosen(self) -> tuple[int, int, str]:
+        """Return the step of the adapter in ``adapter/``, the number of evaluations that chose it, and their target."""
         best = self.best_to_keep
+        target = self.forgetting_answers.target
         if best is None:
-            return self.step, 1
+            return self.step, 1, target
         evaluations = 0
-        if self._by_answers:
+        if by_answers(self.cfg):
             for line in read_lines(self.folder.path / "metrics.jsonl"):
-                evaluations += "eval" in line and line["step"] > 0
-        return best["step"], max(1, evaluations)
+                evaluations += bool(of_sets([line], "eval")) and line["step"] > 0
+        return best["step"], max(1, evaluations), target
 
     @property
     def _metric_name(self) -> str:
@@ -395,7 +396,11 @@ class Trainer(Training):
             if self.best["metric"] != "val_loss":
                 named[self.best["metric"]] = self.best["value"]
             best = {name: value for name, value in named.items() if value is not None}
-        sets = {"validation_sets": self.forgetting.best} if self.forgetting.best else {}
+        sets: Json = {}
+        if self.forgetting.best:
+            sets["validation_sets"] = self.forgetting.best
+        if self.forgetting_answers.target:
+            sets["evaluations"] = scores_of(read_lines(self.folder.path / "metrics.jsonl"))
         return {
             **summarize(self.folder.path / "metrics.jsonl"),
             "rows": self.rows.counts,
@@ -407,20 +412,16 @@ class Trainer(Training):
         }
 
 
-def _column(measured: str, name: str) -> str:
-    """Return the column of a measurement in ``metrics.jsonl``, of a data set with this name or an empty one."""
-    return f"{measured}/{name}" if name else measured
-
-
 def _metric_direction(cfg: DictConfig, learner: Learner) -> str:
     """Return whether ``higher`` or ``lower`` values of ``early_stopping_metric`` are better."""
     metric = cfg.early_stopping_metric
     of_rows = {f"val_{name}": way for name, way in learner.objective.better.items()}
     of_rows["val_loss"] = "lower"
     ways = of_rows | {EVAL_METRIC: "higher"}
-    for key in data_sets("dataset_val", cfg.dataset_val):
-        name = key.partition(".")[2]
-        ways |= {_column(measured, name): way for measured, way in of_rows.items()}
+    for name in set_names(cfg, "dataset_val"):
+        ways |= {column(measured, name): way for measured, way in of_rows.items()}
+    for name in set_names(cfg, "eval_prompts"):
+        ways[column(EVAL_METRIC, name)] = "higher"
     if metric not in ways:
         loss = type(learner.objective).__name__
         raise UserError(

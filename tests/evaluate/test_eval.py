@@ -242,7 +242,7 @@ def test_adapter_and_base_are_compared_prompt_by_prompt(pocket_dir, few, tmp_pat
     assert [each["prompt_id"] for each in with_adapter] == [each["prompt_id"] for each in without]
     assert sum(each["verdict"] == "CORRECT" for each in with_adapter) == said["correct"]
     assert all(each["verdict"] == "CORRECT" for each in without)
-    assert [scored.scores.correct for scored in held_out(RunFolder(kept))] == [said["correct"]]
+    assert [scored.scores.correct for scored in held_out(RunFolder(kept))[""]] == [said["correct"]]
     code = cli.main(["compare", str(kept / "base"), str(kept), "--json"])
     assert json.loads(capsys.readouterr().out)["exit_code"] == code
     assert cli.main(["eval", *map(str, arguments), "--show", "1"]) == 0

@@ -81,7 +81,7 @@ def test_every_step_is_in_the_records(reference):
     assert len(asked) == 16
     assert len(set(asked[:12])) == 12, "in turn"
     run = RunFolder(reference)
-    assert (run.recipe, run.finished, len(run.steps), len(run.evaluations)) == (
+    assert (run.recipe, run.finished, len(run.steps), len(run.evaluations["eval"])) == (
         "distil_rocm",
         True,
         4,

@@ -278,4 +278,4 @@ def test_the_records_tell_the_family_and_the_end(run, recipe):
         (run / "summary.json").write_text(json.dumps({**summary, "stopped": stopped}))
         assert (RunFolder(run).family, RunFolder(run).finished) == ("grpo_rocm", finished)
     (run / "samples.jsonl").unlink()
-    assert len(RunFolder(run).evaluations) == 3
+    assert len(RunFolder(run).evaluations["eval"]) == 3

@@ -53,6 +53,11 @@ _CHECKPOINTER: dict[str, Kind] = {
 }
 
 
+def by_answers(cfg: DictConfig) -> bool:
+    """Whether evaluations, not validations, choose the best adapter: the metric is the score of ``eval_prompts``."""
+    return cfg.early_stopping_metric.partition("/")[0] == EVAL_METRIC
+
+
 def check_values(cfg: DictConfig) -> None:
     """Raise a UserError for numbers out of range and values of the wrong kind."""
     check(cfg, kinds(registry.SFT))
@@ -91,7 +96,7 @@ def _faults(cfg: DictConfig) -> Iterator[str]:
         yield "sequences_per_step and gradient_accumulation_steps are both set; keep one of them"
     if cfg.eval_prompts is not None and cfg.verifier is None:
         yield UNJUDGED
-    if cfg.eval_prompts is None and cfg.early_stopping_metric == EVAL_METRIC:
+    if cfg.eval_prompts is None and by_answers(cfg):
         yield f"early_stopping_metric {EVAL_METRIC} needs held-out prompts: set eval_prompts and a verifier"
     for key in ("verifier", "eval_every_n_steps"):
         if cfg.eval_prompts is None and cfg[key] is not None:
