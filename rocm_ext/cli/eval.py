@@ -132,7 +132,7 @@ def _answers(args: Namespace, target: ChosenModel, adapter: Path | None) -> Meas
         _check_new(args.output)
     with TemporaryDirectory() as scratch:
         cfg.output_dir = cfg.checkpointer.output_dir = str(args.output or scratch)
-        return evaluate(cfg, adapter, args.base, args.set), compare
+        return evaluate(cfg, adapter, args.base), compare
 
 
 def _print_answers(
@@ -171,14 +171,15 @@ def _sampling(args: Namespace, target: ChosenModel) -> DictConfig:
     cfg = target.load([*overrides, "output_dir=eval"])
     if "prompts" not in cfg:
         cfg = sampling_config(cfg)
-    if args.verifier:
-        path = args.verifier if "." in args.verifier else f"rocm_ext.verifiers.{args.verifier}"
-        cfg.verifier = {config.COMPONENT: path}
-        cfg.environment = None
     if args.data:
         cfg.eval_prompts = {config.COMPONENT: "rocm_ext.data.prompt_dataset", **_source(args)}
         if args.format:
             cfg.eval_prompts.format = args.format
+    config.components.choose_prompts(cfg, args.set)
+    if args.verifier:
+        path = args.verifier if "." in args.verifier else f"rocm_ext.verifiers.{args.verifier}"
+        cfg.verifier = {config.COMPONENT: path}
+        cfg.environment = None
     cfg.eval_samples = args.samples or cfg.eval_samples
     return OmegaConf.merge(cfg, OmegaConf.from_dotlist(later))  # type: ignore[return-value]
 

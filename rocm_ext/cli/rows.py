@@ -155,11 +155,11 @@ def _rows(
 
 def _prompts(cfg: Any, tokenizer: Any, positions: int, name: str | None) -> Read:
     """Read the prompts of a recipe that samples answers as the recipe does, or those of the held-out set ``name``."""
-    from rocm_ext.config.components import chosen_set
     from rocm_ext.rl.prompts import PromptSet
 
     if name is not None:
-        cfg.prompts = chosen_set(cfg, name, "eval_prompts")
+        config.components.choose_prompts(cfg, name)
+        cfg.prompts = cfg.eval_prompts
         cfg.eval_prompts = cfg.stop_after_no_gain = None
     prompts = PromptSet(cfg)
     if cfg.environment is not None:

@@ -38,6 +38,7 @@ _LISTS = {"dataset", "dataset_val"}  # these may be lists of components
 _NAMED = {"dataset_val", "eval_prompts"}  # these may be mappings of names to components
 _SET = re.compile(r"\w+(\.[A-Za-z0-9_-]+)?")  # key of a data set
 WEIGHT = "weight"  # key of the entries of a list in `dataset`; no component gets it
+VERIFIER = "verifier"  # key of a named set in `eval_prompts`; no component gets it
 
 # Components that the config in a folder may use without --trust-config: they read files, and do nothing else
 _DATASET = r"rocm_ext\.data\.(sft|preference)_dataset|torchtune\.datasets\.\w+_dataset"
@@ -92,8 +93,11 @@ def takes(block: DictConfig, argument: str, key: str) -> bool:
 
 
 def without(block: DictConfig, *keys: str) -> DictConfig:
-    """Copy ``block`` without ``keys``."""
-    return OmegaConf.create({k: v for k, v in block.items() if k not in keys})
+    """Copy ``block`` without ``keys``; references in it still find the rest of the config."""
+    part = block.copy()
+    for key in keys:
+        part.pop(key, None)
+    return part
 
 
 def data_weights(dataset: Any) -> tuple[float, ...]:
@@ -149,6 +153,35 @@ def chosen_set(cfg: DictConfig, name: str | None, key: str = "dataset_val") -> A
     raise UserError(f"--set is {name}; expected a name in {key}{nearest(name, known)}")
 
 
+def choose_prompts(cfg: DictConfig, name: str | None) -> None:
+    """Make the set ``name``, or without a name the only one, the ``eval_prompts`` of an evaluation, with its verifier.
+
+    A UserError as from :func:`chosen_set`.
+    """
+    chosen = chosen_set(cfg, name, "eval_prompts")
+    if name:
+        cfg.verifier = chosen.get(VERIFIER) or cfg.verifier
+        chosen = without(chosen, VERIFIER)
+    cfg.eval_prompts = chosen
+
+
+def prompt_sets(cfg: DictConfig) -> dict[str, Any]:
+    """Return the components of ``eval_prompts`` by key, as :func:`data_sets`, without the sets' own verifiers."""
+    sets = data_sets("eval_prompts", cfg.eval_prompts)
+    if "eval_prompts" in sets:
+        return sets
+    return {key: without(part, VERIFIER) for key, part in sets.items()}
+
+
+def own_verifiers(cfg: DictConfig) -> dict[str, Any]:
+    """Return the verifiers of the sets in ``eval_prompts`` that have one of their own, by name."""
+    verifiers = {}
+    for key, part in data_sets("eval_prompts", cfg.eval_prompts).items():
+        if key != "eval_prompts" and part.get(VERIFIER) is not None:
+            verifiers[key.partition(".")[2]] = part[VERIFIER]
+    return verifiers
+
+
 def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
     """Yield a message for each key that lacks its component, and each argument that a component does not take.
 
@@ -174,9 +207,22 @@ def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
                 continue
             if isinstance(part, DictConfig) and COMPONENT in part:
                 others = (COMPONENT, WEIGHT) if mixed else (COMPONENT,)
+                if root == "eval_prompts" != key:
+                    others = (COMPONENT, VERIFIER)
+                    yield from _verifier_faults(f"{key}.{VERIFIER}", part.get(VERIFIER), cfg)
                 yield from _argument_faults(key, part, others, cfg)
             elif root in _COMPONENTS and (part is not None or key != root) and not is_name:
                 yield f"{key} is {part!r}; expected a _component_ and its arguments"
+
+
+def _verifier_faults(key: str, verifier: Any, cfg: DictConfig) -> Iterator[str]:
+    """Yield a message for each fault in the verifier of a set of prompts."""
+    if isinstance(verifier, DictConfig) and COMPONENT in verifier:
+        yield from _argument_faults(key, verifier, (COMPONENT,), cfg)
+    elif verifier is not None:
+        yield f"{key} is {verifier!r}; expected a _component_ and its arguments"
+    if verifier is not None and cfg.get("environment") is not None:
+        yield f"{key} and environment are both set, and both judge answers; set one of them to null"
 
 
 def _parts(cfg: DictConfig) -> Iterator[tuple[str, Any]]:
@@ -193,7 +239,8 @@ def check_from_folder(content: Config, file: Path) -> None:
     for path, value in leaves(content):
         key, name = path[0], path[-1]
         if name == COMPONENT:
-            pattern = _BUILDERS.get(key, r"(?!)")
+            of_set = path[0] == "eval_prompts" and path[2:] == (VERIFIER, COMPONENT)
+            pattern = _BUILDERS.get(VERIFIER if of_set else key, r"(?!)")
             harmless = isinstance(value, str) and bool(re.fullmatch(pattern, value))
         elif name in _HARMLESS:
             harmless = value in _HARMLESS[name]

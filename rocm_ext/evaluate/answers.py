@@ -16,7 +16,7 @@ from rocm_ext.base.files import append_line, replace_text
 from rocm_ext.base.importing import COMPONENT, import_component
 from rocm_ext.base.types import Json
 from rocm_ext.config.chosen_model import sampling_config
-from rocm_ext.config.components import chosen_set
+from rocm_ext.config.components import choose_prompts
 from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.plan.workload import Workload
 from rocm_ext.rl import evaluation
@@ -51,9 +51,7 @@ class Evaluation:
     right: dict[str, bool]
 
 
-def evaluate(
-    cfg: DictConfig, adapter: Path | None, base: bool = False, name: str | None = None
-) -> list[Evaluation]:
+def evaluate(cfg: DictConfig, adapter: Path | None, base: bool = False) -> list[Evaluation]:
     """Score a model on a config's ``eval_prompts``.
 
     ``output_dir`` gets the records of an evaluation before a run's first step. The second evaluation has the folder
@@ -63,20 +61,19 @@ def evaluate(
         cfg: config with the keys of ``defaults/sampling.yaml``, and an ``output_dir`` for this evaluation.
         adapter: PEFT folder. None evaluates the model that the config starts from.
         base: whether to evaluate the model that the config starts from, in addition.
-        name: the set to evaluate on, if ``eval_prompts`` has several.
 
     Returns:
         The evaluation, and the one of the model that the config starts from if ``base`` is set.
 
     Raises:
-        UserError: ``eval_prompts`` is not set, or the evaluation cannot run.
+        UserError: ``eval_prompts`` is not set or has several sets, or the evaluation cannot run.
         SystemExit: 128 + the signal's number, after Ctrl-C or SIGTERM.
     """
     if cfg.eval_prompts is None:
         raise UserError(
             "eval_prompts is not set; set it to the prompts to evaluate on, or name them with --data"
         )
-    cfg.eval_prompts = chosen_set(cfg, name, "eval_prompts")
+    choose_prompts(cfg, None)
     start = deepcopy(cfg)  # the model that the config starts from
     if adapter is not None:
         cfg.checkpointer.adapter_checkpoint = str(adapter)

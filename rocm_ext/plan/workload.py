@@ -185,8 +185,8 @@ def questions(cfg: DictConfig, known: Known) -> Questions:
             lengths = [len(render_prompt(tokenizer, prompt.messages)) for prompt in prompts]
         else:
             source += ", their tokens assumed: the model is not on disk"
-    held_out = []
-    for key, part in config.components.data_sets("eval_prompts", cfg.eval_prompts).items():
+    held_out: list[int | None] = []
+    for key, part in config.components.prompt_sets(cfg).items():
         here = _is_local(part)
         held_out.append(len(config.instantiate(part, key=key)) if here else _count(part))
     if not known.answer_tokens:

@@ -127,7 +127,7 @@ class RLRecipe:
         """Do all set-up that needs no weights, cheap steps first, so that a user's mistake ends the run early."""
         cfg = self.cfg
         self.prompts = PromptSet(cfg)
-        self.verifier_config = self.prompts.check_verifier(required=self.judges)
+        self.verifiers = self.prompts.check_verifier(required=self.judges)
         tokenizer = self._open_tokenizer()
         self.prompts.render(tokenizer)
         check_same(
@@ -187,16 +187,18 @@ class RLRecipe:
     @contextmanager
     def verification(self) -> Iterator[None]:
         """Context of rollouts, with the processes of the verifier or of environments."""
-        cfg, judge = self.cfg, self.verifier_config
+        cfg = self.cfg
         workers = Workers(
             self.ranks, self.interrupt, cfg.max_error_share, self.logs_long_rollouts_only
         )
         with ExitStack() as stack:
-            if judge is not None and cfg.environment is None:
-                pool = Pool(judge, verify_workers(cfg), cfg.verify_timeout)
-                workers.pool = stack.enter_context(pool)
-            elif judge is not None:
-                environments = stack.enter_context(Environments(judge, cfg.verify_timeout))
+            if cfg.environment is None:
+                for name, verifier in self.verifiers.items():
+                    pool = Pool(verifier, verify_workers(cfg), cfg.verify_timeout)
+                    workers.pools[name] = stack.enter_context(pool)
+            else:
+                component = self.verifiers[""]
+                environments = stack.enter_context(Environments(component, cfg.verify_timeout))
                 limits = Limits(cfg.max_turns, cfg.max_environment_tokens)
                 workers.conversations = lambda queue, sampling, *records: ConversationQueue(
                     queue,

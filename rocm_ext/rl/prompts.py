@@ -22,6 +22,7 @@ from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.importing import import_component
 from rocm_ext.base.log import warn
 from rocm_ext.base.types import Json
+from rocm_ext.config.components import own_verifiers, prompt_sets
 from rocm_ext.data.messages import to_tools, to_turns
 from rocm_ext.data.overview import Overview, equal, numbers, sequence, shared
 from rocm_ext.data.prompts import Prompt, check_disjoint
@@ -70,9 +71,8 @@ class PromptSet:
         self.training = _read("prompts", cfg.prompts)
         self.sets: dict[str, list[Prompt]] = {}
         self.held_out: list[Prompt] = []
-        for part, component in config.components.data_sets(
-            "eval_prompts", cfg.eval_prompts
-        ).items():
+        self._verifiers = own_verifiers(cfg)
+        for part, component in prompt_sets(cfg).items():
             name = part.partition(".")[2]
             prompts = _read(part, component)
             if name:
@@ -188,13 +188,14 @@ class PromptSet:
     def __getitem__(self, prompt_id: str) -> Prompt:
         return self._by_id[prompt_id]
 
-    def check_verifier(self, required: bool = True) -> Json | None:
-        """Check that the verifier can run here and can verify every prompt's row, and try it on an answer.
+    def check_verifier(self, required: bool = True) -> dict[str, Json]:
+        """Check that each verifier can run here and can verify its prompts' rows, and try it on an answer.
 
         The main rank tries it, unless ``max_error_share`` allows every answer to fail.
 
         Returns:
-            The component of verifier or environment, for worker processes; None if the config may lack both, and does.
+            The components of verifiers for worker processes, by set of prompts: the key is empty for the run's verifier
+            or environment. Empty if the config may lack both, and does.
 
         Raises:
             UserError: the verifier cannot run, rejects a row (the message then names the row and the field), or fails
@@ -202,18 +203,30 @@ class PromptSet:
         """
         cfg = self._cfg
         if cfg.environment is not None:
-            return self._check_environment(OmegaConf.to_container(cfg.environment, resolve=True))
+            environment: Any = OmegaConf.to_container(cfg.environment, resolve=True)
+            return {"": self._check_environment(environment)}
         if cfg.verifier is None and not required:
-            return None
-        component: Any = OmegaConf.to_container(cfg.verifier, resolve=True)
+            return {}
+        components: dict[str, Any] = {}
+        for name, verifier in {"": cfg.verifier, **self._verifiers}.items():
+            components[name] = OmegaConf.to_container(verifier, resolve=True)
+            self._check_one(name, components[name])
+        return components
+
+    def _check_one(self, name: str, component: Json) -> None:
+        """Check the verifier of the set ``name``, or without a name the run's."""
+        cfg = self._cfg
         verifier = build(component)
         verifier.check()
+        rows = []
         for prompt in self:
-            with _naming(prompt, UserError, ValueError):
-                verifier.check_row(prompt.row)
-        if rank() == 0 and cfg.max_error_share < 1:
-            try_out(component, [prompt.row for prompt in self], cfg.verify_timeout)
-        return component
+            judged_by = prompt.set if prompt.set in self._verifiers else ""
+            if judged_by == name:
+                rows.append(prompt.row)
+                with _naming(prompt, UserError, ValueError):
+                    verifier.check_row(prompt.row)
+        if rows and rank() == 0 and cfg.max_error_share < 1:
+            try_out(component, rows, cfg.verify_timeout)
 
     def _check_environment(self, component: Any) -> Json:
         """Check the prompts' rows, begin a conversation as a test, and take the environment's tools."""

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -95,7 +95,8 @@ class Workers:
         interrupt: the user's signals to stop, checked after a sample.
         max_error_share: share of a rollout's samples with the verdict ERROR above which the run stops.
         logs_long_rollouts_only: whether short ones log no progress.
-        pool: processes that verify while the model samples. None if environments judge, or nothing does.
+        pools: processes that verify while the model samples, by set of prompts: the key is empty for the run's
+            verifier, which judges all prompts whose set has none of its own. Without it environments judge, or nothing.
         conversations: makes a queue of conversations from requests, settings, rows of the prompts and records of turns.
             None if an answer ends with its verdict.
         halted: whether sampling must end early; samples stay in the records.
@@ -105,12 +106,16 @@ class Workers:
     interrupt: Interrupt
     max_error_share: float
     logs_long_rollouts_only: bool = False
-    pool: Pool | None = None
+    pools: dict[str, Pool] = field(default_factory=dict)
     conversations: (
         Callable[[RequestQueue, Sampling, Mapping[str, Row], PhaseRecords], ConversationQueue]
         | None
     ) = None
     halted: bool = False
+
+    def pool(self, prompt: Prompt) -> Pool | None:
+        """Return the processes that verify answers to ``prompt``."""
+        return self.pools.get(prompt.set, self.pools.get(""))
 
 
 class Rollout:
@@ -149,21 +154,21 @@ class Rollout:
             self._queues.append((queue, sampling))
         self._count = ranks.counter()  # counts the answers that all ranks sample
         self._stats: dict[str, float] = {}
-        if workers.pool:
+        if workers.pools:
             for key, record in sampled.items():
                 mine = self._owners[key[0]] == ranks.rank
                 if mine and key not in job.verdicts.records:
-                    self._judge.submit(key, record["text"], self._rows[key[0]])
+                    self._judge.submit(key, record["text"])
         self._start()
 
     def _drop_records(self) -> None:
         """Drop the records of an earlier process that this one cannot use."""
-        job, pool = self.job, self.workers.pool
+        job, pools = self.job, self.workers.pools
         keys = {request.key for request, _ in job.requests}
         if self.workers.conversations:
             # a conversation whose verdict is missing begins again
             job.samples.drop(lambda record: key_of(record) not in job.verdicts.records)
-        elif pool and pool.groups:
+        elif any(pool.groups for pool in pools.values()):
             # a group is judged again if it was judged in part, or with other answers than this process asks for
             judged = _by_group(job.verdicts.records)
             asked = _by_group(keys).items()
@@ -241,8 +246,8 @@ class Rollout:
         self.job.samples.append({**sample.record(), **more})
         if result is not None:
             self._judge.record(sample.key, result)
-        elif self.workers.pool:
-            self._judge.submit(sample.key, sample.text, self._rows[sample.prompt_id])
+        elif self.workers.pools:
+            self._judge.submit(sample.key, sample.text)
         self._judge.record_finished()
         self._stats |= stats
         finished = self._recorded + self._count() - self._progress.done
@@ -274,7 +279,7 @@ class Rollout:
         total = job.earlier + len(job.requests)
         most = self.workers.max_error_share
         if len(errors) > most * total:
-            judge = "verifier" if self.workers.pool else "environment"
+            judge = "verifier" if self.workers.pools else "environment"
             job.verdicts.drop(failed)  # a resumed run judges samples without a verdict again
             raise UserError(
                 f"the {judge} failed on {len(errors)} of {total} answers, a larger share than max_error_share "
@@ -310,13 +315,14 @@ def _by_group(keys: Iterable[SampleKey]) -> dict[Group, set[SampleKey]]:
 
 
 class _Judge:
-    """Submits samples to the pool and records the verdicts.
+    """Submits samples to the pools and records the verdicts.
 
     A verifier of groups gets a group once all its samples are there, in the order of their indices.
     """
 
     def __init__(self, job: Job, workers: Workers) -> None:
-        self._pool = workers.pool
+        self._workers = workers
+        self._prompts = {prompt.id: prompt for prompt in job.prompts}
         self._interrupt = workers.interrupt
         self._records = job.verdicts
         self._groups = _by_group(request.key for request, _ in job.requests)
@@ -326,13 +332,15 @@ class _Judge:
         self._done: SimpleQueue[Future] = SimpleQueue()
         self.counts = Counter(record["verdict"] for record in self._records.records.values())
 
-    def submit(self, key: SampleKey, text: str, row: Row) -> None:
-        """Submit an answer, with its prompt's row."""
-        assert self._pool is not None, "an environment judges its conversations itself"
+    def submit(self, key: SampleKey, text: str) -> None:
+        """Submit an answer."""
+        prompt = self._prompts[key[0]]
+        pool = self._workers.pool(prompt)
+        assert pool is not None, "an environment judges its conversations itself"
         future: Future
-        if not self._pool.groups:
+        if not pool.groups:
             keys = [key]
-            future = self._pool.submit(text, row)
+            future = pool.submit(text, prompt.row)
         else:
             group = _group(key)
             texts = self._texts[group]
@@ -340,7 +348,7 @@ class _Judge:
             if len(texts) < len(self._groups[group]):
                 return
             keys = sorted(self._texts.pop(group))
-            future = self._pool.submit_group([texts[key] for key in keys], row)
+            future = pool.submit_group([texts[key] for key in keys], prompt.row)
         self._pending[future] = keys
         future.add_done_callback(self._done.put)
 

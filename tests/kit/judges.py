@@ -33,6 +33,17 @@ class Coin(Verifier):
         )
 
 
+class After(Verifier):
+    """Finds nothing right until the file ``end`` exists; then everything."""
+
+    def __init__(self, end: str) -> None:
+        self.end = end
+
+    def __call__(self, completion, row):
+        right = Path(self.end).exists()
+        return Result(Verdict.CORRECT, 1.0) if right else Result(Verdict.WRONG, 0.0)
+
+
 class Graded(Coin):
     """A coin that gives wrong answers the reward 0.5."""
 

@@ -22,29 +22,32 @@ TIMING = (
 
 
 def write_world(top: Path) -> Path:
-    """Write base models of peaked distributions, 12 prompts and 6 held-out prompts."""
+    """Write base models of peaked distributions, 12 prompts, and 6 and 12 held-out prompts."""
     write_model(top / "base", initializer_range=0.1)
     write_model(top / "llama", "llama", initializer_range=0.1)
     write_rows(top / "prompts.jsonl", 12)
     write_rows(top / "heldout.jsonl", 6, start=100)
+    write_rows(top / "others.jsonl", 12, start=200)
     return top
+
+
+def prompts_in(path: Path, **more: Any) -> dict:
+    """Return the component of the prompts in a file of :func:`write_world`."""
+    component = "rocm_ext.data.prompt_dataset"
+    return {
+        "_component_": component,
+        "source": str(path),
+        "column_map": {"prompt": "question"},
+        **more,
+    }
 
 
 def sampling_config(folder: Path, out: Path, base: str) -> dict:
     """Return what configs of runs that sample in a folder of :func:`write_world` have in common."""
-
-    def prompts(name: str) -> dict:
-        component = "rocm_ext.data.prompt_dataset"
-        return {
-            "_component_": component,
-            "source": str(folder / name),
-            "column_map": {"prompt": "question"},
-        }
-
     cfg = run_config(folder / base, folder / "prompts.jsonl", out)
     return {key: value for key, value in cfg.items() if key not in SFT_ONLY} | {
-        "prompts": prompts("prompts.jsonl"),
-        "eval_prompts": prompts("heldout.jsonl"),
+        "prompts": prompts_in(folder / "prompts.jsonl"),
+        "eval_prompts": prompts_in(folder / "heldout.jsonl"),
         "verifier": {"_component_": "tests.kit.judges.Coin"},
         "verify_workers": 1,
         "samples_per_prompt": 4,

@@ -251,7 +251,7 @@ def phase(folder, samples, stop_after=None, node=RARE):
     requests = [(Request(p, i, 0, (1,)), sampling) for p in "pq" for i in samples]
     session = Replies(interrupt, texts, stop_after)
     with Pool(node, workers=1, timeout=30) as pool:
-        workers = Workers(Ranks(None), interrupt, 0.5, pool=pool)
+        workers = Workers(Ranks(None), interrupt, 0.5, pools={"": pool})
         prompts = [Prompt(p, (), {}, "") for p in "pq"]
         job = Job(
             "test", requests, prompts, *Records(folder, Ranks(None), 0, -1).phase(1, "sample")
