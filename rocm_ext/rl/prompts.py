@@ -63,7 +63,7 @@ class PromptSet:
         tools: JSON schemas of the environment's tools, added to the tools of every prompt.
 
     Raises:
-        UserError: prompts cannot be read, or a held-out prompt is also a training prompt.
+        UserError: prompts cannot be read, a held-out prompt is also a training prompt, or two prompts share an id.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -86,7 +86,14 @@ class PromptSet:
         self.tools: tuple[Json, ...] = ()
         # the environment's first messages for the first prompt
         self._begun: Ask | list[Message] | None = None
-        self._by_id = {prompt.id: prompt for prompt in self}
+        self._by_id: dict[str, Prompt] = {}
+        for prompt in self:
+            earlier = self._by_id.setdefault(prompt.id, prompt)
+            if earlier is not prompt:
+                raise UserError(
+                    f"{prompt.origin} has the id {prompt.id!r} of {earlier.origin}; change it, or give the held-out "
+                    "prompts a name, eval_prompts: {NAME: {...}}, which is then a part of their ids"
+                )
 
     def render(self, tokenizer: Any) -> None:
         """Fill ``tokens`` as SFT rows are rendered."""

@@ -333,3 +333,23 @@ def test_noise_is_no_forgetting():
             warnings += watch.take(step, {"target": target, "other": judged(right)})
         warned += bool(warnings)
     assert warned <= 1
+
+
+def test_equal_ids_of_training_and_held_out_prompts(folder, tmp_path):
+    """A name makes them different; without it, a training prompt would get the tokens of a held-out one."""
+    parts = {}
+    for key, number in (("prompts", 1), ("eval_prompts", 2)):
+        rows = [{"id": i, "prompt": f"{number} + {i}?", "answer": "3"} for i in range(4)]
+        path = tmp_path / f"{key}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        parts[key] = {"_component_": "rocm_ext.data.prompt_dataset", "source": str(path)}
+    message = (
+        r"eval_prompts.jsonl:1 has the id '0' of .*prompts.jsonl:1; change it, or give the held-out"
+    )
+    with pytest.raises(UserError, match=message):
+        loaded(GRPO, write_run(folder, tmp_path / "out", **parts)).check()
+    named = {"prompts": parts["prompts"], "eval_prompts": {"sums": parts["eval_prompts"]}}
+    recipe = loaded(GRPO, write_run(folder, tmp_path / "named", **named))
+    recipe.check()
+    assert recipe.prompts["0"].row["prompt"] == "1 + 0?"
+    assert recipe.prompts["sums/0"].row["prompt"] == "2 + 0?"
