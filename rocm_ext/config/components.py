@@ -178,7 +178,8 @@ def own_verifiers(cfg: DictConfig) -> dict[str, Any]:
     verifiers = {}
     for key, part in data_sets("eval_prompts", cfg.eval_prompts).items():
         if key != "eval_prompts" and part.get(VERIFIER) is not None:
-            verifiers[key.partition(".")[2]] = part[VERIFIER]
+            own = OmegaConf.to_container(part[VERIFIER], resolve=True)
+            verifiers[key.partition(".")[2]] = own
     return verifiers
 
 

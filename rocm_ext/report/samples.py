@@ -214,12 +214,25 @@ def prompts_of(run: RunFolder) -> dict[str, _Asked]:
     A report downloads nothing and runs no component of a user.
     """
     setting: Any = run.setting("prompts" if run.family in SAMPLED else "eval_prompts")
+    if not isinstance(setting, dict) or "_component_" in setting:
+        return _read(setting)
+    prompts = {}
+    for name, part in setting.items():  # named sets
+        for prompt, asked in _read(part).items():
+            prompts[f"{name}/{prompt}"] = asked
+    return prompts
+
+
+def _read(setting: Any) -> dict[str, _Asked]:
+    """The messages and tools of a component's prompts by id."""
     if not isinstance(setting, dict) or setting.get("_component_") != _PROMPTS:
         return {}
     source = setting.get("source")
     if not isinstance(source, str) or not Path(source).is_file():
         return {}
-    arguments = {key: value for key, value in setting.items() if key != "_component_"}
+    arguments = {
+        key: value for key, value in setting.items() if key not in ("_component_", "verifier")
+    }
     written = Path(source).stat().st_mtime_ns
     return _asked(json.dumps(arguments, sort_keys=True, default=str), written)
 

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache
 from statistics import fmean
@@ -76,6 +77,7 @@ class PromptSet:
             name = part.partition(".")[2]
             prompts = _read(part, component)
             if name:
+                prompts = copy(prompts)  # a component may keep its own
                 prompts[:] = [replace(p, id=f"{name}/{p.id}", set=name) for p in prompts]
             self.sets[name] = prompts
             self.held_out += prompts
@@ -214,10 +216,10 @@ class PromptSet:
             return {"": self._check_environment(environment)}
         if cfg.verifier is None and not required:
             return {}
-        components: dict[str, Any] = {}
-        for name, verifier in {"": cfg.verifier, **self._verifiers}.items():
-            components[name] = OmegaConf.to_container(verifier, resolve=True)
-            self._check_one(name, components[name])
+        of_run: Any = OmegaConf.to_container(cfg.verifier, resolve=True)
+        components = {"": of_run, **self._verifiers}
+        for name, component in components.items():
+            self._check_one(name, component)
         return components
 
     def _check_one(self, name: str, component: Json) -> None:
@@ -323,9 +325,12 @@ class PromptSet:
         )
 
     def fingerprint_held_out(self) -> str:
-        """Hash the held-out prompts as :meth:`fingerprint` does, by set, in the sets' order."""
-        parts = [f"{name} {self.fingerprint(prompts)}" for name, prompts in self.sets.items()]
-        return ", ".join(parts).strip()
+        """Hash the held-out prompts as :meth:`fingerprint` does, by set, in the sets' order, with their verifiers."""
+        parts = []
+        for name, prompts in self.sets.items():
+            verifier = self._verifiers.get(name, "")
+            parts.append(f"{name} {self.fingerprint(prompts)} {verifier}".strip())
+        return ", ".join(parts)
 
     def fingerprint(self, prompts: Sequence[Prompt]) -> str:
         """Hash the ids, tokens and rows of ``prompts`` with SHA-256, in hex; their order does not matter."""

@@ -16,7 +16,9 @@ from rocm_ext.base.errors import UserError
 from rocm_ext.cli import main as rocm_ext
 from rocm_ext.export.push import card
 from rocm_ext.export.source import open_source
+from rocm_ext.report.samples import prompts_of
 from rocm_ext.rl.trainer import PolicyTrainer
+from rocm_ext.runs.folder import RunFolder
 from rocm_ext.train.forgetting import Forgetting, Judged
 from rocm_ext.train.trainer import Trainer
 from tests.kit import forks, raft_runs
@@ -119,6 +121,8 @@ def test_killed_and_resumed(make, sets, named, tmp_path, method):
     assert forked(main, make(out), prepare=kill)[0] == -signal.SIGKILL
     turned = dict(reversed(sets.items()))
     assert "eval prompts" in refused(main, make(out, eval_prompts=turned), RESUME)
+    line = refused(main, make(out), RESUME, "eval_prompts.code.verifier.share=0.7")
+    assert "eval prompts" in line
     succeed(main, make(out), RESUME)
     assert_equal(out, named)
     assert (
@@ -229,6 +233,9 @@ def test_sft_stops_by_a_named_set(folder, sets, tmp_path, capsys):
     assert "of 12 held-out prompts gained" in messages
     assert rocm_ext(["report", str(out)]) == 0
     assert "Held-out pass@1 of again" in (out / "report.html").read_text()
+    shown = prompts_of(RunFolder(out))
+    answered = {line["prompt_id"] for line in lines(out / "samples.jsonl")}
+    assert shown.keys() == answered
 
 
 @pytest.mark.parametrize("family", ["grpo", "sft"])
