@@ -208,7 +208,7 @@ def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
                 continue
             if isinstance(part, DictConfig) and COMPONENT in part:
                 others = (COMPONENT, WEIGHT) if mixed else (COMPONENT,)
-                if root == "eval_prompts" != key:
+                if root == "eval_prompts" and key != root:
                     others = (COMPONENT, VERIFIER)
                     yield from _verifier_faults(f"{key}.{VERIFIER}", part.get(VERIFIER), cfg)
                 yield from _argument_faults(key, part, others, cfg)
@@ -240,7 +240,7 @@ def check_from_folder(content: Config, file: Path) -> None:
     for path, value in leaves(content):
         key, name = path[0], path[-1]
         if name == COMPONENT:
-            of_set = path[0] == "eval_prompts" and path[2:] == (VERIFIER, COMPONENT)
+            of_set = key == "eval_prompts" and path[2:3] == (VERIFIER,)
             pattern = _BUILDERS.get(VERIFIER if of_set else key, r"(?!)")
             harmless = isinstance(value, str) and bool(re.fullmatch(pattern, value))
         elif name in _HARMLESS:

@@ -187,8 +187,10 @@ def questions(cfg: DictConfig, known: Known) -> Questions:
             source += ", their tokens assumed: the model is not on disk"
     held_out: list[int | None] = []
     for key, part in config.components.prompt_sets(cfg).items():
-        here = _is_local(part)
-        held_out.append(len(config.instantiate(part, key=key)) if here else _count(part))
+        count_of_set = _count(part)
+        if _is_local(part):
+            count_of_set = len(config.instantiate(part, key=key))
+        held_out.append(count_of_set)
     if not known.answer_tokens:
         source += "; answers assumed to be half of max_new_tokens"
     return Questions(

@@ -47,11 +47,11 @@ def score_charts(runs: Sequence[RunFolder], *families: str) -> list[Chart]:
     """Held-out scores of the runs of ``families``; by step, several runs are also drawn by answers sampled."""
     charts = []
     for of_set in dict.fromkeys(chain.from_iterable(map(held_out, runs))):
-        charts += _charts_of(of_set, runs, families)
+        charts += _charts_of(of_set, runs, *families)
     return charts
 
 
-def _charts_of(of_set: str, runs: Sequence[RunFolder], families: tuple[str, ...]) -> list[Chart]:
+def _charts_of(of_set: str, runs: Sequence[RunFolder], *families: str) -> list[Chart]:
     """The charts of a set of prompts, whose name ends their titles."""
     several = len(runs) > 1
     x_title = "cycle" if RAFT in families else "step"

@@ -166,7 +166,8 @@ class PolicyTrainer(Training):
                 "version, or begin anew with overwrite_output_dir=True"
             )
         self.evaluated = state["evaluated"]
-        self.forgetting.best, self.forgetting.sums = state.get("forgetting", ({}, {}))
+        compared = state.get("forgetting", ({}, {}))
+        self.forgetting.best, self.forgetting.sums = compared
         for prompt, steps in state["asked"].items():
             finished = [entry for entry in steps if entry[0] <= self.step]
             if finished:
@@ -278,8 +279,9 @@ class PolicyTrainer(Training):
                 "step": step,
                 "adapter": self.learner.adapter_state(),
             }
-        warnings = self.forgetting.warnings(step, judged)
-        self.log(False, step=step, **score_columns(judged), seconds=stats["seconds"], **warnings)
+        values = score_columns(judged) | {"seconds": stats["seconds"]}
+        values |= self.forgetting.warnings(step, judged)
+        self.log(False, step=step, **values)
         self.log_numbers(shares(judged))
 
     def log(self, to_logger: bool, **values: Any) -> None:

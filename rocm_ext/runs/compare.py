@@ -503,7 +503,8 @@ def _by_scores(compared: Comparison, a: RunFolder, b: RunFolder, tolerance: floa
         of_one = replace(compared)
         _by_score(of_one, of_set, a, b, tolerance)
         by_set.append(of_one)
-    return min(by_set, key=lambda of_one: ("reject", "unknown", "take").index(of_one.answer))
+    answers = ["reject", "unknown", "take"]
+    return min(by_set, key=lambda of_one: answers.index(of_one.answer))
 
 
 def _by_score(

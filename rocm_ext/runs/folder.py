@@ -172,7 +172,8 @@ class RunFolder:
     @property
     def is_evaluation(self) -> bool:
         """Whether ``rocm-ext eval --output`` wrote this folder: the evaluation of one adapter, without training."""
-        only_at_0 = [*self.evaluations.get("eval", ())] == [0] and not self.steps
+        evaluated = list(self.evaluations.get("eval", ()))
+        only_at_0 = evaluated == [0] and not self.steps
         return only_at_0 and self.config.get("prompts", "") is None
 
     def setting(self, key: str) -> Any:

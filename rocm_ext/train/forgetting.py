@@ -35,7 +35,9 @@ class Judged(NamedTuple):
     def rise(self, before: Sequence[float]) -> Interval:
         """Return the rise of this share since an evaluation with the ``sums`` ``before``."""
         changes = self.sums - before
-        return paired_gain(int((changes < 0).sum()), int((changes > 0).sum()), len(changes))
+        gained = int((changes < 0).sum())
+        lost = int((changes > 0).sum())
+        return paired_gain(gained, lost, len(changes))
 
 
 def score_columns(judged: Mapping[str, Judged]) -> Json:
@@ -45,7 +47,10 @@ def score_columns(judged: Mapping[str, Judged]) -> Json:
 
 def shares(judged: Mapping[str, Judged]) -> dict[str, float]:
     """Return pass@1 by the column of the metric logger."""
-    return {column(EVAL_METRIC, name): part.scores["pass_at_1"] for name, part in judged.items()}
+    values = {}
+    for name, part in judged.items():
+        values[column(EVAL_METRIC, name)] = part.scores["pass_at_1"]
+    return values
 
 
 def in_words(judged: Mapping[str, Judged]) -> str:

@@ -18,6 +18,7 @@ from rocm_ext.base.types import Json
 from rocm_ext.config import references
 from rocm_ext.runs.records import of_sets
 
+_SCORES = ("correct", "prompts", "pass_at_1", "interval")  # of a summary's evaluations
 _QUARTERS = 4  # parts of a run to compare: single steps have different pairs
 _FEWEST_VALIDATIONS = 3  # validations have the same pairs
 
@@ -45,7 +46,7 @@ def scores_of(lines: Iterable[Json]) -> list[Json]:
     for line in lines:
         scores: Json = {}
         for name in of_sets([line], "eval"):
-            kept = {key: line[name][key] for key in ("correct", "prompts", "pass_at_1", "interval")}
+            kept = {key: line[name][key] for key in _SCORES}
             scores |= kept if name == "eval" else {name: kept}
         if scores:
             evaluations.append({"step": line["step"], **scores})

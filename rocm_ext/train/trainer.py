@@ -182,8 +182,8 @@ class Trainer(Training):
         self.validated = state["validated"]
         self.evaluated = state.get("evaluated", -1)
         self.forgetting.best, self.forgetting.sums = state.get("forgetting", ({}, {}))
-        answers = self.forgetting_answers
-        answers.best, answers.sums = state.get("forgetting_answers", ({}, {}))
+        compared = state.get("forgetting_answers", ({}, {}))
+        self.forgetting_answers.best, self.forgetting_answers.sums = compared
         if self.best is None or self.best["metric"] == self.metric:
             self.worse = state["worse"]
         else:
@@ -343,8 +343,9 @@ class Trainer(Training):
         compared = self.step > 0 and by_answers(self.cfg)
         so_far = self._compare(shares(judged)) if compared else ""
         log.info("step %d: %s%s", self.step, in_words(judged), so_far)
-        warnings = self.forgetting_answers.warnings(self.step, judged)
-        self.write_metrics(False, **score_columns(judged), seconds=seconds, **warnings)
+        values = score_columns(judged) | {"seconds": seconds}
+        values |= self.forgetting_answers.warnings(self.step, judged)
+        self.write_metrics(False, **values)
         self.log_numbers(shares(judged))
 
     def _compare(self, values: Mapping[str, float]) -> str:

@@ -14,6 +14,7 @@ from rocm_ext.recipes.grpo_rocm import GRPO, main
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.cli import main as rocm_ext
+from rocm_ext.config.components import check_from_folder
 from rocm_ext.export.push import card
 from rocm_ext.export.source import open_source
 from rocm_ext.report.samples import prompts_of
@@ -360,3 +361,18 @@ def test_equal_ids_of_training_and_held_out_prompts(folder, tmp_path):
     recipe.check()
     assert recipe.prompts["0"].row["prompt"] == "1 + 0?"
     assert recipe.prompts["sums/0"].row["prompt"] == "2 + 0?"
+
+
+def test_a_config_in_a_folder_may_have_our_verifiers():
+    """Of a run or an adapter from anybody; other components need --trust-config."""
+
+    def content(component: str) -> dict:
+        both = {"_component_": "rocm_ext.verifiers.All", "verifiers": [{"_component_": component}]}
+        prompts = {"_component_": "rocm_ext.data.prompt_dataset", "source": "x", "verifier": both}
+        return {"eval_prompts": {"code": prompts}}
+
+    check_from_folder(content("rocm_ext.verifiers.MathAnswer"), Path("config.yaml"))
+    with pytest.raises(
+        UserError, match=r"eval_prompts.code.verifier.verifiers._component_ is 'os.x'"
+    ):
+        check_from_folder(content("os.x"), Path("config.yaml"))
