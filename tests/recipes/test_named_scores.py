@@ -1,6 +1,7 @@
 """Named sets of held-out prompts: each is scored as if it were alone, and the training does not depend on them."""
 
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -187,7 +188,6 @@ def test_eval_measures_one_set(named, capsys):
 
 
 def test_compare_looks_at_each_set(make, sets, named, tmp_path, capsys):
-    """The other run's second set has a stricter verifier, so its scores are not comparable, and lower."""
     out = tmp_path / "other"
     succeed(main, make(out, seed=3))
     rocm_ext(["compare", str(named), str(out), "--json"])
@@ -195,6 +195,24 @@ def test_compare_looks_at_each_set(make, sets, named, tmp_path, capsys):
     for name in ("math", "code", "again"):
         shares = [scores(o, name)[4]["pass_at_1"] for o in (named, out)]
         assert measured[f"held-out pass@1 of {name}, step 4"] == shares
+
+
+def test_compare_rejects_what_loses_another_set(named, tmp_path, capsys):
+    """The other run has the same answers, and at its end those to the second set are wrong."""
+    out = shutil.copytree(named, tmp_path / "out")
+    for file, change in (("verdicts", {"verdict": "WRONG"}), ("metrics", {})):
+        changed = []
+        for line in lines(out / f"{file}.jsonl"):
+            if line["step"] == 4 and line.get("prompt_id", "").startswith("code/"):
+                line |= change
+            if line["step"] == 4 and "eval/code" in line:
+                line["eval/code"]["correct"] = 0
+            changed.append(json.dumps(line) + "\n")
+        (out / f"{file}.jsonl").write_text("".join(changed))
+    rocm_ext(["compare", str(named), str(out), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["answer"] == "reject"
+    assert "its held-out pass@1 of code after step 4 is worse" in found["text"]
 
 
 def test_raft_and_the_best_of_the_first_set(folder, sets, tmp_path):
