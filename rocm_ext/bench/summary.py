@@ -9,6 +9,7 @@ import torch
 from omegaconf import DictConfig
 
 from rocm_ext import config
+from rocm_ext.base.types import Config
 from rocm_ext.bench.probes import longest_row, probe_config
 from rocm_ext.bench.sweep import GAIN, TUNABLE, Measurement, Winner, in_words, smallest
 from rocm_ext.losses import objective_of
@@ -102,6 +103,17 @@ def winners(measurements: Sequence[Measurement], of_training: Sequence[Winner]) 
         slots = smallest(decoded, "slots").item.values["slots"]
         won.append(Winner("engine.slots", slots, in_words(decoded, "slots")))
     return won
+
+
+def settings(
+    measurements: Sequence[Measurement], winners: Sequence[Winner], configured: Any
+) -> Config:
+    """The winners' values by key, and the ``configured`` value of ``compile`` if no other one that was tried won."""
+    values = {winner.key: winner.value for winner in winners}
+    tried = [row for row in measurements if row.item.values.get("compile")]
+    if any(row.status != "skipped" for row in tried):
+        values.setdefault("compile", configured)
+    return values
 
 
 def _library(measurements: Sequence[Measurement]) -> list[Winner]:

@@ -109,9 +109,6 @@ def environment_conflicts(
         elif parse_version(machine.torch) < (2, 11):
             why = "expandable_segments has no effect on ROCm before torch 2.11"
             yield Conflict((name,), f"{name}={value}", why)
-        elif rocm >= (7, 14) and () < parse_version(machine.kernel) < (6, 16):
-            why = "with ROCm 7.14 and newer, expandable_segments may hang under kernels before 6.16 (rocm-systems#9820)"
-            yield Conflict((name,), f"{name}={value}", why)
         elif (7, 14) <= rocm < (10,):
             why = "ROCm 7.14 opens a file for each 20 MiB of segments, up to `ulimit -n` (rocm-systems#10604)"
             yield Conflict((name,), f"{name}={value}", why)

@@ -55,6 +55,7 @@ def failure(name: str, what: str, module: str) -> str:
         known = read_json(file)
         if known and known["machine"] == machine:
             return known["failure"]
+    log.info("trying %s, for at most %d s", what, _TIMEOUT)
     problem, final = _tried(what, module)
     if final:
         # the cache folder cannot be written, or another rank writes to it
@@ -86,10 +87,11 @@ def main(trial: Callable[[torch.device], str]) -> None:
     final = True
     try:
         failure = trial(torch.device("cuda", int(sys.argv[1])))
-    except RuntimeError as error:
+    except Exception as error:
         failure = one_line(error)
         # memory may be full: the next process tries again
-        final = isinstance(error, NotImplementedError)
+        always = (NotImplementedError, torch._dynamo.exc.TorchDynamoException)
+        final = isinstance(error, always)
     print(json.dumps({"failure": failure, "final": final}))
 
 

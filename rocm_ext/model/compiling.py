@@ -40,7 +40,7 @@ def choose_compile(
         The value and the reason.
     """
     lock = profile.locked.get("compile")
-    if lock:
+    if lock and "compile" not in cfg.hardware_overrides:
         return lock.value, lock.reason
     if cfg.get("router_replay"):
         return False, "router_replay does not work in compiled layers"

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from filelock import FileLock, Timeout
 
@@ -118,9 +119,11 @@ class Server:
         folder = self._record.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                pass
         except OSError as error:
             raise UserError(
-                f"cannot make {folder}, where a record says who stopped the server: {error.strerror}. "
+                f"cannot write to {folder}, where a record says who stopped the server: {error.strerror}. "
                 "XDG_STATE_HOME names another folder"
             ) from error
 

@@ -327,7 +327,8 @@ def won(*rows: Measurement, **changes) -> dict:
         return Measurement(item, "failed", {})
 
     of_training = sweep(**changes).run(measure)
-    return {winner.key: winner.value for winner in summary.winners(rows, of_training)}
+    winners = summary.winners(rows, of_training)
+    return summary.settings(rows, winners, changes.get("compile", False))
 
 
 def test_the_smallest_of_equally_fast_sizes_wins():
@@ -341,6 +342,9 @@ def test_the_smallest_of_equally_fast_sizes_wins():
 
 def test_compile_wins_only_beyond_noise():
     assert won(training(4, 100), training(4, 150, compile=True)) == {"compile": True}
+    assert won(training(4, 100), training(4, 101, compile=True)) == {"compile": False}
+    failed = Measurement(Item("training", {"rows": 4, "compile": True}, {}), "crashed", {})
+    assert won(training(4, 100), failed) == {"compile": False}
     three = (
         training(4, 100),
         training(4, 150, compile=True),
@@ -351,7 +355,8 @@ def test_compile_wins_only_beyond_noise():
     assert won(training(4, 100), training(4, 150, compile=True), compile="auto") == {
         "compile": True
     }
-    assert won(training(4, 100, spread=0.3), training(4, 110, compile=True, spread=0.3)) == {}
+    noisy = training(4, 100, spread=0.3), training(4, 110, compile=True, spread=0.3)
+    assert won(*noisy) == {"compile": False}
     assert won(training(2, 100), training(4, 150, compile=True)) == {}
 
 

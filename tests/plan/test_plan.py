@@ -431,6 +431,7 @@ def test_a_plan_says_what_compile_auto_chose(capsys):
     assert plan(capsys, *arguments[1:], "compile=True")["compile"] is None
 
 
+@as_configured
 def test_tables_for_people(capsys):
     assert main(["plan", "--config", "mi50_qwen0_5b_raft", "--rows", "100"]) == 0
     said = capsys.readouterr().out
