@@ -320,15 +320,19 @@ def asked(swept: Sweep) -> list[Item]:
 def won(*rows: Measurement, **changes) -> dict:
     """The settings that win by these measurements; the others fail."""
 
+    measured = []
+
     def measure(item: Item) -> Measurement:
         for row in rows:
             if (row.item.probe, row.item.values) == (item.probe, item.values):
+                measured.append(row)
                 return row
         return Measurement(item, "failed", {})
 
     of_training = sweep(**changes).run(measure)
     winners = summary.winners(rows, of_training)
-    return summary.settings(rows, winners, changes.get("compile", False))
+    configured = changes.get("compile", False)
+    return summary.settings(measured, winners, False if configured == "auto" else configured)
 
 
 def test_the_smallest_of_equally_fast_sizes_wins():
