@@ -143,6 +143,8 @@ def chosen_set(cfg: DictConfig, name: str | None, key: str = "dataset_val") -> A
     """
     sets = data_sets(key, cfg[key])
     chosen = f"{key}.{name}" if name else key
+    if name is None and len(sets) == 1:
+        (chosen,) = sets
     if chosen in sets:
         return sets[chosen]
     if key in sets:
@@ -159,28 +161,25 @@ def choose_prompts(cfg: DictConfig, name: str | None) -> None:
     A UserError as from :func:`chosen_set`.
     """
     chosen = chosen_set(cfg, name, "eval_prompts")
-    if name:
+    if chosen is not cfg.eval_prompts:  # it has a name
         cfg.verifier = chosen.get(VERIFIER) or cfg.verifier
         chosen = without(chosen, VERIFIER)
     cfg.eval_prompts = chosen
 
 
-def prompt_sets(cfg: DictConfig) -> dict[str, Any]:
-    """Return the components of ``eval_prompts`` by key, as :func:`data_sets`, without the sets' own verifiers."""
-    sets = data_sets("eval_prompts", cfg.eval_prompts)
-    if "eval_prompts" in sets:
-        return sets
-    return {key: without(part, VERIFIER) for key, part in sets.items()}
-
-
-def own_verifiers(cfg: DictConfig) -> dict[str, Any]:
-    """Return the verifiers of the sets in ``eval_prompts`` that have one of their own, by name."""
-    verifiers = {}
+def prompt_sets(cfg: DictConfig) -> Iterator[tuple[str, Any, DictConfig | None]]:
+    """Yield key, component without a verifier, and own verifier of the :func:`data_sets` of ``eval_prompts``."""
     for key, part in data_sets("eval_prompts", cfg.eval_prompts).items():
-        if key != "eval_prompts" and part.get(VERIFIER) is not None:
-            own = OmegaConf.to_container(part[VERIFIER], resolve=True)
-            verifiers[key.partition(".")[2]] = own
-    return verifiers
+        if key == "eval_prompts":
+            yield key, part, None
+        else:
+            yield key, without(part, VERIFIER), part.get(VERIFIER)
+
+
+def judges_held_out(cfg: DictConfig) -> bool:
+    """Return whether a verifier, or an environment, judges the answers to each set of ``eval_prompts``."""
+    of_run = cfg.verifier or cfg.get("environment")
+    return all(not prompts or of_run or own for _, prompts, own in prompt_sets(cfg))
 
 
 def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:

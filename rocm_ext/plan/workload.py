@@ -186,7 +186,7 @@ def questions(cfg: DictConfig, known: Known) -> Questions:
         else:
             source += ", their tokens assumed: the model is not on disk"
     held_out: list[int | None] = []
-    for key, part in config.components.prompt_sets(cfg).items():
+    for key, part, _ in config.components.prompt_sets(cfg):
         count_of_set = _count(part)
         if _is_local(part):
             count_of_set = len(config.instantiate(part, key=key))

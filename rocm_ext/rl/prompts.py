@@ -23,7 +23,8 @@ from rocm_ext.base.errors import UserError, refuse
 from rocm_ext.base.importing import import_component
 from rocm_ext.base.log import warn
 from rocm_ext.base.types import Json
-from rocm_ext.config.components import own_verifiers, prompt_sets
+from rocm_ext.config.checks.training import UNJUDGED
+from rocm_ext.config.components import prompt_sets
 from rocm_ext.data.messages import to_tools, to_turns
 from rocm_ext.data.overview import Overview, equal, numbers, sequence, shared
 from rocm_ext.data.prompts import Prompt, check_disjoint
@@ -72,10 +73,12 @@ class PromptSet:
         self.training = _read("prompts", cfg.prompts)
         self.sets: dict[str, list[Prompt]] = {}
         self.held_out: list[Prompt] = []
-        self._verifiers = own_verifiers(cfg)
-        for part, component in prompt_sets(cfg).items():
+        self._verifiers: dict[str, Any] = {}  # of sets with their own
+        for part, component, own in prompt_sets(cfg):
             name = part.partition(".")[2]
             prompts = _read(part, component)
+            if own is not None:
+                self._verifiers[name] = OmegaConf.to_container(own, resolve=True)
             if name:
                 prompts = copy(prompts)  # a component may keep its own
                 prompts[:] = [replace(p, id=f"{name}/{p.id}", set=name) for p in prompts]
@@ -92,9 +95,14 @@ class PromptSet:
         for prompt in self:
             earlier = self._by_id.setdefault(prompt.id, prompt)
             if earlier is not prompt:
+                cure = (
+                    ", or give the held-out prompts a name, eval_prompts: {NAME: {...}}, which is then a part of their "
+                    "ids"
+                )
+                if prompt.set:  # they have a name
+                    cure = ""
                 raise UserError(
-                    f"{prompt.origin} has the id {prompt.id!r} of {earlier.origin}; change it, or give the held-out "
-                    "prompts a name, eval_prompts: {NAME: {...}}, which is then a part of their ids"
+                    f"{prompt.origin} has the id {prompt.id!r} of {earlier.origin}; change it{cure}"
                 )
 
     def render(self, tokenizer: Any) -> None:
@@ -203,39 +211,40 @@ class PromptSet:
         The main rank tries it, unless ``max_error_share`` allows every answer to fail.
 
         Returns:
-            The components of verifiers for worker processes, by set of prompts: the key is empty for the run's verifier
-            or environment. Empty if the config may lack both, and does.
+            The components of verifiers for worker processes, by set of prompts: the key is empty for the run's
+            environment, or its verifier if it judges any prompt.
 
         Raises:
             UserError: the verifier cannot run, rejects a row (the message then names the row and the field), or fails
-                on an answer.
+                on an answer; or prompts have none, and it is ``required``.
         """
         cfg = self._cfg
         if cfg.environment is not None:
             environment: Any = OmegaConf.to_container(cfg.environment, resolve=True)
             return {"": self._check_environment(environment)}
-        if cfg.verifier is None and not required:
-            return {}
-        of_run: Any = OmegaConf.to_container(cfg.verifier, resolve=True)
-        components = {"": of_run, **self._verifiers}
-        for name, component in components.items():
-            self._check_one(name, component)
-        return components
-
-    def _check_one(self, name: str, component: Json) -> None:
-        """Check the verifier of the set ``name``, or without a name the run's."""
-        cfg = self._cfg
-        verifier = build(component)
-        verifier.check()
-        rows = []
+        judged: dict[str, list[Prompt]] = {}
         for prompt in self:
             judged_by = prompt.set if prompt.set in self._verifiers else ""
-            if judged_by == name:
-                rows.append(prompt.row)
-                with _naming(prompt, UserError, ValueError):
-                    verifier.check_row(prompt.row)
-        if rows and rank() == 0 and cfg.max_error_share < 1:
-            try_out(component, rows, cfg.verify_timeout)
+            judged.setdefault(judged_by, []).append(prompt)
+        components = dict(self._verifiers)
+        if "" in judged and cfg.verifier is not None:
+            components[""] = OmegaConf.to_container(cfg.verifier, resolve=True)
+        elif "" in judged and required:
+            raise UserError(UNJUDGED)
+        for name, component in components.items():
+            self._check_one(component, judged[name])
+        return components
+
+    def _check_one(self, component: Json, prompts: Sequence[Prompt]) -> None:
+        """Check a verifier, and that it can judge answers to ``prompts``."""
+        verifier = build(component)
+        verifier.check()
+        for prompt in prompts:
+            with _naming(prompt, UserError, ValueError):
+                verifier.check_row(prompt.row)
+        if rank() == 0 and self._cfg.max_error_share < 1:
+            rows = [prompt.row for prompt in prompts]
+            try_out(component, rows, self._cfg.verify_timeout)
 
     def _check_environment(self, component: Any) -> Json:
         """Check the prompts' rows, begin a conversation as a test, and take the environment's tools."""
@@ -399,7 +408,7 @@ def _read(key: str, component: DictConfig | None) -> list[Prompt]:
         raise UserError(
             f"{key}: {component._component_} must return a non-empty list of rocm_ext.data.prompts.Prompt"
         )
-    return prompts
+    return prompts if isinstance(prompts, list) else list(prompts)
 
 
 # ---- the choice of prompts

@@ -336,7 +336,8 @@ class _Judge:
         """Submit an answer."""
         prompt = self._prompts[key[0]]
         pool = self._workers.pool(prompt)
-        assert pool is not None, "an environment judges its conversations itself"
+        if pool is None:
+            return  # of distillation without a verifier
         future: Future
         if not pool.groups:
             keys = [key]

@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rocm_ext.recipes import lora_finetune_rocm, raft_rocm
+import yaml
+from rocm_ext.recipes import distil_rocm, lora_finetune_rocm, raft_rocm
 from rocm_ext.recipes.grpo_rocm import GRPO, main
+from rocm_ext.recipes.lora_finetune_rocm import LoRAFinetune
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.cli import main as rocm_ext
 from rocm_ext.config.components import check_from_folder
+from rocm_ext.data import prompt_dataset
 from rocm_ext.export.push import card
 from rocm_ext.export.source import open_source
 from rocm_ext.report.samples import prompts_of
@@ -152,7 +155,7 @@ def test_where_a_reader_finds_them(make, named, folder, capsys):
         assert {step: of_step[step][f"eval/{name}"]["correct"] for step in of_step} == {
             step: score["correct"] for step, score in expected.items()
         }
-    assert summary["best_step"] == max((2, 4), key=right.__getitem__), "of the first set"
+    assert right[summary["best_step"]] == max(right[2], right[4]), "of the first set"
     assert rocm_ext(["report", str(named)]) == 0
     page = (named / "report.html").read_text()
     for name in ("math", "code"):
@@ -185,6 +188,21 @@ def test_eval_measures_one_set(named, capsys):
     assert expected in capsys.readouterr().err
     assert rocm_ext(["eval", str(named), "--set", "maths", TRUST]) == 1
     assert "expected a name in eval_prompts; did you mean math" in capsys.readouterr().err
+
+
+def as_tuple(**arguments: Any) -> tuple:
+    return tuple(prompt_dataset(**arguments))
+
+
+def test_one_named_set_needs_no_choice(folder, named, tmp_path, capsys):
+    """Its own verifier judges; a component may return a tuple."""
+    code = prompts_in(folder / "others.jsonl", verifier=KEPT)
+    code["_component_"] = "tests.recipes.test_named_scores.as_tuple"
+    config = str(write_run(folder, tmp_path / "out", eval_prompts={"code": code}))
+    adapter = ["--adapter", str(named / "adapter")]
+    assert rocm_ext(["eval", "--config", config, *adapter, "--base", "--json", TRUST]) == 0
+    found = json.loads(capsys.readouterr().out)["base"]
+    assert found["correct"] == scores(named, "code")[0]["correct"]
 
 
 def test_compare_looks_at_each_set(make, sets, named, tmp_path, capsys):
@@ -288,6 +306,30 @@ def test_a_run_warns_when_another_set_gets_worse(folder, tmp_path, family):
     assert expected in (out / "report.html").read_text()
 
 
+def test_own_verifiers_are_enough(folder, sets, tmp_path):
+    """If every set has one, SFT and distillation need no other; distillation leaves its training answers unjudged."""
+    own = {name: {**sets[name], "verifier": KEPT} for name in ("math", "code")}
+    of_sft = {"verifier": None, "eval_prompts": own, "max_steps_per_epoch": 1}
+    succeed(lora_finetune_rocm.main, sft(folder, tmp_path / "sft", **of_sft))
+    distil = {"recipe": "distil_rocm", "teacher": str(folder / "llama"), "steps": 1}
+    path = write_run(folder, tmp_path / "out", **distil, verifier=None, eval_prompts=own)
+    cfg = yaml.safe_load(path.read_text())
+    succeed(distil_rocm.main, write_yaml(path, {k: cfg[k] for k in cfg if k != "truncated"}))
+    for name in own:
+        assert scores(tmp_path / "out", name)[0] == scores(tmp_path / "sft", name)[0]
+    assert {line["phase"] for line in lines(tmp_path / "out" / "verdicts.jsonl")} == {"eval"}
+    with pytest.raises(UserError, match="nothing judges the answers"):
+        loaded(LoRAFinetune, sft(folder, tmp_path / "x", **of_sft | {"eval_prompts": sets}))
+
+
+def test_no_pool_for_a_verifier_that_judges_nothing(folder, sets, tmp_path):
+    path = sft(folder, tmp_path / "out", eval_prompts={"code": sets["code"]})
+    recipe = loaded(LoRAFinetune, path)
+    recipe.setup()
+    assert list(recipe.trainer.evaluation.verifiers) == ["code"]
+    recipe.cleanup()
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     (["eval_prompts.a+b.source=x"], r"eval_prompts.a\+b: a data set's name has letters, digits, _ and - only"),
     (["eval_prompts.math=null"], "eval_prompts.math is None; expected a _component_ and its arguments"),
@@ -320,7 +362,7 @@ def test_metrics_of_unknown_sets(folder, sets, tmp_path):
     with pytest.raises(
         UserError, match=r"eval_correct/mth is unknown .*did you mean eval_correct/math"
     ):
-        loaded(lora_finetune_rocm.LoRAFinetune, path).check()
+        loaded(LoRAFinetune, path).check()
 
 
 def judged(right: np.ndarray) -> Judged:
@@ -374,7 +416,13 @@ def test_equal_ids_of_training_and_held_out_prompts(folder, tmp_path):
     )
     with pytest.raises(UserError, match=message):
         loaded(GRPO, write_run(folder, tmp_path / "out", **parts)).check()
-    named = {"prompts": parts["prompts"], "eval_prompts": {"sums": parts["eval_prompts"]}}
+    rows = (tmp_path / "prompts.jsonl").read_text().replace('"id": 0', '"id": "sums/0"')
+    (tmp_path / "taken.jsonl").write_text(rows)
+    taken = {**parts["prompts"], "source": str(tmp_path / "taken.jsonl")}
+    named = {"prompts": taken, "eval_prompts": {"sums": parts["eval_prompts"]}}
+    with pytest.raises(UserError, match=r"has the id 'sums/0' of .*taken.jsonl:1; change it$"):
+        loaded(GRPO, write_run(folder, tmp_path / "taken", **named)).check()
+    named["prompts"] = parts["prompts"]
     recipe = loaded(GRPO, write_run(folder, tmp_path / "named", **named))
     recipe.check()
     assert recipe.prompts["0"].row["prompt"] == "1 + 0?"

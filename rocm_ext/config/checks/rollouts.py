@@ -14,6 +14,7 @@ from rocm_ext.config import algorithms
 from rocm_ext.config.algorithms import ALGORITHMS, updates_of_step
 from rocm_ext.config.checks.training import UNJUDGED, check_values
 from rocm_ext.config.chosen_model import BASE, is_server
+from rocm_ext.config.components import judges_held_out
 from rocm_ext.config.keys import kind_of, kinds
 from rocm_ext.config.layers import defaults, trainer_config
 
@@ -153,7 +154,7 @@ def _distil_faults(cfg: DictConfig) -> Iterator[str]:
                 "temperature=0 or several updates in a step (updates_per_step, groups_per_update) they are not: set "
                 "loss=jsd"
             )
-    if cfg.eval_prompts is not None and cfg.verifier is None and cfg.environment is None:
+    if not judges_held_out(cfg):
         yield UNJUDGED
     yield from _repetition_faults(cfg, "samples_per_prompt", 1)
 

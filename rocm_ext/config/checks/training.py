@@ -21,6 +21,7 @@ from rocm_ext.base.kinds import (
     one_of,
     text,
 )
+from rocm_ext.config.components import judges_held_out
 from rocm_ext.config.keys import kinds
 
 EVAL_METRIC = "eval_correct"  # share of right answers to eval_prompts
@@ -94,7 +95,7 @@ def _faults(cfg: DictConfig) -> Iterator[str]:
             )
     if cfg.sequences_per_step and cfg.gradient_accumulation_steps:
         yield "sequences_per_step and gradient_accumulation_steps are both set; keep one of them"
-    if cfg.eval_prompts is not None and cfg.verifier is None:
+    if not judges_held_out(cfg):
         yield UNJUDGED
     if cfg.eval_prompts is None and by_answers(cfg):
         yield f"early_stopping_metric {EVAL_METRIC} needs held-out prompts: set eval_prompts and a verifier"
