@@ -105,7 +105,7 @@ class Forgetting:
         for name, result in results.items():
             best = self.best[name]
             rise = result.rise(self.sums[name])
-            improves = self.best[self.target]["step"] == step
+            improves = results[self.target].loss <= self.best[self.target]["loss"]
             least = 2 * rise.low - rise.value  # by twice the half width
             if improves and least > _MARGIN * abs(best["loss"]):
                 self.sums[name] = result.sums.tolist()
