@@ -324,7 +324,8 @@ class ConversationQueue(RequestQueue):
         turn = f"turn {talk.answers}"
         return replace(
             request,
-            seed=sample_seed(request.seed, turn, request.prompt_id, request.sample),
+            # the first seed is of the prompt, whatever the name of its set
+            seed=sample_seed(request.seed, turn, "", request.sample),
             tokens=tuple(context),
             messages=tuple(turn.message() for turn in turns),
             tools=tuple(tools or ()),

@@ -67,7 +67,8 @@ def judge(
     for name, prompts in sets.items():
         of_set = answers.of(prompts)
         right = greedy(of_set.results)
-        wrong = [float(not right[prompt.id]) for prompt in prompts]
+        # by id: a resumed run may read the prompts in another order
+        wrong = [float(not right[prompt]) for prompt in sorted(right)]
         judged[name] = Judged(score(of_set, samples), np.array(wrong))
     return judged
 

@@ -163,17 +163,22 @@ class Rollout:
 
     def _drop_records(self) -> None:
         """Drop the records of an earlier process that this one cannot use."""
-        job, pools = self.job, self.workers.pools
+        job = self.job
         keys = {request.key for request, _ in job.requests}
         if self.workers.conversations:
             # a conversation whose verdict is missing begins again
             job.samples.drop(lambda record: key_of(record) not in job.verdicts.records)
-        elif any(pool.groups for pool in pools.values()):
+        else:
             # a group is judged again if it was judged in part, or with other answers than this process asks for
             judged = _by_group(job.verdicts.records)
-            asked = _by_group(keys).items()
-            complete = {group for group, answers in asked if judged.get(group) == answers}
-            job.verdicts.drop(lambda record: _group(key_of(record)) not in complete)
+            asked = _by_group(keys)
+            incomplete: set[Group] = set()
+            for prompt in job.prompts:
+                pool = self.workers.pool(prompt)
+                if pool is not None and pool.groups:
+                    groups = [(prompt.id, False), (prompt.id, True)]
+                    incomplete.update(group for group in groups if judged[group] != asked[group])
+            job.verdicts.drop(lambda record: _group(key_of(record)) in incomplete)
         for records in (job.samples, job.verdicts):
             # a resumed run may ask for fewer answers
             records.drop(lambda record: key_of(record) not in keys)

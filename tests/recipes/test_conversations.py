@@ -178,6 +178,21 @@ def test_ranks_and_kept_caches_change_no_answer(write):
     assert answers(one) == answers(again) == answers(two.with_name("two"))
 
 
+def test_turns_of_a_named_set_have_the_seeds_of_one_alone(write):
+    prompts = {
+        "_component_": "rocm_ext.data.prompt_dataset",
+        "source": "${pocket}/heldout.jsonl",
+        "limit": 3,
+    }
+    texts = []
+    for name, sets in (("plain", prompts), ("named", {"sums": prompts})):
+        out = run(write(name, eval_prompts=sets, eval_samples=2, steps=1, prompts_per_step=1))
+        drawn = [line for line in lines(out / "samples.jsonl") if line["phase"] == "eval"]
+        assert max(len(line["given"]) for line in drawn) > 0, "a conversation has several turns"
+        texts.append(sorted(json.dumps(line["tokens"]) for line in drawn))
+    assert texts[0] == texts[1]
+
+
 def answers(out: Path) -> list[tuple]:
     return sorted(
         (line["prompt_id"], line["sample"], line["tokens"]) for line in lines(out / "samples.jsonl")

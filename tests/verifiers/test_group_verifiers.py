@@ -49,6 +49,11 @@ class Inherits(Verifier, Rare):
 class Nan:
     def judge_group(self, completions, row): return [Result(Verdict.WRONG, float("nan")) for c in completions]
 
+class Alone(Verifier):
+    def __call__(self, completion, row):
+        note(["alone"])
+        return Result(Verdict.CORRECT, 1.0)
+
 class Batch(Verifier):
     batch_size = 2
     def __call__(self, completion, row): return Result(Verdict.CORRECT, 1.0, "alone")
@@ -244,15 +249,16 @@ class Replies:
         return {"tokens": 2.0, "tokens_per_second": 1.0}
 
 
-def phase(folder, samples, stop_after=None, node=RARE):
-    """Make a phase of two prompts; ``stop_after`` interrupts it after so many samples."""
+def phase(folder, samples, stop_after=None, node=RARE, set=""):
+    """Make a phase of two prompts; ``stop_after`` interrupts it after so many samples. ``set`` is the second's."""
     texts = dict(enumerate(["a", "b", "a", "c"])) | {-1: "a"}
     sampling, interrupt = Sampling(max_new_tokens=4), Interrupt()
     requests = [(Request(p, i, 0, (1,)), sampling) for p in "pq" for i in samples]
     session = Replies(interrupt, texts, stop_after)
-    with Pool(node, workers=1, timeout=30) as pool:
-        workers = Workers(Ranks(None), interrupt, 0.5, pools={"": pool})
-        prompts = [Prompt(p, (), {}, "") for p in "pq"]
+    alone = {"_component_": "my_groups.Alone"}
+    with Pool(node, workers=1, timeout=30) as pool, Pool(alone, workers=1, timeout=30) as own:
+        workers = Workers(Ranks(None), interrupt, 0.5, pools={"": pool, "own": own})
+        prompts = [Prompt("p", (), {}, ""), Prompt("q", (), {}, "", set=set)]
         job = Job(
             "test", requests, prompts, *Records(folder, Ranks(None), 0, -1).phase(1, "sample")
         )
@@ -288,3 +294,11 @@ def test_a_group_of_another_size_is_judged_again(calls, tmp_path, first, then):
     assert {result.detail[-1] for result in found.values()} == {str(then)}
     assert len(calls()) == (2 if first == then else 4)
     assert len((tmp_path / "verdicts.jsonl").read_text().splitlines()) == 2 * then
+
+
+def test_answers_judged_alone_are_not_judged_again(calls, tmp_path):
+    """Of a set with its own verifier, in a run whose verifier is of groups."""
+    for samples in (3, 4):
+        phase(tmp_path, range(samples), set="own")
+    assert calls().count("alone") == 4
+    assert calls().count("a b a") + calls().count("a b a c") == 2
