@@ -497,14 +497,27 @@ def _percent(share: float) -> str:
 
 
 def _by_scores(compared: Comparison, a: RunFolder, b: RunFolder, tolerance: float) -> Comparison:
-    """Decide by the held-out scores; of several sets of prompts, by the one that speaks most against B."""
+    """Decide by the held-out scores; of the sets of prompts in both runs, by the one that speaks most against B."""
+    of_a, of_b = held_out(a), held_out(b)
+    both = [of_set for of_set in of_a if of_set in of_b]
+    for run, sets, others in (("A", of_a, of_b), ("B", of_b, of_a)):
+        names = [of_set or " of a set without a name" for of_set in sets if of_set not in others]
+        if names and others:
+            compared.notes.append(f"only {run} has held-out scores{','.join(names)}")
+    if of_a and of_b and not both:
+        compared.text = "held-out scores cannot be compared: the sets of prompts have other names"
+        return compared
     by_set = []
-    for of_set in held_out(a) or [""]:
+    for of_set in both or [""]:
         of_one = replace(compared)
         _by_score(of_one, of_set, a, b, tolerance)
         by_set.append(of_one)
-    answers = ["reject", "unknown", "take"]
-    return min(by_set, key=lambda of_one: answers.index(of_one.answer))
+
+    def for_b(of_one: Comparison) -> tuple[int, float]:
+        answer = ["reject", "unknown", "take"].index(of_one.answer)
+        return answer, float(np.nan_to_num(of_one.difference.value, nan=math.inf))
+
+    return min(by_set, key=for_b)
 
 
 def _by_score(
@@ -535,7 +548,7 @@ def _by_score(
         compared.notes.append(note)
     right_a, right_b = scored_a.greedy(), scored_b.greedy()
     prompts = scored_a.scores.prompts, scored_b.scores.prompts
-    judges = [key for key in _named(settings, _JUDGED_BY) if not key.endswith(_PATHS)]
+    judges = _judges(settings, a, scored_a.set)
     sizes = _named(settings, _ROLLOUT_SIZE) if a.family in BY_STEP else []
     obstacle = ""
     if judges:
@@ -572,3 +585,16 @@ def _by_score(
             half = (gain.high - gain.low) / 2
             needed = math.ceil(len(right_a) * (half / room) ** 2)
             compared.text += f": about {needed:,} prompts are needed"
+
+
+def _judges(settings: Settings, run: RunFolder, name: str) -> list[str]:
+    """The differing settings that decide the scores of the set of prompts ``name``, which may be empty."""
+    own = f"eval_prompts.{name}."
+    has_verifier = bool(name) and run.setting(f"{own}verifier") is not None
+    judges = []
+    for key in _named(settings, _JUDGED_BY):
+        of_others = bool(name) and key.startswith("eval_prompts.") and not key.startswith(own)
+        of_run = has_verifier and key.startswith("verifier.")
+        if not (key.endswith(_PATHS) or of_others or of_run):
+            judges.append(key)
+    return judges

@@ -306,6 +306,69 @@ def test_raft_that_cannot_be_compared(tmp_path, capsys, kind, says):
     assert document(capsys, a, b)["p"] is None
 
 
+def named(folder: Path, sets: dict[str, list], **settings) -> Path:
+    """Write a run of RAFT that has the right answers of each cycle by named set of prompts."""
+    content: dict[str, list] = {"metrics": [], "verdicts": []}
+    for name, right in sets.items():
+        out = raft(folder / name, right, **settings)
+        for file, found in content.items():
+            for line in map(json.loads, (out / f"{file}.jsonl").read_text().splitlines()):
+                if "eval" in line:
+                    line[f"eval/{name}"] = line.pop("eval")
+                if line.get("phase") == "eval":
+                    line["prompt_id"] = f"{name}/{line['prompt_id']}"
+                found.append(line)
+    for file, found in content.items():
+        write_jsonl(out / f"{file}.jsonl", found)
+    return out
+
+
+def of_set(verifier: str, **arguments) -> dict:
+    return {"_component_": "x", "verifier": {"_component_": verifier}, **arguments}
+
+
+BOTH = [FIRST, LAST]
+
+
+@pytest.mark.parametrize(("sets", "prompts", "verifier", "answer", "says"), [
+    (["math", "code"], {"code": of_set("w")}, "v", "unknown",
+     "asked or judged differently (different eval_prompts.code.verifier._component_)"),
+    (["math"], {"math": of_set("v", limit=5), "code": of_set("w")}, "v", "unknown", "eval_prompts.math.limit)"),
+    (["math"], {"math": of_set("v"), "code": of_set("w")}, "v", "take", "take it"),
+    (["math"], {"math": of_set("v"), "code": of_set("v")}, "w", "take", "take it"),
+])  # fmt: skip
+def test_settings_of_a_set_hold_back_that_set(
+    tmp_path, capsys, sets, prompts, verifier, answer, says
+):
+    of_a = {"math": of_set("v"), "code": of_set("v")}
+    a = named(
+        tmp_path / "a",
+        {"math": BOTH, "code": BOTH},
+        eval_prompts=of_a,
+        verifier={"_component_": "v"},
+    )
+    own = {"eval_prompts": of_a | prompts, "verifier": {"_component_": verifier}}
+    found = document(capsys, a, named(tmp_path / "b", dict.fromkeys(sets, BOTH), **own))
+    assert found["answer"] == answer
+    assert says in found["text"]
+    assert ("only A has held-out scores of code" in found["notes"]) == (sets == ["math"])
+
+
+def test_sets_of_other_names(tmp_path, capsys):
+    found = document(capsys, raft(tmp_path / "a", BOTH), named(tmp_path / "b", {"math": BOTH}))
+    assert found["answer"] == "unknown"
+    assert "cannot be compared: the sets of prompts have other names" in found["text"]
+    assert "only B has held-out scores of math" in found["notes"]
+    assert "only A has held-out scores of a set without a name" in found["notes"]
+
+
+def test_of_equal_answers_the_worst_counts(tmp_path, capsys):
+    a = named(tmp_path / "a", dict.fromkeys(("math", "code"), BOTH))
+    worse = [FIRST, flip(LAST, 90, 0)]
+    b = named(tmp_path / "b", {"math": [FIRST, flip(LAST, 60, 0)], "code": worse})
+    assert "held-out pass@1 of code after cycle 1 is worse, -22.5" in document(capsys, a, b)["text"]
+
+
 def test_fewer_answers_are_no_speed(tmp_path, capsys):
     """Half the answers in half the time is the same speed."""
     before, after = passing(0.3, 1, 200), passing(0.5, 2, 200)
