@@ -1,8 +1,8 @@
 """``rocm-ext eval``: measure a model on held-out rows or prompts, with or without an adapter.
 
-With a config of SFT or DPO, it measures loss and perplexity on its held-out rows. With a config of RAFT or GRPO, or
-with --verifier, it samples answers to prompts, verifies them, and prints pass@1 of greedy answers, and pass@k of
---samples drawn ones, with 95 % intervals.
+With a config of SFT or DPO, it measures loss and perplexity on its held-out rows. With a config of RAFT or GRPO, with
+--verifier, or with the --set of prompts, it samples answers to prompts, verifies them, and prints pass@1 of greedy
+answers, and pass@k of --samples drawn ones, with 95 % intervals.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -36,6 +36,8 @@ from rocm_ext.cli._common import (
     take_model,
 )
 from rocm_ext.config.chosen_model import ChosenModel, find_target, sampling_config
+from rocm_ext.config.components import names_prompts
+from rocm_ext.config.layers import read
 from rocm_ext.runs.scores import Score
 
 if TYPE_CHECKING:
@@ -83,7 +85,9 @@ def run(args: Namespace) -> None:
         target, adapter=None
     )  # the adapter is measured in addition to the config's start
     family = registry.family(target.recipe(args.overrides))
-    answers = bool(args.verifier) or family not in (registry.SFT, registry.DPO)
+    keys = target.content or read(config.find(target.name))
+    of_rows = family in (registry.SFT, registry.DPO)
+    answers = bool(args.verifier) or not of_rows or names_prompts(keys, args.set)
     _check(args, adapter, target, answers)
     prepare(target, args.overrides)
     measure, show = (_answers, _print_answers) if answers else (_rows, _print_rows)

@@ -35,6 +35,8 @@ from rocm_ext.cli._common import (
     table,
 )
 from rocm_ext.config.checks.rollouts import check_config
+from rocm_ext.config.chosen_model import sampling_config
+from rocm_ext.config.components import names_prompts
 from rocm_ext.config.model_folder import FROM_CHECKPOINT
 
 if TYPE_CHECKING:
@@ -81,6 +83,9 @@ def run(args: Namespace) -> None:
     tokenizer = open_tokenizer(cfg)
     check_tokenizer(tokenizer, cfg)
     vocabulary, positions = _sizes(cfg.model)
+    if family not in registry.SAMPLED and names_prompts(cfg, args.set):
+        cfg = sampling_config(cfg)
+        family = registry.RAFT
     if family in registry.SAMPLED:
         overview, check = _prompts(cfg, tokenizer, positions, args.set)
     else:

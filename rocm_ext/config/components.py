@@ -130,9 +130,14 @@ def data_sets(key: str, value: Any) -> dict[str, Any]:
     return {f"{key}.{name}": part for name, part in value.items()}
 
 
-def set_names(cfg: DictConfig, key: str) -> list[str]:
+def set_names(cfg: Mapping, key: str) -> list[str]:
     """Return the names of the data sets in ``dataset_val`` or ``eval_prompts``; one without a name has an empty one."""
-    return [part.partition(".")[2] for part in data_sets(key, cfg[key])]
+    return [part.partition(".")[2] for part in data_sets(key, cfg.get(key))]
+
+
+def names_prompts(cfg: Mapping, name: str | None) -> bool:
+    """Return whether ``name`` is a set of prompts, and no data set of rows, in a config that may be incomplete."""
+    return name in set_names(cfg, "eval_prompts") and name not in set_names(cfg, "dataset_val")
 
 
 def chosen_set(cfg: DictConfig, name: str | None, key: str = "dataset_val") -> Any:

@@ -278,6 +278,13 @@ def test_sft_stops_by_a_named_set(folder, sets, tmp_path, capsys):
     shown = prompts_of(RunFolder(out))
     answered = {line["prompt_id"] for line in lines(out / "samples.jsonl")}
     assert shown.keys() == answered
+    capsys.readouterr()
+    assert rocm_ext(["eval", str(out), "--set", "code", "--base", "--json", TRUST]) == 0
+    found = json.loads(capsys.readouterr().out)
+    measured = [found["base"]["correct"], found["correct"]]
+    assert measured == [scores(out, "code")[step]["correct"] for step in (0, best)]
+    assert rocm_ext(["rows", "--config", str(path), "--set", "code", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dataset"]["kept"] == 12
 
 
 @pytest.mark.parametrize("family", ["grpo", "sft"])
