@@ -35,7 +35,7 @@ _COMPONENTS = {
     "environment",
 }
 _LISTS = {"dataset", "dataset_val"}  # these may be lists of components
-_NAMED = {"dataset_val", "eval_prompts"}  # these may be mappings of names to components
+NAMED = {"dataset_val", "eval_prompts"}  # these may be mappings of names to components
 _SET = re.compile(r"\w+(\.[A-Za-z0-9_-]+)?")  # key of a data set
 WEIGHT = "weight"  # key of the entries of a list in `dataset`; no component gets it
 VERIFIER = "verifier"  # key of a named set in `eval_prompts`; no component gets it
@@ -125,7 +125,7 @@ def data_weights(dataset: Any) -> tuple[float, ...]:
 def data_sets(key: str, value: Any) -> dict[str, Any]:
     """Return the parts of a value by key: ``dataset_val.NAME`` of named data sets; any other value is one part."""
     has_names = isinstance(value, Mapping) and COMPONENT not in value
-    if key not in _NAMED or not has_names or not value:
+    if key not in NAMED or not has_names or not value:
         return {key: value}
     return {f"{key}.{name}": part for name, part in value.items()}
 
@@ -195,7 +195,7 @@ def component_faults(cfg: DictConfig, defaults: Config) -> Iterator[str]:
     """
     for key, block in _parts(cfg):
         root = key.partition(".")[0]
-        if root in _NAMED and not _SET.fullmatch(key):
+        if root in NAMED and not _SET.fullmatch(key):
             yield f"{key}: a data set's name has letters, digits, _ and - only"
         is_list = isinstance(block, ListConfig)
         if is_list and root in _COMPONENTS - _LISTS:

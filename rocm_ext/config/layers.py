@@ -30,7 +30,7 @@ from rocm_ext.base.log import log
 from rocm_ext.base.structure import flatten
 from rocm_ext.base.types import Config
 from rocm_ext.config import references
-from rocm_ext.config.components import COMPONENT, component_faults, leaves
+from rocm_ext.config.components import COMPONENT, NAMED, component_faults, leaves
 from rocm_ext.config.model_folder import complete
 from rocm_ext.config.other_trainers import our_names
 from rocm_ext.machine.bench_file import of_this_machine
@@ -404,7 +404,7 @@ def _replace_components(merged: Config, overrides: list[str]) -> list[str]:
     """Apply overrides like ``lr_scheduler=null``, and return the others without ``hardware`` and ``recipe``.
 
     torchtune reads ``key=VALUE`` as ``key._component_=VALUE`` if ``key`` is a component, even if VALUE is null or a
-    list.
+    list. It adds VALUE to named data sets.
     """
     rest = []
     for item in overrides:
@@ -415,7 +415,7 @@ def _replace_components(merged: Config, overrides: list[str]) -> list[str]:
             parsed = OmegaConf.from_dotlist([item])
         except yaml.YAMLError as error:
             raise UserError(f"cannot read override {item!r}: {one_line(error)}") from error
-        if isinstance(merged.get(key), Mapping) and COMPONENT in merged[key]:
+        if isinstance(merged.get(key), Mapping) and (COMPONENT in merged[key] or key in NAMED):
             new = None if value == "None" else OmegaConf.to_container(parsed)[key]  # type: ignore
             if not isinstance(new, str):
                 merged[key] = new

@@ -357,6 +357,21 @@ def test_bad_input(make, tmp_path, changes, message):
     assert "\n" not in str(caught.value)
 
 
+def test_an_override_replaces_named_sets(make, folder, tmp_path):
+    plain = f"{{_component_: rocm_ext.data.prompt_dataset, source: {folder / 'others.jsonl'}}}"
+    path = make(tmp_path / "out")
+    assert list(loaded(GRPO, path, f"eval_prompts={plain}").cfg.eval_prompts) == [
+        "_component_",
+        "source",
+    ]
+    assert list(loaded(GRPO, path, f"eval_prompts={{new: {plain}}}").cfg.eval_prompts) == ["new"]
+    assert list(loaded(GRPO, path, "eval_prompts.math.limit=2").cfg.eval_prompts) == [
+        "math",
+        "code",
+        "again",
+    ]
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"eval_prompts": {}}, "eval_prompts is {}; expected a _component_ and its arguments"),
     ({"environment": {"_component_": "tests.kit.judges.Coin"}, "verifier": None}, 
