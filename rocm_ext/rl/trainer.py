@@ -26,7 +26,7 @@ from rocm_ext.rl.records import Asked
 from rocm_ext.rl.selection import Selected
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.checkpoint import State
-from rocm_ext.train.forgetting import Forgetting, Judged, score_columns, shares
+from rocm_ext.train.forgetting import Forgetting, Judged, shares
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt
 from rocm_ext.train.loop import Training
@@ -279,9 +279,7 @@ class PolicyTrainer(Training):
                 "step": step,
                 "adapter": self.learner.adapter_state(),
             }
-        values = score_columns(judged) | {"seconds": stats["seconds"]}
-        values |= self.forgetting.warnings(step, judged)
-        self.log(False, step=step, **values)
+        self.log(False, step=step, **self.forgetting.line(step, judged, stats["seconds"]))
         self.log_numbers(shares(judged))
 
     def log(self, to_logger: bool, **values: Any) -> None:

@@ -40,11 +40,6 @@ class Judged(NamedTuple):
         return paired_gain(gained, lost, len(changes))
 
 
-def score_columns(judged: Mapping[str, Judged]) -> Json:
-    """Return the scores by their column in ``metrics.jsonl``."""
-    return {column("eval", name): part.scores for name, part in judged.items()}
-
-
 def shares(judged: Mapping[str, Judged]) -> dict[str, float]:
     """Return pass@1 by the column of the metric logger."""
     values = {}
@@ -92,6 +87,11 @@ class Forgetting:
         warnings = self.take(step, results) if self.target else []
         warn(warnings)
         return {"warnings": warnings} if warnings else {}
+
+    def line(self, step: int, judged: Mapping[str, Judged], seconds: float) -> Json:
+        """Take an evaluation, and return its line of ``metrics.jsonl``: scores by column, seconds and warnings."""
+        scores = {column("eval", name): part.scores for name, part in judged.items()}
+        return {**scores, "seconds": seconds, **self.warnings(step, judged)}
 
     def take(self, step: int, results: Mapping[str, Validation | Judged]) -> list[str]:
         """Take the results of a validation by name, and return warnings, if the target is at its best."""

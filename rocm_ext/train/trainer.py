@@ -22,7 +22,7 @@ from rocm_ext.data.rows import Rows
 from rocm_ext.data.training_rows import ValidationRows, validation_sets
 from rocm_ext.runs.records import column, of_sets
 from rocm_ext.train.checkpoint import Best, State
-from rocm_ext.train.forgetting import Forgetting, in_words, score_columns, shares
+from rocm_ext.train.forgetting import Forgetting, in_words, shares
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt, Interrupted
 from rocm_ext.train.loop import StepStats, Training
@@ -343,9 +343,7 @@ class Trainer(Training):
         compared = self.step > 0 and by_answers(self.cfg)
         so_far = self._compare(shares(judged)) if compared else ""
         log.info("step %d: %s%s", self.step, in_words(judged), so_far)
-        values = score_columns(judged) | {"seconds": seconds}
-        values |= self.forgetting_answers.warnings(self.step, judged)
-        self.write_metrics(False, **values)
+        self.write_metrics(False, **self.forgetting_answers.line(self.step, judged, seconds))
         self.log_numbers(shares(judged))
 
     def _compare(self, values: Mapping[str, float]) -> str:
