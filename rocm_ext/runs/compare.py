@@ -594,7 +594,7 @@ def _judges(settings: Settings, run: RunFolder, name: str) -> list[str]:
     judges = []
     for key in _named(settings, _JUDGED_BY):
         of_others = bool(name) and key.startswith("eval_prompts.") and not key.startswith(own)
-        of_run = has_verifier and key.startswith("verifier.")
+        of_run = has_verifier and key.split(".")[0] == "verifier"
         if not (key.endswith(_PATHS) or of_others or of_run):
             judges.append(key)
     return judges

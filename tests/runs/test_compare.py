@@ -336,6 +336,7 @@ BOTH = [FIRST, LAST]
     (["math"], {"math": of_set("v", limit=5), "code": of_set("w")}, "v", "unknown", "eval_prompts.math.limit)"),
     (["math"], {"math": of_set("v"), "code": of_set("w")}, "v", "take", "take it"),
     (["math"], {"math": of_set("v"), "code": of_set("v")}, "w", "take", "take it"),
+    (["math"], {"math": of_set("v"), "code": of_set("v")}, None, "take", "take it"),
 ])  # fmt: skip
 def test_settings_of_a_set_hold_back_that_set(
     tmp_path, capsys, sets, prompts, verifier, answer, says
@@ -347,7 +348,10 @@ def test_settings_of_a_set_hold_back_that_set(
         eval_prompts=of_a,
         verifier={"_component_": "v"},
     )
-    own = {"eval_prompts": of_a | prompts, "verifier": {"_component_": verifier}}
+    own = {
+        "eval_prompts": of_a | prompts,
+        "verifier": {"_component_": verifier} if verifier else None,
+    }
     found = document(capsys, a, named(tmp_path / "b", dict.fromkeys(sets, BOTH), **own))
     assert found["answer"] == answer
     assert says in found["text"]
