@@ -113,7 +113,7 @@ def test_a_loop_over_the_wire_is_the_loop_in_python(base, server, client, tmp_pa
             assert computed.metrics["loss:sum"] == pytest.approx(theirs.summed, rel=1e-6)
             for output, expected in zip(computed.loss_fn_outputs, theirs.logprobs, strict=True):
                 logprobs = output["logprobs"].to_numpy()
-                np.testing.assert_allclose(logprobs[-len(expected) :], expected, atol=1e-6)
+                np.testing.assert_allclose(logprobs[-len(expected) :], expected, 1e-6, 1e-6)
         model.export(tmp_path / "adapter")
     expected = load_file(tmp_path / "adapter" / WEIGHTS)
     found = weights(server, trainer, "end")
@@ -609,7 +609,7 @@ def test_single_samples_of_one_prompt_share_a_batch(server, client):
 def test_what_does_not_fit_is_refused_with_its_size(base, tmp_path, monkeypatch):
     with training.open(base, *OVERRIDES, "model.lora_rank=1") as model:
         peak = model.learner.planned_peak
-    monkeypatch.setattr(Runtime, "budget", lambda self, taken=0: 2 * peak)
+    monkeypatch.setattr(Runtime, "budget_and_reason", lambda self, taken=0: (2 * peak, "small"))
     with served(base, tmp_path / "out") as server, server.client() as client:
         client.create_lora_training_client("base", rank=2, seed=0).result()
         with pytest.raises(tinker.RequestFailedError, match=r"memory plan needs .*iB and has .*iB"):

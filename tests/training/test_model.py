@@ -388,7 +388,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight(model, rows):
 
 
 def test_a_model_over_the_memory_budget_is_refused(config, monkeypatch):
-    monkeypatch.setattr(Runtime, "budget", lambda self, taken=0: 1000)
+    monkeypatch.setattr(Runtime, "budget_and_reason", lambda self, taken=0: (1000, "small"))
     with pytest.raises(UserError, match="memory plan needs"):
         training.open(config)
     training.open(config, "over_budget=try").close()
