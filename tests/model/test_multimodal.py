@@ -85,7 +85,7 @@ def test_ten_steps_equal_peft(folder_of, rows, tmp_path, name):
     _, found, expected = parity.ten_steps(cfg, folder_of(name), tmp_path, whole_model)
     for key, tensor in found.items():
         torch.testing.assert_close(
-            tensor, expected[key], rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
+            tensor, expected[key], rtol=0, atol=3e-5, msg=lambda m, k=key: f"{k}: {m}"
         )
 
 
