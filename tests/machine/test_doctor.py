@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.cli import main
-from rocm_ext.machine.detect import ask_torch
+from rocm_ext.machine.detect import VISIBLE_VARIABLES, ask_torch
 from rocm_ext.machine.doctor import exit_code, judge, probe, this_machine, verdict
 from rocm_ext.machine.doctor.facts import recorded_facts
 from rocm_ext.machine.doctor.recorded import MARK, DeviceNode, User
@@ -719,8 +719,11 @@ with contextlib.redirect_stdout(sys.stderr):
 this_machine.ROOT = Path({str(TREES / "strix_halo")!r})
 sys.exit(main(["doctor", "--json"]))
 """
+    environment = {
+        name: value for name, value in os.environ.items() if name not in VISIBLE_VARIABLES
+    } | {"PYTHONPATH": str(tmp_path)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False,
-                         env={**os.environ, "PYTHONPATH": str(tmp_path)})  # fmt: skip
+                         env=environment)  # fmt: skip
     assert run.returncode == 2, run.stderr
     assert "0: fine, 1: warnings, 2: training will not work" in run.stderr
     rows = {row["check"]: row for row in json.loads(run.stdout)["rows"]}
