@@ -86,7 +86,7 @@ class LoRAFinetune:
             log.info("%s", line)
         shares = self.learner.shares
         work = workload.describe(rows, len(rows), "the run's rows", shares, mixture)
-        self.learner.plan(work, before=self.folder.plan)
+        self.learner.plan(work, before=self.folder.earlier_plan(self.cfg))
         if self.folder.resumed is None:  # a run that has begun has shown that it fits
             self.learner.check_budget()
 

@@ -108,11 +108,12 @@ def winners(measurements: Sequence[Measurement], of_training: Sequence[Winner]) 
 def settings(
     measurements: Sequence[Measurement], winners: Sequence[Winner], configured: Any
 ) -> Config:
-    """The winners' values by key, and the ``configured`` value of ``compile`` if no other one that was tried won."""
+    """The winners' values by key. Where no ``compile`` won: the ``configured`` one, or False if that failed."""
     values = {winner.key: winner.value for winner in winners}
     tried = [row for row in measurements if row.item.values.get("compile")]
     if any(row.status != "skipped" for row in tried):
-        values.setdefault("compile", configured)
+        worked = [row.item.values["compile"] for row in tried if row.status == "ok"]
+        values.setdefault("compile", configured if configured in worked else False)
     return values
 
 

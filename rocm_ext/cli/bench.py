@@ -90,7 +90,7 @@ def run(args: Namespace) -> None:
         "date": date.today().isoformat(),
         "machine": machine_key(model.machine),
         "figures": _figures(model, measured),
-        "settings": summary.settings(measured, winners, model.compiles),
+        "settings": summary.settings(measured, winners, model.cfg.compile),
         "rows": [asdict(measurement) for measurement in measured],
         "config": model.name,
         "quick": args.quick,
@@ -120,11 +120,6 @@ class _Model:
     cfg: DictConfig
     machine: Machine
     profile: Profile
-
-    @property
-    def compiles(self) -> bool | str:
-        """The config's value of ``compile``; False if bench is to decide."""
-        return False if self.cfg.compile == "auto" else self.cfg.compile
 
 
 def _model(args: Namespace) -> _Model:

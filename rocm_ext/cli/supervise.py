@@ -68,7 +68,8 @@ def add(parser: ArgumentParser) -> None:
     cool = "pause between micro-batches at so many °C, until it is 4 °C less (pause_at_celsius)"
     option("--cool CELSIUS", cool, number(float, 40, 120))
     option(
-        "--notify COMMAND", "shell command to run at the end and on trouble, to send a message, say"
+        "--notify COMMAND",
+        "shell command to run at the end, at a pause and on trouble, to send a message, say",
     )
     words = "the run, as you would start it"
     parser.add_argument("command", nargs=REMAINDER, metavar="-- tune run ...", help=words)
@@ -134,13 +135,13 @@ class _Keeper:
                 away = self._server.away(self._out, self._messenger, self.stop, self._window)
             with away:
                 ending = self._attempts()
-            if self.stop.signum:
-                return self.stop.code
             if ending is not None and ending.complete:
                 return 0
-            where = "the run has not begun"
-            if ending is not None and ending.saved:
-                where = f"the run is saved {ending.saved}"
+            if self.stop.signum:
+                return self.stop.code
+            where = "the run did not go on"
+            if ending is not None and (ending.saved or ending.segment):
+                where = f"the run is saved {ending.saved or ending.segment}"
             elif ending is not None:
                 where = f"the run ended without saving: {ending.why}"
             if self._window.is_over:
@@ -179,14 +180,14 @@ class _Keeper:
             if ending.segment:
                 say(f"the run stopped {ending.segment}; another process goes on")
             elif ending.code != RETRY or self._window.is_open:
-                self.stop.within(self._pause_after(ending), self._window)
+                self.stop.wait(self._pause_after(ending), self._window)
         return ending
 
     def _pause_after(self, ending: Ending) -> float:
         """Report that the run died; return the seconds until the next attempt.
 
         Raises:
-            UserError: there is none.
+            UserError: another attempt does not help, or too many have failed.
         """
         reached = position(self._out)
         self._deaths = 1 if reached > self._furthest else self._deaths + 1

@@ -97,7 +97,10 @@ def wait_while_freed(root: Path = Path("/"), tick: Callable[[], object] = beat) 
     least = _held_by_nobody(root)
     began = changed = time.monotonic()
     if least > little:
-        log.info("waiting: dead processes still hold %s of the GPU's memory", gib(least))
+        log.info(
+            "%s of the GPU's memory are held by no process that can be read; waiting whether they are freed",
+            gib(least),
+        )
     while least > little:
         time.sleep(_LOOK)
         tick()

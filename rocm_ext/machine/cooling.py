@@ -67,8 +67,8 @@ class _Cooling:
             if time.monotonic() - began >= _LONGEST:
                 patience = _GIVEN_UP
                 log.warning(
-                    "%s after a pause of %s: the run goes on without pauses for %s. Is something else busy, or "
-                    "pause_at_celsius too low?",
+                    "%s after a pause of %s. The run goes on, and does not pause for %s. Stop what else keeps this "
+                    "machine busy, or raise pause_at_celsius",
                     _reading(now),
                     duration(_LONGEST),
                     duration(_GIVEN_UP),

@@ -237,7 +237,7 @@ def _read(setting: Any) -> dict[str, _Asked]:
     return _asked(json.dumps(arguments, sort_keys=True, default=str), written)
 
 
-@lru_cache(maxsize=4)  # a live page asks again and again
+@lru_cache(maxsize=64)  # sets of prompts; a live page asks again and again
 def _asked(arguments: str, written: int) -> dict[str, _Asked]:
     """Prompts by id. ``arguments`` is JSON; the time when its file was ``written`` is for the cache."""
     from rocm_ext.data.prompts import prompt_dataset  # here: `datasets` takes a second to import

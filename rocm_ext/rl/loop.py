@@ -193,9 +193,13 @@ class RLRecipe:
         )
         with ExitStack() as stack:
             if cfg.environment is None:
+                pools: dict[str, Pool] = {}  # sets with equal verifiers share one
                 for name, verifier in self.verifiers.items():
-                    pool = Pool(verifier, verify_workers(cfg), cfg.verify_timeout)
-                    workers.pools[name] = stack.enter_context(pool)
+                    described = repr(verifier)
+                    if described not in pools:
+                        pool = Pool(verifier, verify_workers(cfg), cfg.verify_timeout)
+                        pools[described] = stack.enter_context(pool)
+                    workers.pools[name] = pools[described]
             else:
                 component = self.verifiers[""]
                 environments = stack.enter_context(Environments(component, cfg.verify_timeout))
@@ -374,7 +378,7 @@ class Loop(RLRecipe, ABC):
     @property
     def earlier_plan(self) -> dict[str, int]:
         """See :attr:`RLRecipe.earlier_plan`."""
-        return self.folder.plan
+        return self.folder.earlier_plan(self.cfg)
 
     def check(self) -> None:
         """Do all set-up that needs no weights; see :meth:`RLRecipe.check`."""

@@ -95,12 +95,13 @@ class PromptSet:
         for prompt in self:
             earlier = self._by_id.setdefault(prompt.id, prompt)
             if earlier is not prompt:
-                cure = (
-                    ", or give the held-out prompts a name, eval_prompts: {NAME: {...}}, which is then a part of their "
-                    "ids"
-                )
-                if prompt.set:  # they have a name
-                    cure = ""
+                cure = ""
+                nameless = prompt in self.held_out and not prompt.set
+                if nameless and earlier in self.training:
+                    cure = (
+                        ", or give the held-out prompts a name, eval_prompts: {NAME: {...}}, which is then a part of "
+                        "their ids"
+                    )
                 raise UserError(
                     f"{prompt.origin} has the id {prompt.id!r} of {earlier.origin}; change it{cure}"
                 )

@@ -287,14 +287,14 @@ def column(measured: str, name: str) -> str:
 
 
 def of_sets(
-    lines: Iterable[Record], column: str = "val_loss", title: str = "validation loss"
+    lines: Iterable[Record], measured: str = "val_loss", title: str = "validation loss"
 ) -> dict[str, str]:
-    """The columns of a measurement on held-out data, with titles: one, or ``column/NAME`` by named data set."""
+    """The columns of a measurement on held-out data, with titles: one, or ``measured/NAME`` by named data set."""
     found = {}
     for line in lines:
         for key in line:
-            rest = key.removeprefix(column)
-            if key == column:
+            rest = key.removeprefix(measured)
+            if key == measured:
                 found[key] = title
             elif key != rest and re.fullmatch(r"/[\w-]+", rest):
                 found[key] = f"{title} of {rest[1:]}"

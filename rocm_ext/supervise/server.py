@@ -58,17 +58,22 @@ class Server:
     @classmethod
     def of_unit(cls, unit: str) -> "Server":
         """The service ``unit`` of the user's systemd or the system's; a UserError if neither has it."""
+        problems = ""
         for manager in _MANAGERS:
             show = (*manager, "show", "--value", "--property")
-            with suppress(UserError):  # a login without a systemd of its own
+            try:
                 if _output((*show, "LoadState", unit)) != "loaded":
                     continue
-                act = (*manager, "--no-ask-password")
-                state = (*show, "ActiveState", unit)
-                return cls(unit, (*act, "stop", unit), (*act, "start", unit), state)
+                name = _output((*show, "Id", unit))  # one name, however the user spelt it
+            except UserError as error:  # as in a login without a systemd of its own
+                problems += f". {error}"
+                continue
+            act = (*manager, "--no-ask-password")
+            state = (*show, "ActiveState", name)
+            return cls(name, (*act, "stop", name), (*act, "start", name), state)
         raise UserError(
             f"--beside {unit}: found no such unit of your systemd or the system's; "
-            "`systemctl --user list-unit-files` has yours",
+            f"`systemctl --user list-unit-files` has yours{problems}",
             2,
         )
 
@@ -102,11 +107,13 @@ class Server:
                 say(f"{self.name} does not run")
             yield
         finally:
-            if watcher is not None:
-                watcher.kill()
-                watcher.communicate()
-            self._give_back(messenger)
-            lock.release()
+            try:
+                self._give_back(messenger)
+            finally:
+                if watcher is not None:  # until here it starts the server if this process is killed
+                    watcher.kill()
+                    watcher.communicate()
+                lock.release()
 
     def recover(self, messenger: Messenger) -> None:
         """Start the server if a supervisor stopped it and was killed before it could start it."""
@@ -160,7 +167,7 @@ class Server:
                 said = True
                 other = read_json(self._record, []).get("run", "another run")
                 say(f"{self.name} is stopped for {other}; {run} waits until it is free")
-            stop.within(1.0, window)
+            stop.wait(1.0, window)
         return False
 
     def _finish(self, stop: Stop, left_behind: bool) -> None:

@@ -69,8 +69,8 @@ class Window:
 
     @property
     def opens(self) -> str:
-        """When it opens again: a time of day."""
-        return f"{self._between.opens:%H:%M}" if self._between else "any time"
+        """When it opens again, a time of day; without ``between`` it does not."""
+        return f"{self._between.opens:%H:%M}" if self._between else "never"
 
 
 class Stop:
@@ -102,12 +102,11 @@ class Stop:
         while not (self.signum or window.is_open):
             _rest()
 
-    def within(self, seconds: float, window: Window) -> bool:
-        """Wait for ``seconds``, or until the window closes; return whether a signal came."""
+    def wait(self, seconds: float, window: Window) -> None:
+        """Wait for ``seconds``, or until the window closes or a signal comes."""
         end = time.monotonic() + seconds
         while not self.signum and window.is_open and time.monotonic() < end:
             _rest(end - time.monotonic())
-        return bool(self.signum)
 
 
 def _now() -> float:

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Collection, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -197,7 +196,7 @@ class Learner:
         work: Workload,
         beside: int = 0,
         budget: int | None = None,
-        before: Mapping[str, int] = MappingProxyType({}),
+        before: Mapping[str, int] | None = None,
     ) -> None:
         """Plan memory, and apply the planned activation checkpointing. This needs no weights.
 
@@ -216,7 +215,8 @@ class Learner:
         if budget is None:
             budget, self.budget_reason = self.runtime.budget_and_reason()
         try:
-            self._plan(work, budget - beside, before.get("tokens_per_micro_batch"))
+            tokens = before.get("tokens_per_micro_batch") if before else None
+            self._plan(work, budget - beside, tokens)
         # the plan runs a step without data
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             component = self.cfg.model[config.COMPONENT]

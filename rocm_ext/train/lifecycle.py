@@ -155,7 +155,6 @@ class Runtime:
         settings: Any = OmegaConf.to_container(cfg)
         warnings += check_locked(profile, settings, list(cfg.hardware_overrides))
         dtype, why = numerics.pick_dtype(cfg.dtype, machine)
-        check_sensors(cfg.pause_at_celsius)
         opened = open_device(profile, machine, local_rank(), cfg.memory_fraction, cfg.device)
         ranks = Ranks.from_env(opened, cfg.node_timeout)
         run = run_cfg or cfg
@@ -284,6 +283,7 @@ def run(recipe: RunnableRecipe) -> None:
     began = time.monotonic()
     cfg = recipe.cfg
     out = Path(cfg.output_dir)
+    check_sensors(cfg.pause_at_celsius)
     with hold(out):
         if cfg.validate_only:
             recipe.check()

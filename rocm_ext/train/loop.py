@@ -37,9 +37,9 @@ from rocm_ext.train.metrics import describe_lost
 from rocm_ext.train.output_dir import OutputDir
 
 # in a run's identity: the cut of a step decides which masks dropout draws
-# keys that decide about the memory plan
-_PLANNED_BY = ("tokens_per_micro_batch", "enable_activation_checkpointing", "memory_fraction")
 _DROPOUT_CUT = "tokens_per_micro_batch, which dropout depends on"
+# keys that decide about the memory plan, beside tokens_per_micro_batch
+_PLANNED_BY = ("enable_activation_checkpointing", "memory_fraction")
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,7 @@ class Training:
     def _compare_plans(self, state: State) -> None:
         """Warn if the plan differs from that of a checkpoint's ``state``, and the config asks for the same."""
         now = self._plan()
-        before = self.folder.plan or now
+        before = self.folder.earlier_plan(self.cfg) or now
         asked = any(state["config"].get(key) != self.cfg.get(key) for key in _PLANNED_BY)
         asked = asked or len(state["rng"]) != self.ranks.world
         if asked or before == now or not self.ranks.is_main:

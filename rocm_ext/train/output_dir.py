@@ -95,12 +95,13 @@ class OutputDir:
             folder.create()
         return folder
 
-    @property
-    def plan(self) -> dict[str, int]:
-        """The memory plan of the checkpoint that the run resumes; empty for a fresh run."""
+    def earlier_plan(self, cfg: DictConfig) -> dict[str, int]:
+        """The memory plan of the checkpoint that the run resumes, unless ``cfg`` asks for other micro-batches."""
         if self.resumed is None:
             return {}
         _, state = self.resumed
+        if state["config"].get("tokens_per_micro_batch") != cfg.get("tokens_per_micro_batch"):
+            return {}
         return state.get("plan", {})  # earlier versions saved none
 
     def create(self) -> None:

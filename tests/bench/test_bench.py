@@ -332,7 +332,7 @@ def won(*rows: Measurement, **changes) -> dict:
     of_training = sweep(**changes).run(measure)
     winners = summary.winners(rows, of_training)
     configured = changes.get("compile", False)
-    return summary.settings(measured, winners, False if configured == "auto" else configured)
+    return summary.settings(measured, winners, configured)
 
 
 def test_the_smallest_of_equally_fast_sizes_wins():
@@ -349,6 +349,7 @@ def test_compile_wins_only_beyond_noise():
     assert won(training(4, 100), training(4, 101, compile=True)) == {"compile": False}
     failed = Measurement(Item("training", {"rows": 4, "compile": True}, {}), "crashed", {})
     assert won(training(4, 100), failed) == {"compile": False}
+    assert won(training(4, 100), failed, compile=True) == {"compile": False}
     three = (
         training(4, 100),
         training(4, 150, compile=True),

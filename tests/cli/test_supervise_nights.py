@@ -35,14 +35,16 @@ from tests.recipes.test_resume import (  # noqa: F401
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="supervise needs Linux")
 STUB = """#!/bin/sh
-# systemctl: the user's systemd has the unit "llama.service"
+# systemctl: the user's systemd has the unit "llama.service", and the alias "llama" for it
 case "$*" in
---user\\ show*LoadState\\ llama.service) echo loaded ;;
+--user\\ show*LoadState\\ llama|--user\\ show*LoadState\\ llama.service) echo loaded ;;
+*show*Id*) echo llama.service ;;
 *show*LoadState*) echo not-found ;;
 *show*ActiveState*) cat "{top}/state" ;;
 *stop*) [ -e "{top}/stuck" ] && exit 5
-    [ -e "{top}/slow" ] && sleep 60; echo inactive >"{top}/state"; echo stop >>"{top}/events" ;;
-*start*) [ -e "{top}/broken" ] && exit 6; echo active >"{top}/state"; echo start >>"{top}/events" ;;
+    [ -e "{top}/slow" ] && sleep 60; rm -f "{top}/starting"; echo inactive >"{top}/state"; echo stop >>"{top}/events" ;;
+*start*) [ -e "{top}/broken" ] && exit 6; touch "{top}/starting"
+    [ -e "{top}/lazy" ] && sleep 4; echo active >"{top}/state"; echo start >>"{top}/events" ;;
 esac
 """
 
@@ -105,6 +107,14 @@ def records(top: Path) -> list[Path]:
     return list((top / "states/torchtune-rocm").glob("*.json"))
 
 
+def await_records(top: Path, count: int) -> None:
+    """Wait until so many servers are recorded as stopped."""
+    end = time.monotonic() + 120
+    while len(records(top)) != count:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 # ---- hours, and a server
 
 
@@ -159,8 +169,7 @@ def test_a_killed_supervisor_leaves_no_dead_server(
     night.wait_for("start")
     assert night.serves
     assert steps(out)[-1] == 5, "it has saved first"
-    while records(tmp_path):  # it is removed last
-        time.sleep(0.02)
+    await_records(tmp_path, 0)
     code, said = run(*beside, *command(path))
     assert code == 0, said
     assert night.serves
@@ -181,9 +190,9 @@ def test_the_next_supervisor_starts_a_server_left_behind(make, night, tmp_path):
         if str(record) in process.cmdline():
             process.kill()
     other = make(tmp_path / "other", epochs=1)
-    second, said_there = start(*night.beside, *command(other))
-    while not (tmp_path / "other").exists():
-        time.sleep(0.02)
+    alias = ("--beside", "llama", *night.options)
+    second, said_there = start(*alias, *command(other))
+    wait_for(tmp_path / "other")
     time.sleep(1)
     os.kill(second, signal.SIGTERM)
     code, said = forks.wait(second, said_there)
@@ -221,8 +230,7 @@ def test_a_server_that_does_not_stop_or_start(make, night, tmp_path):  # noqa: F
     (tmp_path / "stuck").unlink()
     (tmp_path / "slow").touch()
     pid, receive = start(*night.beside, *command(path))
-    while not records(tmp_path):
-        time.sleep(0.02)
+    await_records(tmp_path, 1)
     os.kill(pid, signal.SIGTERM)
     assert forks.wait(pid, receive)[0] == 128 + signal.SIGTERM
     assert records(tmp_path) == []
@@ -238,10 +246,29 @@ def test_a_server_that_does_not_stop_or_start(make, night, tmp_path):  # noqa: F
     assert records(tmp_path) == []
 
 
-def test_a_stretch_of_hours(make, reference, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_while_the_server_starts(make, night, tmp_path, signum):  # noqa: F811
+    path = make(tmp_path / "out", epochs=1)
+    (tmp_path / "lazy").touch()
+    pid, receive = start(*night.beside, *command(path))
+    wait_for(tmp_path / "starting")
+    os.kill(pid, signum)
+    code, said = forks.wait(pid, receive)
+    assert code == (0 if signum == signal.SIGTERM else -signum), said
+    await_records(tmp_path, 0)
+    assert night.serves
+
+
+def test_a_stretch_of_hours(make, reference, monkeypatch, tmp_path):  # noqa: F811
     out = tmp_path / "out"
     path = make(out, metric_logger=trouble(tmp_path, s3="signal"))
-    code, said = run("--hours", "0.001", "--hung-after", 30, *command(path))
+    clock = tmp_path / "clock"
+    clock.write_text("0")
+    monkeypatch.setattr(window, "_now", lambda: float(clock.read_text() or 0))
+    pid, receive = start("--hours", "0.001", *command(path))
+    wait_for(tmp_path / "trouble_3")
+    clock.write_text("4")
+    code, said = forks.wait(pid, receive)
     assert code == 0, said
     assert "paused: the run is saved at step" in said
     assert run(*command(path))[0] == 0
@@ -346,7 +373,7 @@ def test_a_run_without_sensors_goes_on(make, heat, tmp_path):  # noqa: F811
     said = forks.succeed(sft.main, make(tmp_path / "out"), "pause_at_celsius=95")
     lost = said.index("no temperature can be read any more")
     assert said.index("temperatures can be read again") > lost
-    assert said.count("after a pause of 5m00s: the run goes on without pauses for 30m00s") == 1
+    assert said.count("after a pause of 5m00s. The run goes on, and does not pause for 30m00s") == 1
 
 
 # ---- memory
@@ -430,3 +457,13 @@ def test_a_night_with_less_memory_changes_nothing(make, tmp_path, monkeypatch): 
     assert reason in line
     name = "adapter/adapter_model.safetensors"
     assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.wide
+def test_a_resumed_run_plans_anew_if_it_is_asked_to(make, tmp_path):  # noqa: F811
+    fixed = {"tokens_per_micro_batch": 80, "metric_logger": at(5, signal.SIGTERM)}
+    path = make(tmp_path / "out", **fixed)
+    code, said = forks.forked(sft.main, path)
+    assert code == 128 + signal.SIGTERM, said
+    line = forks.refused(sft.main, path, forks.RESUME, "tokens_per_micro_batch=auto")
+    assert "tokens_per_micro_batch, which dropout depends on: was 80" in line

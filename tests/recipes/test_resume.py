@@ -67,7 +67,9 @@ def pause(path: str) -> None:
 
 
 def wait_for(path: Path) -> None:
+    end = time.monotonic() + 120
     while not path.exists():
+        assert time.monotonic() < end, path
         time.sleep(0.01)
 
 
