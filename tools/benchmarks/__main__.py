@@ -134,11 +134,12 @@ def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path]
             partial(COMPARE[task.work], task=task, args=args, gated=gated[task.work]),
         )
     shared = {"rounds": args.rounds, "installed": args.installed}
-    if "grpo" in args.work:
-        yield "GRPO on the pocket model: TRL + PEFT", partial(grpo.measure, **shared)
-    if "grpo-40m" in args.work:
-        wide = partial(grpo.measure, **shared, wide=True)
-        yield "GRPO on 40 million parameters: TRL + PEFT", wide
+    sizes = {"grpo": "the pocket model", "grpo-40m": "40 million parameters"}
+    for work, size in sizes.items():
+        if work in args.work:
+            compare = partial(grpo.measure, **shared, wide=work == "grpo-40m")
+            yield f"GRPO on {size}: TRL + PEFT", compare
+            yield f"GRPO on {size}, equal updates: TRL + PEFT", partial(compare, drawn=True)
     if "distil" in args.work:
         yield "distillation on the pocket model: TRL + PEFT", partial(distil.measure, **shared)
     if "cycle" in args.work:

@@ -4,7 +4,8 @@ The sides give as many answers to each prompt, with the same verifier, loss (DAP
 on the rewards, the advantages, the loss and every weight, the second step's norm also on the update before it. TRL's
 continuous batching, its other way without a server, took eight times as long a step here.
 
-Afterwards ours drops groups with equal rewards, from which no side learns; TRL computes them.
+Afterwards ours drops groups with equal rewards, from which no side learns; TRL computes them. The second comparison has
+no such groups, so that both sides make the same updates: rewards are drawn for each answer.
 """
 
 import random
@@ -21,6 +22,7 @@ from rocm_ext.config.algorithms import updates_of_pass, updates_of_step
 from rocm_ext.pocket import load_tokenizer
 from rocm_ext.rl.prompts import PromptSet, choose_by_curriculum
 from tools.benchmarks import rl
+from tools.benchmarks.protocol import Failed
 from tools.benchmarks.work import pocket
 
 # cpu_pocket_grpo with small steps and the loss of DAPO's paper, which peers have too
@@ -32,17 +34,31 @@ POCKET_STEPS = [
 WIDE_STEPS = ["prompts_per_step=16"]
 
 
-def measure(base: Path, rounds: int, installed: bool = False, wide: bool = False) -> list[dict]:
+DRAWN = {
+    "_component_": "rocm_ext.verifiers.RewardFunction",
+    "function": "tools.benchmarks.rewards.drawn",
+}
+
+
+def measure(
+    base: Path, rounds: int, installed: bool = False, wide: bool = False, drawn: bool = False
+) -> list[dict]:
     """Gate and time the sides in the empty folder ``base``; return a row of the table.
 
-    Args, Raises: see :func:`tools.benchmarks.rl.measure`; ``wide`` selects the larger model.
+    Args, Raises: see :func:`tools.benchmarks.rl.measure`; ``wide`` selects the larger model, ``drawn`` the rewards of
+        :data:`DRAWN`.
     """
     cfg = prepare(base, WIDE_STEPS if wide else (), wide)
+    if drawn:
+        cfg.verifier = DRAWN
     columns, steps = rl.measure(base, "grpo", cfg, describe, rounds, installed)
     updates = statistics.fmean(step[2] for step in steps)
+    if drawn and updates != updates_of_step(cfg):
+        raise Failed(f"{updates:g} updates a step, {updates_of_step(cfg)} expected")
     return [
         {
             **columns,
+            "work": "grpo drawn" if drawn else "grpo",
             "parameters": rl.parameters(base / "pocket"),
             "answers": cfg.prompts_per_step * cfg.samples_per_prompt,
             "updates": [updates, updates_of_step(cfg)],

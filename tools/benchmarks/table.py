@@ -7,7 +7,8 @@ GIB = 2**30
 _COLUMNS = ("work", "model", "against", "speed-up", "of which by skipped work", "peak memory, ours / theirs",
             "threads, ours / theirs", "until warm, ours / theirs")  # fmt: skip
 NAMES = {"sft": "LoRA SFT", "dpo": "LoRA DPO, an epoch", "dpo step": "LoRA DPO, each further epoch",
-         "sampling": "sampling", "grpo": "GRPO, a step", "distil": "distillation, a step"}  # fmt: skip
+         "sampling": "sampling", "grpo": "GRPO, a step", "grpo drawn": "GRPO, a step of equal updates",
+         "distil": "distillation, a step"}  # fmt: skip
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
