@@ -50,7 +50,7 @@ from rocm_ext.runs.records import SampleKey
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.builders import nothing_changed
 from rocm_ext.train.checkpoint import State
-from rocm_ext.train.forgetting import Judged
+from rocm_ext.train.forgetting import Scored
 from rocm_ext.train.lifecycle import run
 from rocm_ext.train.metrics import describe_lost
 from rocm_ext.verifiers import Result
@@ -272,7 +272,7 @@ class RAFTTrainer(PolicyTrainer):
     # ---- the outputs
 
     def finish_evaluation(
-        self, step: int, judged: Mapping[str, Judged], stats: Mapping[str, float]
+        self, step: int, judged: Mapping[str, Scored], stats: Mapping[str, float]
     ) -> None:
         """Log an evaluation; the adapter that was the best before may go."""
         super().finish_evaluation(step, judged, stats)

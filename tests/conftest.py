@@ -28,8 +28,9 @@ _PROFILE = Path(__file__).parents[1] / "recipe_configs" / "hardware" / "cpu.yaml
 for _name, _variable in OmegaConf.load(_PROFILE).environment.items():
     os.environ.setdefault(_name, _variable.value)
 # Tests say the same with a GPU, which forks cannot use. Who names its devices gets the tests that need one.
-for _name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
-    os.environ.setdefault(_name, "-1")
+_DEVICES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+if not any(_name in os.environ for _name in _DEVICES):
+    os.environ.update(dict.fromkeys(_DEVICES, "-1"))
 # Tests must not depend on this machine's bench file, nor on plans of earlier runs.
 os.environ["ROCM_EXT_BENCH"] = os.devnull
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share the folder

@@ -26,7 +26,7 @@ from rocm_ext.rl.rollout import Answers, Job
 from rocm_ext.runs.intervals import gained_and_lost, mcnemar, paired_gain
 from rocm_ext.runs.records import EvalScores
 from rocm_ext.train.checkpoint import rng_state, set_rng_state
-from rocm_ext.train.forgetting import Judged
+from rocm_ext.train.forgetting import Scored
 from rocm_ext.train.learner import Learner, first_adapter
 from rocm_ext.train.lifecycle import Interrupted
 from rocm_ext.train.output_dir import OutputDir, hold
@@ -232,7 +232,7 @@ class Evaluator(RLRecipe):
         """Open the records of a run that continues after ``step``; evaluations after ``evaluated`` are unfinished."""
         self.records = Records(self.out, self.ranks, step, evaluated)
 
-    def evaluate(self, step: int) -> tuple[dict[str, Judged], float]:
+    def evaluate(self, step: int) -> tuple[dict[str, Scored], float]:
         """Evaluate the present adapter, of ``step``, and continue recorded answers; all ranks call this.
 
         Returns:

@@ -18,7 +18,7 @@ from rocm_ext.rl.selection import EQUAL
 from rocm_ext.runs.intervals import mcnemar
 from rocm_ext.runs.records import GREEDY, EvalScores, PassAtK, SampleKey, of_sets
 from rocm_ext.runs.scores import wilson
-from rocm_ext.train.forgetting import Judged
+from rocm_ext.train.forgetting import Scored
 from rocm_ext.verifiers import Result
 
 Lines = Sequence[Json]  # lines of ``metrics.jsonl`` in order, for steps and evaluations
@@ -61,7 +61,7 @@ def target_scores(line: Json) -> EvalScores:
 
 def judge(
     answers: Answers, sets: Mapping[str, Sequence[Prompt]], samples: int
-) -> dict[str, Judged]:
+) -> dict[str, Scored]:
     """Compute the scores of an evaluation by set of prompts; see :func:`score`."""
     judged = {}
     for name, prompts in sets.items():
@@ -69,7 +69,7 @@ def judge(
         right = greedy(of_set.results)
         # by id: a resumed run may read the prompts in another order
         wrong = [float(not right[prompt]) for prompt in sorted(right)]
-        judged[name] = Judged(score(of_set, samples), np.array(wrong))
+        judged[name] = Scored(score(of_set, samples), np.array(wrong))
     return judged
 
 

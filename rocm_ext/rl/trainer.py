@@ -26,7 +26,7 @@ from rocm_ext.rl.records import Asked
 from rocm_ext.rl.selection import Selected
 from rocm_ext.sampling import sample_seed
 from rocm_ext.train.checkpoint import State
-from rocm_ext.train.forgetting import Forgetting, Judged, shares
+from rocm_ext.train.forgetting import Forgetting, Scored, shares
 from rocm_ext.train.learner import Learner
 from rocm_ext.train.lifecycle import Interrupt
 from rocm_ext.train.loop import Training
@@ -268,7 +268,7 @@ class PolicyTrainer(Training):
         self._progress.update(f"{shown}  {values['mean_tokens']:.0f} tokens  {seconds:.1f} s")
 
     def finish_evaluation(
-        self, step: int, judged: Mapping[str, Judged], stats: Mapping[str, float]
+        self, step: int, judged: Mapping[str, Scored], stats: Mapping[str, float]
     ) -> None:
         """Log an evaluation of the adapter of ``step``, and remember the adapter if it is the best on the target."""
         self.evaluated = step

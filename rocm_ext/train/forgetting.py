@@ -16,7 +16,7 @@ from rocm_ext.train.scoring import Validation
 _MARGIN = 0.01  # share of the loss; a smaller rise does not matter
 
 
-class Judged(NamedTuple):
+class Scored(NamedTuple):
     """A model's answers to the prompts of a set.
 
     Attributes:
@@ -40,7 +40,7 @@ class Judged(NamedTuple):
         return paired_gain(gained, lost, len(changes))
 
 
-def shares(judged: Mapping[str, Judged]) -> dict[str, float]:
+def shares(judged: Mapping[str, Scored]) -> dict[str, float]:
     """Return pass@1 by the column of the metric logger."""
     values = {}
     for name, part in judged.items():
@@ -48,7 +48,7 @@ def shares(judged: Mapping[str, Judged]) -> dict[str, float]:
     return values
 
 
-def in_words(judged: Mapping[str, Judged]) -> str:
+def in_words(judged: Mapping[str, Scored]) -> str:
     """Return the right answers by set, for the log."""
     words = []
     for name, part in judged.items():
@@ -82,18 +82,18 @@ class Forgetting:
         self.best: dict[str, Json] = {}
         self.sums: dict[str, list[float]] = {}
 
-    def warnings(self, step: int, results: Mapping[str, Validation | Judged]) -> Json:
+    def warnings(self, step: int, results: Mapping[str, Validation | Scored]) -> Json:
         """Take results as :meth:`take` does; log the warnings, and return them for a line of ``metrics.jsonl``."""
         warnings = self.take(step, results) if self.target else []
         warn(warnings)
         return {"warnings": warnings} if warnings else {}
 
-    def line(self, step: int, judged: Mapping[str, Judged], seconds: float) -> Json:
+    def line(self, step: int, judged: Mapping[str, Scored], seconds: float) -> Json:
         """Take an evaluation, and return its line of ``metrics.jsonl``: scores by column, seconds and warnings."""
         scores = {column("eval", name): part.scores for name, part in judged.items()}
         return {**scores, "seconds": seconds, **self.warnings(step, judged)}
 
-    def take(self, step: int, results: Mapping[str, Validation | Judged]) -> list[str]:
+    def take(self, step: int, results: Mapping[str, Validation | Scored]) -> list[str]:
         """Take the results of a validation by name, and return warnings, if the target is at its best."""
         warnings = []
         for name, result in results.items():

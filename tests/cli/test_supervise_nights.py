@@ -42,7 +42,7 @@ case "$*" in
 *show*LoadState*) echo not-found ;;
 *show*ActiveState*) cat "{top}/state" ;;
 *stop*) [ -e "{top}/stuck" ] && exit 5
-    [ -e "{top}/slow" ] && sleep 60; rm -f "{top}/starting"; echo inactive >"{top}/state"; echo stop >>"{top}/events" ;;
+    [ -e "{top}/slow" ] && sleep 60; echo inactive >"{top}/state"; echo stop >>"{top}/events" ;;
 *start*) [ -e "{top}/broken" ] && exit 6; touch "{top}/starting"
     [ -e "{top}/lazy" ] && sleep 4; echo active >"{top}/state"; echo start >>"{top}/events" ;;
 esac

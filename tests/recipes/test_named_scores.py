@@ -28,7 +28,7 @@ from rocm_ext.rl.rollout import Answers
 from rocm_ext.rl.trainer import PolicyTrainer
 from rocm_ext.runs.folder import RunFolder
 from rocm_ext.runs.records import GREEDY
-from rocm_ext.train.forgetting import Forgetting, Judged
+from rocm_ext.train.forgetting import Forgetting, Scored
 from rocm_ext.train.trainer import Trainer
 from rocm_ext.verifiers import Result, Verdict
 from tests.kit import forks, raft_runs
@@ -392,9 +392,9 @@ def test_metrics_of_unknown_sets(folder, sets, tmp_path):
         loaded(LoRAFinetune, path).check()
 
 
-def judged(right: np.ndarray) -> Judged:
+def judged(right: np.ndarray) -> Scored:
     correct = {"pass_at_1": float(right.mean())}
-    return Judged(correct, 1.0 - right)  # type: ignore[arg-type]
+    return Scored(correct, 1.0 - right)  # type: ignore[arg-type]
 
 
 def test_what_counts_as_forgetting():

@@ -57,11 +57,8 @@ def test_sides_are_compared(base, monkeypatch, capsys, name, peers):
 @pytest.mark.wide
 @pytest.mark.parametrize("drawn", [False, True])
 def test_grpo_computes_the_gradients_of_trl(base, drawn):
-    cfg = grpo.prepare(
-        base, ["prompts_per_step=4", "samples_per_prompt=2", "groups_per_update=null"]
-    )
-    if drawn:
-        cfg.verifier = grpo.DRAWN
+    changes = ["prompts_per_step=4", "samples_per_prompt=2", "groups_per_update=null"]
+    cfg = grpo.prepare(base, changes, drawn=drawn)
     with ExitStack() as stack:
         sides = rl.start(
             stack, base / "gate", base, "grpo", cfg, grpo.describe, rl.GATE, rl.GATE, installed=True

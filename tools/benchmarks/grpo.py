@@ -32,11 +32,10 @@ POCKET_STEPS = [
     "eval_every_n_steps=10",
 ]  # fmt: skip
 WIDE_STEPS = ["prompts_per_step=16"]
-
-
 DRAWN = {
     "_component_": "rocm_ext.verifiers.RewardFunction",
     "function": "tools.benchmarks.rewards.drawn",
+    "conversational": False,
 }
 
 
@@ -48,9 +47,7 @@ def measure(
     Args, Raises: see :func:`tools.benchmarks.rl.measure`; ``wide`` selects the larger model, ``drawn`` the rewards of
         :data:`DRAWN`.
     """
-    cfg = prepare(base, WIDE_STEPS if wide else (), wide)
-    if drawn:
-        cfg.verifier = DRAWN
+    cfg = prepare(base, WIDE_STEPS if wide else (), wide, drawn)
     columns, steps = rl.measure(base, "grpo", cfg, describe, rounds, installed)
     updates = statistics.fmean(step[2] for step in steps)
     if drawn and updates != updates_of_step(cfg):
@@ -66,7 +63,9 @@ def measure(
     ]
 
 
-def prepare(base: Path, changes: Sequence[str], wide: bool = False) -> DictConfig:
+def prepare(
+    base: Path, changes: Sequence[str], wide: bool = False, drawn: bool = False
+) -> DictConfig:
     """Make the pocket model, perhaps widened, and the first adapter; return the sides' common config."""
     pocket(base)
     if wide:
@@ -74,6 +73,8 @@ def prepare(base: Path, changes: Sequence[str], wide: bool = False) -> DictConfi
     given = [f"pocket={base}/pocket", f"output_dir={base}/out", "eval_prompts=null", "mismatch=none",
              *POCKET_STEPS, "verify_workers=1", f"checkpointer.adapter_checkpoint={base}/peft"]  # fmt: skip
     cfg = algorithms.filled(config.load("grpo_rocm", "cpu_pocket_grpo", [*given, *changes]))
+    if drawn:
+        cfg.verifier = DRAWN
     rl.write_adapter(base, cfg)
     return cfg
 

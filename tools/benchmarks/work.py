@@ -1,9 +1,12 @@
 """The sides' work: a model with random weights, rows of token ids, lengths of answers."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -89,11 +92,18 @@ def write_random_model(folder: Path, shape: str, vocab: int, **config) -> Path:
 
 
 def pocket(base: Path) -> Path:
-    """Return the pocket model in ``base``; make it if it is missing."""
+    """Return the pocket model in ``base``; make it if it is missing, once for all comparisons of a process."""
     folder = base / "pocket"
     if not folder.exists():
-        pocket_model.make(folder)
+        shutil.copytree(Path(_pocket().name) / "pocket", folder)
     return folder
+
+
+@cache
+def _pocket() -> TemporaryDirectory[str]:
+    top = TemporaryDirectory()
+    pocket_model.make(Path(top.name) / "pocket")
+    return top
 
 
 def write_foreign_twin(folder: Path, model: Path) -> None:
