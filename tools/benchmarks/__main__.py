@@ -52,7 +52,11 @@ SLOW_SET = (  # slow peers
     Task("sampling", "small", 32768, "bf16", (GENERATE, CONTINUOUS)),
 )
 PEERS = {"sft": sft.WORK.peers, "dpo": dpo.WORK.peers, "sampling": sampling.PEERS}
-WORK = [*PEERS, "grpo", "grpo-40m", "distil", "cycle"]
+DISTILLED = {
+    "distil": ("on the pocket model", distil.POCKET),
+    "distil-40m": ("from 40 million parameters", distil.RANDOM),
+}
+WORK = [*PEERS, "grpo", "grpo-40m", *DISTILLED, "cycle"]
 COMPARE = {
     "sft": partial(training.compare, sft.WORK),
     "dpo": partial(training.compare, dpo.WORK),
@@ -140,8 +144,10 @@ def comparisons(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path]
             compare = partial(grpo.measure, **shared, wide=work == "grpo-40m")
             yield f"GRPO on {size}: TRL + PEFT", compare
             yield f"GRPO on {size}, equal updates: TRL + PEFT", partial(compare, drawn=True)
-    if "distil" in args.work:
-        yield "distillation on the pocket model: TRL + PEFT", partial(distil.measure, **shared)
+    for work, (size, pair) in DISTILLED.items():
+        if work in args.work:
+            compare = partial(distil.measure, **shared, pair=pair)
+            yield f"distillation {size}: TRL + PEFT", compare
     if "cycle" in args.work:
         yield "RAFT's cycle", partial(cycle.measure, runs=2)
 

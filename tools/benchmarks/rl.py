@@ -81,7 +81,8 @@ def measure(
     step = {name: statistics.median(each) / TURN for name, each in seconds.items()}
     warm = {name: max(0.0, value - step[name] * WARM_UP) for name, value in until_warm.items()}
     columns = {
-        "work": work, "peer": PEER, "vocab": 320, "dtype": "fp32", "bound": None, "norm_difference": apart,
+        "work": work, "peer": PEER, "vocab": vocabulary(base / "pocket"), "dtype": "fp32", "bound": None,
+        "norm_difference": apart,
         "steps": steps, "rounds": rounds, "step_seconds": [step[OURS], step[PEER]],
         **Timed(seconds, {name: each[-1] for name, each in turns.items()}, warm).describe(OURS, PEER),
     }  # fmt: skip
@@ -203,6 +204,12 @@ def widen(folder: Path) -> None:
             )
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(card))
+
+
+def vocabulary(folder: Path) -> int:
+    """Return the number of tokens of the model in ``folder``."""
+    card = json.loads((folder / "config.json").read_text())
+    return card["vocab_size"]
 
 
 def parameters(folder: Path) -> float:

@@ -21,6 +21,8 @@ SHAPES = {
              "num_key_value_heads": 1},
     "small": {"hidden_size": 256, "intermediate_size": 1408, "num_hidden_layers": 2, "num_attention_heads": 4,
               "num_key_value_heads": 2},
+    "medium": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8,
+               "num_key_value_heads": 4},
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
              "num_key_value_heads": 2},
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
