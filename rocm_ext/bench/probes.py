@@ -97,7 +97,7 @@ class Bench:
         """The config's model with random weights, for sampling."""
         with _skipping():
             self.shape.check_sampling()
-        self.require(frozen_bytes(self.shape) + copied_bytes(self.shape))
+        self.require(frozen_bytes(self.shape) + copied_bytes(self.shape, device=self.device))
         decoder = build_model(self.cfg.model, self.dtype, 0, self.device)
         choose_attention(decoder, self.cfg.attention)
         weights = Weights(RandomWeights(decoder, self.device), "random")

@@ -1,6 +1,7 @@
 """The loss of distillation: the divergence between next-token distributions of a model and its teacher."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from rocm_ext.base.importing import COMPONENT
 from rocm_ext.base.kinds import POSITIVE, check, number, one_of
-from rocm_ext.losses.objective import Columns, Objective, Terms
+from rocm_ext.losses.objective import Columns, Objective, Terms, by_blocks
 
 # The columns that a teacher adds to the rows.
 HIDDEN = "teacher_hidden"
@@ -95,12 +96,16 @@ class Distillation(Objective):
         """Return the divergence [n] between the model's ``logits`` and ``other``, and its gradient [n, v], in fp32."""
         if other is None:
             other = torch.zeros_like(logits)
+        compute = partial(self._divergence, gradient)
+        return by_blocks(compute, logits, other)
+
+    def _divergence(self, gradient: bool, logits: Tensor, other: Tensor) -> Terms:
+        """Return what :meth:`compare` returns for some rows."""
         words = min(logits.shape[-1], other.shape[-1])
         model = logits[:, :words]
         teacher = other[:, :words]
         if self.tally is not None:
-            agrees = model.argmax(-1) == teacher.argmax(-1)
-            self.tally.mean("agreement", agrees)
+            self.tally.mean("agreement", _agreement(model, teacher))
         model_logprobs = model.log_softmax(-1, dtype=torch.float32)
         teacher_logprobs = teacher.log_softmax(-1, dtype=torch.float32)
         value, grad = divergence(model_logprobs, teacher_logprobs, self.beta, gradient)
@@ -115,6 +120,14 @@ def loss_config(cfg: DictConfig) -> dict[str, object]:
     temperature = cfg.temperature or 1.0  # greedy answers: the distributions as they are
     name = "rocm_ext.losses.Distillation"
     return {COMPONENT: name, "loss": cfg.loss, "beta": cfg.beta, "temperature": temperature}
+
+
+def _agreement(model: Tensor, teacher: Tensor) -> Tensor:
+    """Return by row [n] whether a word is the most probable one of both logits [n, v]."""
+    # argmax takes ten times as long as amax on a CPU
+    best = model == model.amax(-1, keepdim=True)
+    teachers_best = teacher == teacher.amax(-1, keepdim=True)
+    return (best & teachers_best).any(-1)
 
 
 def divergence(model: Tensor, teacher: Tensor, beta: float, gradient: bool) -> Terms:
@@ -143,7 +156,7 @@ def divergence(model: Tensor, teacher: Tensor, beta: float, gradient: bool) -> T
         teacher_ratio = mixture.neg_().add_(teacher)
         teacher_part = beta * (teacher.exp() * teacher_ratio).sum(-1)
     p = model.exp_()
-    kl = (p * ratio).sum(-1)
+    kl = torch.linalg.vecdot(p, ratio)
     value = weight * kl + teacher_part
     if not gradient:
         return value, None

@@ -28,6 +28,7 @@ from rocm_ext.model.lora import (
 from rocm_ext.model.names import replace_parameter
 from rocm_ext.model.native.decoder import native
 from rocm_ext.model.native.layers import use_fused_norms
+from rocm_ext.model.products import use_frozen_products
 from rocm_ext.model.weights.checkpointer import (
     MODEL_KEY,
     State,
@@ -76,6 +77,7 @@ def build_model(cfg_model, dtype: torch.dtype, seed: int, device: torch.device) 
     init_adapters(decoder, seed, device)
     decoder.place_buffers(device)
     use_fused_norms(decoder)
+    use_frozen_products(decoder)
     return decoder
 
 

@@ -86,6 +86,10 @@ class Decoder(nn.Module, ABC):
         """Return groups of weights, by name, that sampling multiplies at once: their rows should be contiguous."""
         return []
 
+    def transposed_weights(self) -> list[str]:
+        """Return the names of weights that a sampler transposes where it uses oneDNN."""
+        return []
+
     @abstractmethod
     def check_sampling(self) -> int:
         """Return the most positions of a prompt with its answer.

@@ -20,6 +20,7 @@ from rocm_ext.base.errors import UserError, nearest, one_line, refuse
 from rocm_ext.base.types import Json
 from rocm_ext.config.model_folder import names_layer
 from rocm_ext.model.names import last_part, last_parts, replace_parameter
+from rocm_ext.model.products import frozen_linear, input_gradient, product
 from rocm_ext.model.token_rows import TokenRows, token_rows
 from rocm_ext.model.weights.quantized import Quantized
 
@@ -63,7 +64,7 @@ class _LoraFunction(torch.autograd.Function):
         x2 = x.reshape(-1, x.shape[-1])
         a_ = a.to(x.dtype)
         b_ = (scale * b).to(x.dtype)
-        out = F.linear(x2, weight, bias)
+        out = product(x2, weight, bias)
         out.addmm_(x2 @ a_.T, b_.T)
         ctx.save_for_backward(x2, weight, a, b)
         ctx.scale = scale
@@ -78,7 +79,7 @@ class _LoraFunction(torch.autograd.Function):
         grad_low = g @ b_  # [n, rank]
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (g @ weight).addmm_(grad_low, a_).view(ctx.shape)
+            grad_x = input_gradient(g, weight).addmm_(grad_low, a_).view(ctx.shape)
         grad_a = (grad_low.T @ x2).to(a.dtype)
         low = x2 @ a_.T  # [n, rank]
         grad_b = (g.T @ low).to(b.dtype)
@@ -337,7 +338,7 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def base_linear(layer: LoRALinear | DoRALinear, x: Tensor) -> Tensor:
     """Apply the frozen layer without its adapter: [..., in_dim] -> [..., out_dim]."""
     if not layer._quantize_base:
-        return F.linear(x, layer.weight, layer.bias)
+        return frozen_linear(x, layer.weight, layer.bias)
     out = linear_nf4(input=x, weight=layer.weight)
     return out if layer.bias is None else out + layer.bias
 

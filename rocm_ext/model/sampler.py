@@ -26,6 +26,7 @@ from rocm_ext.model.lora import (
     plain,
     quantized,
 )
+from rocm_ext.model.products import product, uses_onednn
 from rocm_ext.model.token_rows import token_rows
 from rocm_ext.model.weights.quantized import Quantized, frozen
 
@@ -235,8 +236,16 @@ def stays_quantized(weight: Tensor) -> bool:
     return isinstance(weight, Quantized) and weight.ndim == 3
 
 
-def copied_bytes(source: Decoder, merge: bool | None = None) -> int:
-    """Bytes that a :class:`Sampler` allocates for weights that it merges, gathers, dequantises or joins."""
+def copied_bytes(
+    source: Decoder, merge: bool | None = None, device: torch.device | None = None
+) -> int:
+    """Bytes that a :class:`Sampler` allocates for weights that it merges, gathers, dequantises, joins or transposes.
+
+    Args:
+        source: the model.
+        merge: see :func:`sampler_of`.
+        device: device for sampling, by default the weights' device.
+    """
     weights = {plain(name): p for name, p in source.named_parameters()}
     small = quantized(source)
     copied = set()
@@ -264,8 +273,11 @@ def copied_bytes(source: Decoder, merge: bool | None = None) -> int:
         is_copied = not copied.isdisjoint(group)
         if is_copied or not (parts[0].is_meta or _is_one(parts)):
             copied.update(group)
+    embeddings = source.tok_embeddings.weight
+    if uses_onednn(embeddings.dtype, device or embeddings.device):
+        copied.update(source.transposed_weights())
     numbers += sum(weights[name].numel() for name in copied)
-    return numbers * source.tok_embeddings.weight.dtype.itemsize
+    return numbers * embeddings.dtype.itemsize
 
 
 def _is_one(weights: Sequence[Tensor]) -> bool:
@@ -299,6 +311,7 @@ class SamplingLinear(nn.Module):
     Args:
         layers: the model's layers, which may be under training.
         merge: add the adapters' updates to W.
+        transpose: keep W transposed in memory for oneDNN, which then multiplies few rows faster.
 
     Attributes:
         rows: :class:`TokenRows` whose logits replace W's.
@@ -310,7 +323,7 @@ class SamplingLinear(nn.Module):
     bias: Any
     rows: Any
 
-    def __init__(self, layers: Sequence[Any], merge: bool) -> None:
+    def __init__(self, layers: Sequence[Any], merge: bool, transpose: bool = False) -> None:
         super().__init__()
         weights = [_weight_of(layer, merge) for layer in layers]
         self.a = self.b = self.factor = self.bias = self.rows = None
@@ -322,7 +335,10 @@ class SamplingLinear(nn.Module):
             self.b = frozen(b.to(dtype))
             if factor is not None:
                 self.factor = frozen(factor.to(dtype))
-        self.weight = frozen(_as_one(weights))
+        weight = _as_one(weights)
+        if transpose and uses_onednn(weight.dtype, weight.device):
+            weight = weight.T.contiguous().T
+        self.weight = frozen(weight)
         values = []
         has_bias = False
         for layer, weight in zip(layers, weights, strict=True):
@@ -365,7 +381,7 @@ class SamplingLinear(nn.Module):
 
     def _product(self, x: Tensor) -> Tensor:
         bias = self.bias if self.factor is None else None
-        out = F.linear(x, self.weight, bias)
+        out = product(x, self.weight, bias)
         if self.a is not None:
             out.addmm_(F.linear(x, self.a), self.b.T)
         if self.factor is not None:

@@ -187,6 +187,8 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if attention:
         shapes = [t.shape for t in args if isinstance(t, Tensor)]
         return int(attention(*shapes)) // 2  # causal
+    if name == "_linear_pointwise":  # oneDNN's
+        return 2 * args[0].numel() * out.shape[-1]
     count: Any = flop_registry.get(getattr(torch.ops.aten, name, None))
     return int(count(*args, **kwargs, out_val=out)) if count else 0
 

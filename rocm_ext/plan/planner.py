@@ -426,7 +426,7 @@ class SamplingPlanner:
         with torch.no_grad():
             self._decoder = decoder.sampler(merge, device)
         if ranks == 1:
-            self.layout = copied_bytes(decoder, merge)
+            self.layout = copied_bytes(decoder, merge, device)
         else:  # every rank gathers a copy
             self.layout = 0
             for p in decoder.parameters():

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.losses import Distillation
+from rocm_ext.losses import objective as losses_of_chunks
 from rocm_ext.losses.distillation import HIDDEN, LOGPROBS
 
 LABELS, WIDTH, WORDS = 40, 16, 50
@@ -39,9 +40,12 @@ def by_formula(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 @pytest.mark.parametrize("words", [WORDS, 64, 44])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("chunk", [1, 7, None])
+@pytest.mark.parametrize(
+    ("chunk", "block"), [(1, WORDS), (7, 3 * WORDS), (None, 2**19), (None, 16 * WORDS)]
+)
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
-def test_value_and_gradients_equal_autograd(beta, chunk, temperature, words):
+def test_value_and_gradients_equal_autograd(beta, chunk, block, temperature, words, monkeypatch):
+    monkeypatch.setattr(losses_of_chunks, "_IN_CACHE", block)
     head, hidden, targets, theirs, seen = problem(words)
     both = min(WORDS, words)
     logprobs = [

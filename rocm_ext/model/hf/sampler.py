@@ -31,6 +31,7 @@ from rocm_ext.model.hf.experts import ROUTES, Replay, experts_of
 from rocm_ext.model.lora import Dora, ExpertLora, Lora, adapters, dense, expert_loras, plain
 from rocm_ext.model.names import replace_parameter
 from rocm_ext.model.plan_cache import remembered
+from rocm_ext.model.products import use_frozen_products
 from rocm_ext.model.sampler import (
     MIN_ROWS,
     Sampler,
@@ -278,6 +279,7 @@ class TransformersSampler(Sampler):
         decoder = source.wrapped(model).eval().requires_grad_(False)
         decoder.kernel = source.kernel
         decoder.load_state_dict(state, assign=True)
+        use_frozen_products(decoder)
         for name, lora in expert_loras(source).items():  # separate from the weights, in any dtype
             owner, _, leaf = f"{name}{ExpertLora.SUFFIX}".rpartition(".")
             decoder.get_submodule(owner).add_module(leaf, lora)

@@ -113,6 +113,15 @@ class NativeDecoder(TransformerDecoder, Decoder):
                 groups.append([f"{plain(name)}.{part}.weight" for part in kind.parts])
         return groups
 
+    def transposed_weights(self) -> list[str]:
+        names = []
+        if isinstance(self.output, TiedLinear):
+            names.append("tok_embeddings.weight")
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | LoRALinear | DoRALinear) and ".lora_" not in name:
+                names.append(f"{plain(name)}.weight")
+        return names
+
     def check_sampling(self) -> int:
         for layer in self.layers:
             attention = getattr(layer, "attn", None)
@@ -419,7 +428,7 @@ class _Copies:
         made: Any
         if isinstance(module, TiedLinear | nn.Linear | LoRALinear | DoRALinear):
             if isinstance(module, TiedLinear):
-                made = SamplingLinear([self.of(module.tied_module)], False)
+                made = SamplingLinear([self.of(module.tied_module)], False, transpose=True)
             else:
                 made = self._linear([module])
             if hasattr(module, TokenRows.NAME):
@@ -455,7 +464,7 @@ class _Copies:
         return _quick(made, made._modules, made._parameters)
 
     def _linear(self, layers: list[Any]) -> SamplingLinear:
-        linear = SamplingLinear(layers, self._merge)
+        linear = SamplingLinear(layers, self._merge, transpose=True)
         _quick(linear, linear._parameters)
         if any(isinstance(layer, Lora | Dora) for layer in layers):
             self.adapted.append((linear, layers))
