@@ -57,33 +57,31 @@ class Lora(LoRALinear):
 
 
 class _LoraFunction(torch.autograd.Function):
-    """One autograd node for the complete layer: it accumulates both products in place and saves only x."""
+    """One autograd node for the complete layer: it accumulates both products in place and saves only x and A x."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, scale):  # type: ignore[override]
         x2 = x.reshape(-1, x.shape[-1])
-        a_ = a.to(x.dtype)
-        b_ = (scale * b).to(x.dtype)
+        low = x2 @ a.to(x.dtype).T  # [n, rank]
         out = product(x2, weight, bias)
-        out.addmm_(x2 @ a_.T, b_.T)
-        ctx.save_for_backward(x2, weight, a, b)
+        out.addmm_(low, b.to(x.dtype).T, alpha=scale)
+        ctx.save_for_backward(x2, low, weight, a, b)
         ctx.scale = scale
         ctx.shape = x.shape
         return out
 
     @staticmethod
     def backward(ctx, g):  # type: ignore[override]
-        x2, weight, a, b = ctx.saved_tensors
-        a_ = a.to(g.dtype)
-        b_ = (ctx.scale * b).to(g.dtype)
-        grad_low = g @ b_  # [n, rank]
+        x2, low, weight, a, b = ctx.saved_tensors
+        scale = ctx.scale
+        grad_low = g @ b.to(g.dtype)  # [n, rank], without scale
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = input_gradient(g, weight).addmm_(grad_low, a_).view(ctx.shape)
+            grad_x = input_gradient(g, weight)
+            grad_x = grad_x.addmm_(grad_low, a.to(g.dtype), alpha=scale).view(ctx.shape)
         grad_a = (grad_low.T @ x2).to(a.dtype)
-        low = x2 @ a_.T  # [n, rank]
         grad_b = (g.T @ low).to(b.dtype)
-        return grad_x, None, None, grad_a, grad_b.mul_(ctx.scale), None
+        return grad_x, None, None, grad_a.mul_(scale), grad_b.mul_(scale), None
 
 
 class Dora(DoRALinear):
