@@ -101,7 +101,7 @@ def test_a_cycle_is_measured(base, monkeypatch):
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", ["machine", "numerics", "attention", "dtypes", "checkpointing", "four-bit", "gguf", "gguf-0.5b", "run-sft",
-             "grpo-0.5b"]
+             "grpo-0.5b", "raft-0.5b", "distil-4b", "profile-sft-7b"]
 )  # fmt: skip
 def test_parts_for_gpus_run_on_a_cpu(tmp_path, monkeypatch, name):
     runner = Runner("cpu", True, tmp_path, 10)

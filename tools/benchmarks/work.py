@@ -31,6 +31,10 @@ SHAPES = {
                    "num_key_value_heads": 1, "head_dim": 128},
     "qwen3-small": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
                     "num_key_value_heads": 4, "head_dim": 128},
+    "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+                 "num_key_value_heads": 8, "head_dim": 128},
+    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+                 "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False},
 }  # fmt: skip
 # torchtune's config adapts these and the MLP. Its rank 32 at width 896 corresponds to rank 8 at the small width.
 LORA = {"lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "lora_rank": 8, "lora_alpha": 16}

@@ -39,9 +39,15 @@ class Part:
 
 
 def _train(
-    name: str, work: str, size: str, peer: str | None, seconds: float, *needs: str, **more: bool
-) -> Part:
-    arguments = {"work": work, "size": size, "peer": peer, "gate": size == "0.5b"}
+    name: str, work: str, size: str, peer: str | None, seconds: float, *needs: str, at_once: int = 8, **more: bool
+) -> Part:  # fmt: skip
+    arguments = {
+        "work": work,
+        "size": size,
+        "peer": peer,
+        "gate": size == "0.5b",
+        "at_once": at_once,
+    }
     return Part(name, "speed", "sides:train", seconds, arguments, ("transformers", *needs), **more)
 
 
@@ -54,6 +60,11 @@ def _sample(
 
 def _run(name: str, recipe: str) -> Part:
     return Part(name, "check", "runs:resumed", 240, {"recipe": recipe})
+
+
+def _step(name: str, recipe: str, size: str, **more: str) -> Part:
+    arguments = {"recipe": recipe, "size": size, **more}
+    return Part(name, "speed", "speeds:step", 240, arguments, ("transformers",))
 
 
 PARTS = (
@@ -75,6 +86,15 @@ PARTS = (
     _sample("sampling-0.5b-vllm", "0.5b", VLLM, 240, "vllm"),
     Part("memory", "check", "training:memory", 120, {"size": "0.5b"}),
     _train("sft-7b", "sft", "7b", None, 240, tiny=False),
+    _train("sft-7b-32", "sft", "7b", None, 240, at_once=32, tiny=False),
+    Part(
+        "profile-sft-7b",
+        "speed",
+        "speeds:profile",
+        180,
+        {"size": "7b", "rows": 32},
+        ("transformers",),
+    ),
     _train("sft-7b-torchtune", "sft", "7b", STOCK, 240, tiny=False),
     _train("sft-7b-trl", "sft", "7b", TRL, 180, "trl", "peft", tiny=False),
     Part("decode-7b", "speed", "checks:decode_speed", 120, {"size": "7b"}),
@@ -89,7 +109,9 @@ PARTS = (
     _run("run-grpo", "grpo_rocm"),
     _run("run-dpo", "dpo_rocm"),
     _run("run-distil", "distil_rocm"),
-    Part("grpo-0.5b", "speed", "speeds:grpo_step", 150, {"size": "0.5b"}, ("transformers",)),
+    _step("grpo-0.5b", "grpo_rocm", "0.5b"),
+    _step("raft-0.5b", "raft_rocm", "0.5b"),
+    _step("distil-4b", "distil_rocm", "qwen3-4b", teacher="qwen3-8b"),
     Part("merge-7b", "check", "checks:merging", 120, {"size": "7b"}),
     Part("checkpointing", "check", "training:checkpointing", 90),
     Part("offloading", "check", "training:offloading", 90, cpu=False),

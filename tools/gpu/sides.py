@@ -12,15 +12,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.kit.families import CLASSES
 from tests.kit.tiny import SHAPE, write_tokenizer
 from tools.benchmarks import dpo, sampling, sft
 from tools.benchmarks.protocol import Failed, difference
 from tools.benchmarks.training import GATE, OURS, Work
-from tools.benchmarks.work import SHAPES, Task, write_adapter
+from tools.benchmarks.work import SHAPES, Task, is_qwen3, write_adapter
 from tools.gpu.here import GIB, Here, Row, check, speed
 
-VOCAB = {"tiny": 512, "0.5b": 152064, "7b": 152064}
-DISK = {"tiny": 0.1, "0.5b": 1.3, "7b": 15.5}  # GiB of a model in bf16
+WORKS: dict[str, Work] = {"sft": sft.WORK, "dpo": dpo.WORK}
+VOCAB = {"tiny": 512, "0.5b": 152064, "7b": 152064, "qwen3-4b": 151936, "qwen3-8b": 151936}
+DISK = {
+    "tiny": 0.1,
+    "0.5b": 1.3,
+    "7b": 15.5,
+    "qwen3-4b": 8.5,
+    "qwen3-8b": 16.5,
+}  # GiB of a model in bf16
 FP32 = 1e-3  # relative difference of a step's loss; the CPU's benchmarks hold 1e-5
 BF16 = 0.05
 # prompts, answers to a prompt, median and most tokens of an answer
@@ -57,24 +65,24 @@ def rounds(here: Here) -> int:
 
 
 def write_sized_model(folder: Path, shape: str, vocab: int, dtype: str, device: str) -> None:
-    """Write a Hugging Face folder of Qwen2.5's ``shape`` with random weights that are drawn on ``device``.
+    """Write a Hugging Face folder of Qwen2.5's or Qwen3's ``shape`` with random weights that are drawn on ``device``.
 
     A file holds at most 4 GB, and every id has a token, because a sample may draw any.
     """
     import torch
     from torchtune.training import set_default_dtype
-    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     folder.mkdir(parents=True)
     write_tokenizer(folder)
     sizes = {**SHAPE, "max_position_embeddings": 4096, "tie_word_embeddings": True, **SHAPES[shape]}
-    config = Qwen2Config(vocab_size=vocab, rope_theta=1e6, **{**sizes, "initializer_range": 0.04})
+    config_class, model_class = CLASSES["qwen3" if is_qwen3(shape) else "qwen2"]
+    config = config_class(vocab_size=vocab, rope_theta=1e6, **{**sizes, "initializer_range": 0.04})
     torch.manual_seed(0)
     with (
         torch.device(device),
         set_default_dtype(getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[dtype])),
     ):
-        model = Qwen2ForCausalLM(config)
+        model = model_class(config)
     for name, weight in model.named_parameters():
         if name.endswith("bias"):  # zero from transformers; a side that skips them must differ
             torch.nn.init.normal_(weight, std=0.04)
@@ -103,18 +111,10 @@ def fill_vocabulary(folder: Path, vocab: int) -> None:
 # ---- SFT and DPO
 
 
-def train(here: Here, work: str, size: str, peer: str | None, gate: bool = True) -> Iterator[Row]:
-    """Time a side's optimiser steps, and compare losses and seconds with ours.
-
-    Args:
-        here: the device.
-        work: sft or dpo.
-        size: of the model.
-        peer: of that work's PEERS; None: ours.
-        gate: first compare losses in fp32.
-    """
-    shape, name = shape_of(here, size), peer or OURS
-    way: Work = {"sft": sft.WORK, "dpo": dpo.WORK}[work]
+def training_world(here: Here, work: str, size: str) -> tuple[Path, Any]:
+    """Return the folder with the model, rows and first adapter of all sides, and the rows' sizes by step."""
+    shape = shape_of(here, size)
+    way = WORKS[work]
     model = model_of(here, size)
 
     def make(folder: Path) -> Any:
@@ -125,7 +125,25 @@ def train(here: Here, work: str, size: str, peer: str | None, gate: bool = True)
         write_adapter(folder, shape)
         return steps
 
-    base, steps = here.world(f"{work}-{shape}", make)
+    return here.world(f"{work}-{shape}", make)
+
+
+def train(
+    here: Here, work: str, size: str, peer: str | None, gate: bool = True, at_once: int = 8
+) -> Iterator[Row]:
+    """Time a side's optimiser steps, and compare losses and seconds with ours.
+
+    Args:
+        here: the device.
+        work: sft or dpo.
+        size: of the model.
+        peer: of that work's PEERS; None: ours.
+        gate: first compare losses in fp32.
+        at_once: rows of ours in a micro-batch of a GPU.
+    """
+    shape, name = shape_of(here, size), peer or OURS
+    way = WORKS[work]
+    base, steps = training_world(here, work, size)
     known = f"{work}-{size}"
     dtypes = ["fp32"] if here.tiny else [*["fp32"] * gate, "bf16"]
     for dtype in dtypes:
@@ -133,7 +151,9 @@ def train(here: Here, work: str, size: str, peer: str | None, gate: bool = True)
         task = Task(work, shape, VOCAB[shape], dtype, (peer,) if peer else ())
         # compiled layers are checked in a separate part
         args = arguments(
-            here, *(["batch_size=8"] if here.gpu else []), *([] if timed else ["compile=False"])
+            here,
+            *([f"batch_size={at_once}"] if here.gpu else []),
+            *([] if timed else ["compile=False"]),
         )
         result = _steps(here, base, way, name, task, len(steps), args, timed)
         expected = here.of(known, f"losses_{dtype}") if peer else result["losses"]
