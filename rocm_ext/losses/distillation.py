@@ -40,7 +40,8 @@ class Distillation(Objective):
     (thinkingmachines.ai/blog/on-policy-distillation). It reads the column ``teacher_logprobs``, at ``temperature``;
     ``jsd`` computes ``teacher_hidden``.
 
-    ``jsd`` also measures ``agreement``, the share of labels for which both find the same word most probable.
+    ``jsd`` also measures ``agreement``, the share of labels for which both find the same word most probable; of equally
+    probable ones, one that both have is enough.
 
     Args:
         loss: ``jsd`` or ``reverse_kl``.
@@ -156,7 +157,7 @@ def divergence(model: Tensor, teacher: Tensor, beta: float, gradient: bool) -> T
         teacher_ratio = mixture.neg_().add_(teacher)
         teacher_part = beta * (teacher.exp() * teacher_ratio).sum(-1)
     p = model.exp_()
-    kl = torch.linalg.vecdot(p, ratio)
+    kl = (p * ratio).sum(-1)
     value = weight * kl + teacher_part
     if not gradient:
         return value, None

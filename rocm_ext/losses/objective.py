@@ -409,7 +409,7 @@ def by_blocks(compute: Callable[..., Terms], logits: Tensor, *others: Tensor) ->
     """
     tensors = logits, *others
     rows, vocabulary = logits.shape
-    size = max(1, _IN_CACHE // vocabulary)
+    size = max(torch.get_num_threads(), _IN_CACHE // vocabulary)
     # a plan's fake tensors need no caches, and fewer of them are planned faster
     if type(logits) is not Tensor or logits.device.type != "cpu" or size >= rows:
         return compute(*tensors)
@@ -429,14 +429,8 @@ def by_blocks(compute: Callable[..., Terms], logits: Tensor, *others: Tensor) ->
 
 def _nll(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Any]:
     """Return the NLL [n] of ``targets`` [n] under ``logits`` [n, v], and its gradient [n, v] or None, in fp32."""
-    return by_blocks(_nll_with_gradient if gradient else _nll_alone, logits, targets)
-
-
-def _nll_alone(logits: Tensor, targets: Tensor) -> Terms:
-    return F.cross_entropy(logits.float(), targets, reduction="none"), None
-
-
-def _nll_with_gradient(logits: Tensor, targets: Tensor) -> Terms:
+    if not gradient:
+        return F.cross_entropy(logits.float(), targets, reduction="none"), None
     index = targets[:, None]
     # this takes one fp32 buffer, also for 16-bit logits; logsumexp would need a second one while it runs
     log_probabilities = logits.log_softmax(dim=-1, dtype=torch.float32)

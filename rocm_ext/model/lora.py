@@ -64,7 +64,7 @@ class _LoraFunction(torch.autograd.Function):
         x2 = x.reshape(-1, x.shape[-1])
         low = x2 @ a.to(x.dtype).T  # [n, rank]
         out = product(x2, weight, bias)
-        out.addmm_(low, b.to(x.dtype).T, alpha=scale)
+        out.addmm_(low, (scale * b).to(x.dtype).T)  # rounded as in sampling
         ctx.save_for_backward(x2, low, weight, a, b)
         ctx.scale = scale
         ctx.shape = x.shape
@@ -74,14 +74,14 @@ class _LoraFunction(torch.autograd.Function):
     def backward(ctx, g):  # type: ignore[override]
         x2, low, weight, a, b = ctx.saved_tensors
         scale = ctx.scale
-        grad_low = g @ b.to(g.dtype)  # [n, rank], without scale
+        grad_low = g @ (scale * b).to(g.dtype)  # [n, rank]
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = input_gradient(g, weight)
-            grad_x = grad_x.addmm_(grad_low, a.to(g.dtype), alpha=scale).view(ctx.shape)
+            grad_x = grad_x.addmm_(grad_low, a.to(g.dtype)).view(ctx.shape)
         grad_a = (grad_low.T @ x2).to(a.dtype)
         grad_b = (g.T @ low).to(b.dtype)
-        return grad_x, None, None, grad_a.mul_(scale), grad_b.mul_(scale), None
+        return grad_x, None, None, grad_a, grad_b.mul_(scale), None
 
 
 class Dora(DoRALinear):

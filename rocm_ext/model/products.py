@@ -1,7 +1,7 @@
-"""Products with frozen weights, on CPUs by oneDNN where it is faster than torch's MKL.
+"""Products with frozen weights: large ones in fp32 on a CPU are oneDNN's instead of MKL's.
 
-torch multiplies fp32 matrices with MKL, which is slow for few rows and on AMD's processors. Measured on two cores of an
-EPYC (Zen 4), in ms, oneDNN and MKL:
+torch multiplies fp32 matrices with MKL, which is slow for few rows, at least on AMD's processors. Measured on two cores
+of an EPYC (Zen 4), in ms, oneDNN and MKL; no Intel processor was measured:
 
 ==============  ====================  ====================
 weight          16 rows, transposed   256 rows
@@ -11,7 +11,7 @@ weight          16 rows, transposed   256 rows
 4,096 x 512     0.5, 0.7              5.3, 6.5
 ==============  ====================  ====================
 
-Below a hundred thousand weights MKL is as fast. A row's result does not depend on the other rows.
+Below a hundred thousand weights MKL is as fast. From 2 rows on, a row's result does not depend on the others.
 """
 
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torchtune.modules import TiedLinear
 from torchtune.modules.tied_linear import Linear as TiedProduct
 
@@ -52,10 +53,13 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``x Wᵀ + b``, as :func:`product`; if W and b are frozen, x may have a gradient."""
-    if weight.requires_grad or torch.compiler.is_compiling() or not _is_faster(x, weight):
+    """Compute ``x Wᵀ + b``, as :func:`product`; x may have a gradient."""
+    trains = weight.requires_grad or (bias is not None and bias.requires_grad)
+    if trains or torch.compiler.is_compiling() or not _is_faster(x, weight):
         return F.linear(x, weight, bias)
-    return _Frozen.apply(x, weight, bias)
+    out = _Frozen.apply(x.reshape(-1, x.shape[-1]), weight, bias)
+    # here, because torch refuses to change a view from a function in place
+    return out.view(*x.shape[:-1], -1)
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,6 +84,7 @@ class _Frozen(torch.autograd.Function):
         return product(x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[override]
         (weight,) = ctx.saved_tensors
         return input_gradient(grad, weight), None, None

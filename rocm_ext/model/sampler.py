@@ -1,7 +1,8 @@
 """A copy of a model for sampling, which shares the weights that no adapter changes.
 
 The copy has the same modules without wrappers, hooks and dropout, so it computes the same. Linear layers have their
-adapters merged or separate. Sampling never writes to the weights under training.
+adapters merged or separate; in fp32 on a CPU a native decoder's are copies in another layout, see
+:mod:`rocm_ext.model.products`. Sampling never writes to the weights under training.
 """
 
 import math
@@ -276,6 +277,8 @@ def copied_bytes(
     embeddings = source.tok_embeddings.weight
     if uses_onednn(embeddings.dtype, device or embeddings.device):
         copied.update(source.transposed_weights())
+        if source.transposes_tied:  # beside a copy of the embeddings, if there is one
+            numbers += embeddings.numel()
     numbers += sum(weights[name].numel() for name in copied)
     return numbers * embeddings.dtype.itemsize
 

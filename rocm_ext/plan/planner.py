@@ -19,6 +19,7 @@ from rocm_ext.machine.budget import readable
 from rocm_ext.machine.numerics import dtype_name
 from rocm_ext.model.attention import span_for
 from rocm_ext.model.decoder import Decoder
+from rocm_ext.model.products import uses_onednn
 from rocm_ext.model.sampler import MIN_ROWS, Sampler, copied_bytes, stays_quantized
 from rocm_ext.plan.costs import Kernels, Operation, launches_of
 from rocm_ext.plan.memory import MemoryPlan, plan_memory, shared_bytes, worst_rows
@@ -432,6 +433,9 @@ class SamplingPlanner:
             for p in decoder.parameters():
                 if not p.requires_grad and not stays_quantized(p):
                     self.layout += p.nbytes
+            embeddings = decoder.tok_embeddings.weight
+            if decoder.transposes_tied and uses_onednn(embeddings.dtype, device):
+                self.layout += embeddings.nbytes
         wanted = device.type == "cuda" and cfg.engine.get("graphs") is not False
         self._graphs = wanted and not decoder.graph_obstacle
         self._decoder.fixed_shapes = self._graphs

@@ -1,5 +1,6 @@
 """The divergence from a teacher equals plain autograd and TRL's, in value and gradients."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rocm_ext.base.errors import UserError
+from rocm_ext.distributed.ranks import Ranks
 from rocm_ext.losses import Distillation
 from rocm_ext.losses import objective as losses_of_chunks
 from rocm_ext.losses.distillation import HIDDEN, LOGPROBS
@@ -64,6 +66,16 @@ def test_value_and_gradients_equal_autograd(beta, chunk, block, temperature, wor
         assert objective(head, hidden, targets, {HIDDEN: seen}, SEQUENCE) == pytest.approx(
             whole.item(), rel=1e-5
         )
+
+
+def test_agreement_is_the_share_of_labels_with_a_common_best_word():
+    """Of rows with equal, different, tied and no numbers, the first and third agree."""
+    model = torch.tensor([[0.0, 2, 1], [0, 2, 1], [2, 2, 1], [math.nan, 2, 1]])
+    teacher = torch.tensor([[1.0, 5, 0], [5, 1, 0], [0, 3, 1], [1, 5, 0]])
+    objective = Distillation()
+    with objective.measuring() as tally:
+        objective.compare(model, teacher, gradient=False)
+    assert tally.result(Ranks(torch.device("cpu"))) == {"agreement": 0.5}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])

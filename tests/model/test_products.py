@@ -67,6 +67,19 @@ def test_products_and_gradients_equal_torchs(shape, rows, bias, transposed):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-3)
 
 
+def test_what_becomes_of_a_product():
+    """Its result may be changed in place, as OLMo's code does, and a trained bias gets its gradient."""
+    weight = drawn(*LARGE)
+    bias = drawn(LARGE[0], seed=1).requires_grad_()
+    results = []
+    for linear in (frozen_linear, F.linear):
+        x = drawn(1, 4, LARGE[1], seed=2).requires_grad_()
+        out = linear(x, weight).clamp_(-3, 3) + linear(x, weight, bias)
+        results.append(torch.autograd.grad(out.square().sum(), [x, bias]))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-2)
+
+
 @needs_onednn
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("shape", [LARGE, (4, 2**15)])

@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -67,9 +68,9 @@ def test_grpo_computes_the_gradients_of_trl(base, drawn):
 
 
 @pytest.mark.wide
-def test_distillation_computes_the_gradients_of_trl(base, monkeypatch):
-    monkeypatch.setattr(distil, "STEPS", [*distil.STEPS, "prompts_per_step=64"])
-    cfg = distil.prepare(base)
+def test_distillation_computes_the_gradients_of_trl(base):
+    small = replace(distil.POCKET, changes=[*distil.POCKET.changes, "prompts_per_step=64"])
+    cfg = distil.prepare(base, small)
     with ExitStack() as stack:
         sides = rl.start(
             stack,

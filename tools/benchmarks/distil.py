@@ -24,7 +24,7 @@ from tools.benchmarks import rl
 from tools.benchmarks.work import pocket, write_random_model
 
 NOISE = 0.1  # of each weight's standard deviation
-STEPS = ["updates_per_step=1", "groups_per_update=null", "optimizer.lr=3e-5", "lr_scheduler=null", "verifier=null",
+STEPS = ["updates_per_step=1", "groups_per_update=null", "lr_scheduler=null", "verifier=null",
          "eval_prompts=null"]  # fmt: skip
 SPREAD = 5  # factor of random embeddings, which makes logits vary by 1 or 2
 END = 0.01  # probability that an answer of a random model ends with the next token
@@ -45,8 +45,10 @@ class Pair:
     changes: list[str]
 
 
-POCKET = Pair(None, None, 320, ["prompts_per_step=256"])
-RANDOM = Pair("small", "medium", 32_000, ["prompts_per_step=16", "max_new_tokens=200"])
+POCKET = Pair(None, None, 320, ["prompts_per_step=256", "optimizer.lr=3e-4"])
+RANDOM = Pair(
+    "small", "medium", 32_000, ["prompts_per_step=16", "max_new_tokens=200", "optimizer.lr=3e-5"]
+)
 
 
 def measure(base: Path, rounds: int, installed: bool = False, pair: Pair = POCKET) -> list[dict]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torchtune.modules.peft import DoRALinear
@@ -50,6 +49,7 @@ from rocm_ext.model.hf.targets import (
 )
 from rocm_ext.model.lora import Sizes
 from rocm_ext.model.names import Names, last_part
+from rocm_ext.model.products import frozen_linear
 from rocm_ext.model.token_rows import TokenRows
 
 # model_types whose packed rows tests compare with transformers. All others get padded rows.
@@ -339,7 +339,7 @@ class _Tied(nn.Module):
         return self._embeddings[0].weight  # type: ignore[return-value]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight, self.bias)
+        return frozen_linear(hidden, self.weight, self.bias)
 
 
 def _number(config, key: str) -> int:

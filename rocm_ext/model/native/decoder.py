@@ -113,10 +113,12 @@ class NativeDecoder(TransformerDecoder, Decoder):
                 groups.append([f"{plain(name)}.{part}.weight" for part in kind.parts])
         return groups
 
+    @property
+    def transposes_tied(self) -> bool:  # type: ignore[override]
+        return isinstance(self.output, TiedLinear)
+
     def transposed_weights(self) -> list[str]:
         names = []
-        if isinstance(self.output, TiedLinear):
-            names.append("tok_embeddings.weight")
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | LoRALinear | DoRALinear) and ".lora_" not in name:
                 names.append(f"{plain(name)}.weight")
