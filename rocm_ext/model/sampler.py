@@ -338,10 +338,10 @@ class SamplingLinear(nn.Module):
             self.b = frozen(b.to(dtype))
             if factor is not None:
                 self.factor = frozen(factor.to(dtype))
-        weight = _as_one(weights)
-        if transpose and uses_onednn(weight.dtype, weight.device):
-            weight = weight.T.contiguous().T
-        self.weight = frozen(weight)
+        joined = _as_one(weights)
+        if transpose and uses_onednn(joined.dtype, joined.device):
+            joined = joined.T.contiguous().T
+        self.weight = frozen(joined)
         values = []
         has_bias = False
         for layer, weight in zip(layers, weights, strict=True):

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from rocm_ext.base.errors import UserError
 from rocm_ext.distributed.ranks import Ranks
-from rocm_ext.losses import Distillation
-from rocm_ext.losses import objective as losses_of_chunks
+from rocm_ext.losses import Distillation, distillation
 from rocm_ext.losses.distillation import HIDDEN, LOGPROBS
 
 LABELS, WIDTH, WORDS = 40, 16, 50
@@ -47,7 +46,7 @@ def by_formula(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 )
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
 def test_value_and_gradients_equal_autograd(beta, chunk, block, temperature, words, monkeypatch):
-    monkeypatch.setattr(losses_of_chunks, "_IN_CACHE", block)
+    monkeypatch.setattr(distillation, "_IN_CACHE", block)
     head, hidden, targets, theirs, seen = problem(words)
     both = min(WORDS, words)
     logprobs = [

@@ -6,6 +6,7 @@ with the same small probability at each token, so most answers have 20 to 200 to
 """
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,11 @@ def prepare(base: Path, pair: Pair = POCKET) -> DictConfig:
     """Make the model, its teacher and the first adapter; return the sides' common config."""
     pocket(base)
     if pair.student is None:
-        change_weights(copy(base / "pocket", base / "teacher"))
+        shutil.copytree(base / "pocket", base / "teacher")
+        change_weights(base / "teacher")
     else:
         extend_tokenizer(base / "pocket" / "tokenizer.json", pair.vocabulary)
-        copy(base / "pocket", base / "teacher")
+        shutil.copytree(base / "pocket", base / "teacher")
         randomize(base / "pocket", pair.student, pair.vocabulary)
         randomize(base / "teacher", pair.teacher, pair.vocabulary)
     given = [f"pocket={base}/pocket", f"teacher={base}/teacher", "teacher_adapter=null", f"output_dir={base}/out",
@@ -78,15 +80,6 @@ def prepare(base: Path, pair: Pair = POCKET) -> DictConfig:
     cfg = config.load("distil_rocm", "cpu_pocket_distil", [*given, *STEPS, *pair.changes])
     rl.write_adapter(base, cfg)
     return cfg
-
-
-def copy(model: Path, to: Path) -> Path:
-    """Copy the files of a model's folder to a new one; return that."""
-    to.mkdir()
-    for file in model.iterdir():
-        if file.is_file():
-            (to / file.name).write_bytes(file.read_bytes())
-    return to
 
 
 def change_weights(folder: Path) -> None:

@@ -174,7 +174,8 @@ def train(
         note = "" if ours is None else f"ours is {middle / ours:.2f} x as fast; "
         note += f"{1e3 * middle:.0f} ms a step ({1e3 * min(result['seconds']):.0f}-{1e3 * max(result['seconds']):.0f})"
         note += f", {result['peak'] / GIB:.2f} GiB, warm after {result['until_warm']:.0f} s"
-        yield speed(f"LoRA {work.upper()} of {shape}, {dtype}, {name}", tokens / middle, "tokens/s", note,
+        named = name if peer or not here.gpu else f"{name}, {at_once} rows at once"
+        yield speed(f"LoRA {work.upper()} of {shape}, {dtype}, {named}", tokens / middle, "tokens/s", note,
                     seconds=middle, peak=result["peak"], **{f"losses_{dtype}": result["losses"]})  # fmt: skip
 
 
