@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -61,6 +62,7 @@ def register() -> None:
         elif registry.DECIDED not in os.environ:
             return
         deferred.defer()
+        gc.freeze()  # no collection of garbage searches torch again
         what = "the environment of this run is not prepared"
         leave_out_warnings()
         if (tune or script.endswith(_RECIPES)) and not _is_worker():

@@ -5,6 +5,8 @@ code. Only the file of the given command is imported. Functions import torch whe
 and --help must not.
 """
 
+import atexit
+import gc
 import importlib
 import inspect
 import os
@@ -50,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:  # this process is the program
         argv = sys.argv[1:]
         deferred.defer()
+        atexit.register(
+            gc.freeze
+        )  # the last collections would search all that was imported: half a second
     try:
         return _run(argv) or 0
     except UserError as error:

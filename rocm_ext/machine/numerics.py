@@ -1,6 +1,7 @@
 """Chooses the dtype to compute in, and tests that the device computes correctly in it."""
 
 import difflib
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -302,9 +303,8 @@ class _Canary:
         return error <= allowed, f"relative error {error:.1e}, {allowed:.0e} allowed"
 
     def copy(self) -> Outcome:
-        low, high = -(2**31), 2**31 - 1
-        shape = (2**20,)  # 4 MiB: small copies do not go through the copy engines
-        sent = torch.randint(low, high, shape, dtype=torch.int32, generator=self.rng)
+        # 4 MiB, as small copies do not go through the copy engines; all words differ, and all bits change
+        sent = torch.arange(-(2**19), 2**19, dtype=torch.int32) * 4095
         received = sent.to(self.device).clone().cpu()
         wrong = int((received != sent).sum())
         return (
@@ -333,11 +333,14 @@ class _Canary:
 
     def logits(self) -> Outcome:
         hidden = torch.randn(16, 128, generator=self.rng)
-        weight = torch.randn(2**15, 128, generator=self.rng)
+        rows = torch.randn(2**10, 128, generator=self.rng)
+        times = 32  # a vocabulary that repeats these rows: to draw a large one, and compute in fp64, takes long
+        weight = rows.repeat(times, 1)
         actual = hidden.to(self.device) @ weight.to(self.device).T
-        expected = hidden.double() @ weight.double().T
-        difference = actual.log_softmax(-1).cpu() - expected.log_softmax(-1)
-        error = float(difference.abs().max())
+        log_probs = actual.log_softmax(-1).cpu().unflatten(-1, (times, -1))
+        once = (hidden.double() @ rows.double().T).log_softmax(-1)
+        expected = once.unsqueeze(1) - math.log(times)
+        error = float((log_probs - expected).abs().max())
         return error <= _NATS, f"log-probs differ from fp64's by {error:.1e}, {_NATS:.0e} allowed"
 
     def convolution(self) -> Outcome:

@@ -202,14 +202,23 @@ def load_profile(name: str) -> Profile:
     Raises:
         UserError: the name is unknown, or the file is not a profile.
     """
-    path = Path(name) if name.endswith(".yaml") else _folder() / f"{name}.yaml"
+    own = name.endswith(".yaml")
+    path = Path(name) if own else _folder() / f"{name}.yaml"
     if not path.is_file():
         raise UserError(f"hardware={name} is unknown{nearest(name, ['auto', *profile_names()])}")
+    return _read(path) if own else _shipped(path)
+
+
+def _read(path: Path) -> Profile:
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))
     except yaml.YAMLError as error:
         raise UserError(f"hardware profile {path} is not YAML: {one_line(error)}") from error
     return Profile.from_dict(path.stem, content)
+
+
+# the choice of a profile reads all of them, and a start chooses more than once
+_shipped = cache(_read)
 
 
 def choose_profile(machine: Machine) -> tuple[str, str]:

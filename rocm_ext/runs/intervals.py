@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import special  # scipy.stats takes a second more
 
 from rocm_ext.runs.scores import Z95
 
@@ -32,6 +31,8 @@ class Interval:
 
 def _half_width(means: np.ndarray) -> float:
     """Half of the 95 % interval of the mean of independent values, by Student's t."""
+    from scipy import special  # where it is used: each run would wait for its import
+
     count = len(means)
     quantile = special.stdtrit(count - 1, 0.975)
     standard_error = np.std(means, ddof=1) / math.sqrt(count)
@@ -116,6 +117,8 @@ def mcnemar(a_only: int, b_only: int) -> float:
     Args:
         a_only, b_only: prompts that only one of them got right.
     """
+    from scipy import special
+
     total = a_only + b_only
     if not total:
         return 1.0
