@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import sys
 import tempfile
 import threading
 from collections import Counter
@@ -42,6 +43,7 @@ hypothesis_settings.load_profile("ci")
 # One thread: these models are too small for more, and threads that spin for a busy core cost minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+_IMPORTED = [0]  # modules, each time that they were left out of collections
 _LAST_RESORT = pytest.StashKey[threading.Timer]()
 # Why tests may be skipped with CI=true. Any other reason fails the run: nobody reads what is skipped for months.
 _MAY_SKIP = re.compile(
@@ -93,9 +95,20 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
+    _leave_out_imports()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Again after a test that has imported a package, such as a model of transformers."""
+    if len(sys.modules) > _IMPORTED[-1] + 50:
+        _leave_out_imports()
+
+
+def _leave_out_imports() -> None:
     """Leave what is imported out of collections of garbage: each run makes one, which took 0.3 s, half a small run."""
     gc.collect()
     gc.freeze()
+    _IMPORTED.append(len(sys.modules))
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings) -> None:

@@ -44,7 +44,7 @@ case "$*" in
 *stop*) [ -e "{top}/stuck" ] && exit 5
     [ -e "{top}/slow" ] && sleep 60; echo inactive >"{top}/state"; echo stop >>"{top}/events" ;;
 *start*) [ -e "{top}/broken" ] && exit 6; touch "{top}/starting"
-    [ -e "{top}/lazy" ] && sleep 4; echo active >"{top}/state"; echo start >>"{top}/events" ;;
+    [ -e "{top}/lazy" ] && sleep 2; echo active >"{top}/state"; echo start >>"{top}/events" ;;
 esac
 """
 

@@ -1,5 +1,6 @@
 """Run recipes in forks of the test process, which start at once and can be killed anywhere."""
 
+import gc
 import os
 import shutil
 import signal
@@ -129,6 +130,7 @@ def run_and_exit(
 ) -> NoReturn:
     """Run ``prepare()`` and a recipe's ``main`` in this process, a fork, and end it."""
     code = 1
+    gc.freeze()  # torchtune collects garbage for each file of weights that it reads, and would search all of pytest
     try:
         log.handlers.clear()
         torch.set_num_threads(1)
