@@ -43,7 +43,6 @@ hypothesis_settings.load_profile("ci")
 # One thread: these models are too small for more, and threads that spin for a busy core cost minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-_IMPORTED = [0]  # modules, each time that they were left out of collections
 _LAST_RESORT = pytest.StashKey[threading.Timer]()
 # Why tests may be skipped with CI=true. Any other reason fails the run: nobody reads what is skipped for months.
 _MAY_SKIP = re.compile(
@@ -100,15 +99,19 @@ def pytest_collection_finish() -> None:
 
 def pytest_runtest_logfinish() -> None:
     """Again after a test that has imported a package, such as a model of transformers."""
-    if len(sys.modules) > _IMPORTED[-1] + 50:
+    if len(sys.modules) > _left_out + 50:
         _leave_out_imports()
+
+
+_left_out = 0  # modules
 
 
 def _leave_out_imports() -> None:
     """Leave what is imported out of collections of garbage: each run makes one, which took 0.3 s, half a small run."""
+    global _left_out
     gc.collect()
     gc.freeze()
-    _IMPORTED.append(len(sys.modules))
+    _left_out = len(sys.modules)
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings) -> None:
