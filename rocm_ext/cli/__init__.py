@@ -52,9 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:  # this process is the program
         argv = sys.argv[1:]
         deferred.defer()
-        atexit.register(
-            gc.freeze
-        )  # the last collections would search all that was imported: half a second
+        # or the last collections of garbage search all that was imported: half a second
+        atexit.register(gc.freeze)
     try:
         return _run(argv) or 0
     except UserError as error:

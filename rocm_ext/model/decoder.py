@@ -86,8 +86,10 @@ class Decoder(nn.Module, ABC):
         """Return groups of weights, by name, that sampling multiplies at once: their rows should be contiguous."""
         return []
 
-    # whether a sampler that uses oneDNN copies the embeddings for the output layer
-    transposes_tied = False
+    @property
+    def transposes_tied(self) -> bool:
+        """Whether a sampler that uses oneDNN copies the embeddings for the output layer."""
+        return False
 
     def transposed_weights(self) -> list[str]:
         """Return the names of the linear layers' weights that a sampler transposes where it uses oneDNN."""

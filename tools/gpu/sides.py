@@ -22,13 +22,8 @@ from tools.gpu.here import GIB, Here, Row, check, speed
 
 WORKS: dict[str, Work] = {"sft": sft.WORK, "dpo": dpo.WORK}
 VOCAB = {"tiny": 512, "0.5b": 152064, "7b": 152064, "qwen3-4b": 151936, "qwen3-8b": 151936}
-DISK = {
-    "tiny": 0.1,
-    "0.5b": 1.3,
-    "7b": 15.5,
-    "qwen3-4b": 8.5,
-    "qwen3-8b": 16.5,
-}  # GiB of a model in bf16
+# GiB of a model in bf16
+DISK = {"tiny": 0.1, "0.5b": 1.3, "7b": 15.5, "qwen3-4b": 8.5, "qwen3-8b": 16.5}
 FP32 = 1e-3  # relative difference of a step's loss; the CPU's benchmarks hold 1e-5
 BF16 = 0.05
 # prompts, answers to a prompt, median and most tokens of an answer

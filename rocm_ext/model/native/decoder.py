@@ -114,7 +114,7 @@ class NativeDecoder(TransformerDecoder, Decoder):
         return groups
 
     @property
-    def transposes_tied(self) -> bool:  # type: ignore[override]
+    def transposes_tied(self) -> bool:
         return isinstance(self.output, TiedLinear)
 
     def transposed_weights(self) -> list[str]:
